@@ -15,6 +15,7 @@ import contextlib
 import os
 import threading
 import time
+import uuid
 from typing import Any
 
 import ray
@@ -95,9 +96,9 @@ class Lasting:
         return None if stored is None else cloudpickle.loads(stored)
 
     def remove_groups(self) -> None:
-        """Remove the placement groups of this session (`name_of_group`)."""
+        """Remove the placement groups of this session (`new_group_name`)."""
         for number, entry in placement_group_table().items():
-            if entry["name"].startswith(f"{self.name}/") and entry["state"] != "REMOVED":
+            if entry["name"].startswith(_groups_of(self.name)) and entry["state"] != "REMOVED":
                 remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
 
     def clear(self) -> None:
@@ -113,6 +114,16 @@ class Lasting:
 
     def _key(self, what: str) -> bytes:
         return f"{self.name}/{what}".encode()
+
+
+def _groups_of(session: str) -> str:
+    # With the package's name: other programs of the cluster may name groups as they like.
+    return f"{NAMESPACE}/{session}/"
+
+
+def new_group_name(session: str) -> str:
+    """A name for a new placement group of a session, by which `Lasting.remove_groups` finds it."""
+    return f"{_groups_of(session)}{uuid.uuid4().hex}"
 
 
 def end_without(session: str) -> None:

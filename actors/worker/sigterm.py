@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 
 _LOOK_S = 0.2
+_ALARM_S = float(signal.SIGTERM)
+_SLACK_S = 0.1
 
 
 def hear_sigterm(heard: Callable[[], None]) -> None:
@@ -29,7 +31,13 @@ def hear_sigterm(heard: Callable[[], None]) -> None:
     alarm = ctypes.cast(libc.alarm, ctypes.c_void_p)
 
     def listen() -> None:
-        while not signal.getitimer(signal.ITIMER_REAL)[0]:
+        looked_at, before_s = time.monotonic(), 0.0
+        while True:
+            left_s, every_s = signal.getitimer(signal.ITIMER_REAL)
+            now = time.monotonic()
+            if is_alarm(before_s, left_s, every_s, now - looked_at):
+                break
+            looked_at, before_s = now, left_s
             time.sleep(_LOOK_S)
         signal.setitimer(signal.ITIMER_REAL, 0)
         set_handler(signal.SIGTERM, signal.SIG_IGN)  # Another one would say nothing new.
@@ -39,3 +47,17 @@ def hear_sigterm(heard: Callable[[], None]) -> None:
     os.register_at_fork(after_in_child=lambda: set_handler(signal.SIGTERM, signal.SIG_DFL))
     set_handler(signal.SIGTERM, alarm)
     threading.Thread(target=listen, name="sigterm", daemon=True).start()
+
+
+def is_alarm(before_s: float, left_s: float, every_s: float, elapsed_s: float) -> bool:
+    """Whether the timer is that of the handler, and not one that the user's code has set.
+
+    before_s: what was left at the look before; 0 if no timer ran.
+    left_s: what is left now.
+    every_s: with what it begins again; `alarm` rings once.
+    elapsed_s: since the look before, since when the handler has begun it.
+    """
+    if every_s or not _ALARM_S - elapsed_s - _SLACK_S <= left_s <= _ALARM_S:
+        return False
+    # A longer timer of the user's passes through these seconds, too: it was there before.
+    return not (before_s and abs(before_s - left_s - elapsed_s) < _SLACK_S)

@@ -137,14 +137,14 @@ def drawn(
     for name in sorted({*surveys, *standings}):
         answer, standing = surveys.get(name), standings.get(name)
         if isinstance(answer, str):
-            parts.append(Text(f"{name}: its driver {answer}"))
+            parts.append(Text(plain(f"{name}: its driver {answer}")))
         elif answer is not None:
             parts.append(Text(headline(name, answer.driver), style="bold"))
         if standing is not None:
             words = standing if isinstance(standing, Standing) else f"its keeper {standing}"
-            parts.append(Text(f"{'  ' if answer else f'{name}: '}{words}"))
+            parts.append(Text(plain(f"{'  ' if answer else f'{name}: '}{words}")))
         if answer is not None and not isinstance(answer, str):
-            parts += [Text(f"  {line}") for line in happened(answer)]
+            parts += [Text(plain(f"  {line}")) for line in happened(answer)]
             parts.append(table(answer))
     return Group(*parts)
 
@@ -177,10 +177,18 @@ def table(seen: Survey) -> Table:
         where = f"{info.pid} on {info.hostname}"
         if isinstance(word, str):
             state = member.value if member is MemberState.LOST else "silent"
-            made.add_row("", where, info.device, Text(state, style="red"), "", "", "", "", word)
-            continue
-        made.add_row(*_cells(word, where))
+            cells: Sequence[str] = ("", where, info.device, state, "", "", "", "", word)
+            style = "red"
+        else:
+            cells, style = _cells(word, where), ""
+        made.add_row(*(Text(plain(cell)) for cell in cells), style=style)
     return made
+
+
+def plain(text: str) -> str:
+    """A text of another process, without what a terminal would take for an order. rich would take
+    brackets in a bare string for its markup, so the text goes into a `Text`."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _cells(word: WorkerSnapshot, where: str) -> Sequence[str]:

@@ -267,8 +267,8 @@ class Session(Holding):
         assert standing is not None
         self._seen = standing.workers
         if self._is_attached:
-            self._checkpoint = standing.arguments["checkpoint"]
-            self._seed = standing.arguments["seed"]
+            self._checkpoint = standing.checkpoint
+            self._seed = standing.seed
         _log.warning("the session %r %s: %s", name, standing.in_words, standing)
         self._state = SessionState.READY
 

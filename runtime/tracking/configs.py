@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
 _MOST = 200  # values
 _LONGEST = 500  # characters of a text
+_SECRET = re.compile(r"(?:^|[_.-]|api)(?:key|token|secret|password|credentials?)$", re.IGNORECASE)
+LEFT_OUT = "(left out: its name is that of a secret)"
+"""What trackers get in place of a text that is named like a secret."""
 
 
 def plain_config(
     arguments: Mapping[str, Any], session: Mapping[str, Any]
 ) -> dict[str, float | int | str | bool | None]:
     """Numbers, texts, truth values and None, by name; other values are left out.
+
+    A text whose name is that of a secret, such as `api_key` or `db.password`, is left out.
 
     arguments: of the function. session: added where the function has no argument of that name.
     """
@@ -32,7 +38,7 @@ def _collect(found: dict[str, Any], within: str, values: Mapping[Any, Any]) -> N
         if value is None or isinstance(value, bool | int | float):
             found[full] = value
         elif isinstance(value, str):
-            found[full] = value[:_LONGEST]
+            found[full] = LEFT_OUT if _SECRET.search(str(name)) else value[:_LONGEST]
         elif isinstance(value, Mapping):
             _collect(found, f"{full}.", value)
         elif isinstance(value, argparse.Namespace):

@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util import placement_group_table
+from ray.util.placement_group import placement_group, remove_placement_group
 
 import chorusline as cl
 from chorusline.actors.errors import StartupError
-from chorusline.actors.lasting import Lasting
+from chorusline.actors.lasting import Lasting, new_group_name
 from chorusline.runtime.session.detached.face import Face
 from tests.harness.programs import output_of
 
@@ -336,3 +338,16 @@ def test_a_kernel_that_is_killed_leaves_the_run_to_the_next_one(
         assert second.run("await night.stop()").error is None
     finally:
         second.manager.shutdown_kernel(now=True)
+
+
+def test_only_placement_groups_of_the_session_are_removed_with_it(cluster: None) -> None:
+    """Another program may name a group as it likes, also by the name of the session."""
+    names = ["night/serving", new_group_name("night"), new_group_name("night-2")]
+    groups = [placement_group([{"CPU": 0.01}], name=name) for name in names]
+    try:
+        Lasting("night").remove_groups()
+        states = {one["name"]: one["state"] for one in placement_group_table().values()}
+        assert [states[name] == "REMOVED" for name in names] == [False, True, False]
+    finally:
+        for group in groups:
+            remove_placement_group(group)

@@ -23,7 +23,7 @@ from chorusline.actors.messages import Report
 from chorusline.actors.run_status import Passage, RunStatus
 from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.tracking import tracking as module
-from chorusline.runtime.tracking.configs import plain_config
+from chorusline.runtime.tracking.configs import LEFT_OUT, plain_config
 from chorusline.runtime.tracking.named import checked_trackers
 from chorusline.runtime.tracking.tracking import Tracking
 
@@ -311,3 +311,17 @@ async def test_json_lines_are_json_of_every_number(
     assert step == {"step": 1, "time": 5.0, "nan": "NaN", "low": "-Infinity", "more.one": 1.0}
     assert event["event"] == "ranks lost" and event["lost"] == [1] and event["time"] == 2.5
     assert end["end"] == "failed" and end["error"] == "RuntimeError: x"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_secret"),
+    [
+        *((name, True) for name in ("api_key", "apikey", "HF_TOKEN", "password", "db.secret")),
+        *((name, False) for name in ("keyboard", "num_tokens", "tokenizer", "monkey", "path")),
+    ],
+)
+def test_a_text_that_is_named_like_a_secret_stays_away_from_trackers(
+    name: str, is_secret: bool
+) -> None:
+    found = plain_config({"options": {name: "abc"}, name: "abc"}, {})
+    assert set(found.values()) == {LEFT_OUT if is_secret else "abc"}

@@ -421,7 +421,8 @@ class Keeper:
             self._restarts,
             self._ended,
             time.monotonic() - self._ended_at if self._ended else 0.0,
-            self._arguments,
+            self._arguments["checkpoint"],
+            self._arguments["seed"],
         )
 
     async def whereabouts(

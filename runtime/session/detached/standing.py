@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ class Standing:
     restarts: how often the keeper was started again.
     ended: why the session has ended; empty as long as it has not.
     ended_s: seconds since then.
-    arguments: of its Session.
+    checkpoint, seed: of its Session. Its other arguments may hold secrets, such as env_vars.
     """
 
     name: str
@@ -46,7 +45,8 @@ class Standing:
     restarts: int
     ended: str
     ended_s: float
-    arguments: Mapping[str, Any]
+    checkpoint: Any
+    seed: int
 
     def __str__(self) -> str:
         if self.ended:

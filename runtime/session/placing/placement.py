@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import time
-import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from chorusline.actors.errors import StartupError
+from chorusline.actors.lasting import new_group_name
 
 from .autoscaling import Outlook, prospect
 
@@ -359,7 +359,7 @@ def group_of(
     if labels:
         selectors["bundle_label_selector"] = [dict(labels) for _ in bundles]
     if lasting:
-        selectors |= {"name": f"{lasting}/{uuid.uuid4().hex}", "lifetime": "detached"}
+        selectors |= {"name": new_group_name(lasting), "lifetime": "detached"}
     group: PlacementGroup = placement_group(bundles, strategy=strategy, **selectors)
     return group
 
