@@ -143,3 +143,9 @@ def test_a_broken_link_and_an_undocumented_name_fail_the_site(tmp_path: Path) ->
     assert "chorusline.silent has no docstring" in ran.stderr
     assert "chorusline.silent has to stand on one page of docs/reference" in ran.stderr
     assert "nowhere.md" in ran.stderr and "training.md#nothing" in ran.stderr
+
+
+def test_the_page_of_performance_has_current_figures_only() -> None:
+    """The log with its dates is benchmarks/RESULTS.md."""
+    assert len((ROOT / "docs/performance.md").read_text().splitlines()) <= 120
+    assert (ROOT / "benchmarks/RESULTS.md").exists()
