@@ -4,6 +4,7 @@ refused by one kind of error, hides no other checkpoint, and takes no more memor
 
 from __future__ import annotations
 
+import codecs
 import copy
 import functools
 import hashlib
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,6 +32,7 @@ from chorusline.runtime.checkpoint.contents import PER_RANK, STATE, pickled, who
 from chorusline.runtime.checkpoint.export import described, plain_states
 from chorusline.runtime.checkpoint.format.catalog import folder_name, listing, newest_whole
 from chorusline.runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
+from chorusline.runtime.checkpoint.format.plain_values import load_plain
 from chorusline.runtime.checkpoint.format.reader import CheckpointReader
 from chorusline.runtime.checkpoint.format.shard_file import write_part
 from chorusline.runtime.checkpoint.format.storage import Folder
@@ -262,9 +265,45 @@ def _legacy(value: Any) -> bytes:
     return target.getvalue()
 
 
-class _Anything:
+class _Call:
+    """What a pickle calls in its place."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
     def __reduce__(self) -> Any:
-        return bytearray, (8,)
+        return self.call[0], self.call[1:]
+
+
+HUGE = 1 << 40
+CALLS = {
+    "bytes of any number": _Call(bytearray, HUGE),
+    "bytes of any number, again": [bytearray(b"abc"), _Call(bytearray, HUGE)],
+    "bytes that double": _Call(codecs.encode, _Call(codecs.encode, "x", "latin1"), "hex"),
+    "an array of any size": _Call(numpy.ndarray, (HUGE,)),
+    "an array that is reconstructed": _Call(
+        numpy.empty(0).__reduce__()[0], numpy.ndarray, (HUGE,), b"b"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_an_object_that_is_made_by_a_call_with_any_size_is_refused(tmp_path, what):
+    folder = _write(tmp_path, 1)
+    _replace(folder, "state", pickled(CALLS[what]))
+    with pytest.raises((cl.CheckpointCorrupted, cl.CheckpointUntrusted)):
+        plain_states_of_all(CheckpointReader(Folder(tmp_path), folder.name))
+
+
+def plain_states_of_all(reader: CheckpointReader) -> None:
+    for entry in reader.manifest.entries:
+        reader.value(entry)
+
+
+def test_what_is_made_of_bytes_and_arrays_loads_as_it_was():
+    value = [bytearray(b"abc"), bytearray(), bytearray(b"a"), bytearray(b"abc"), b"bytes", b"b"]
+    value += [numpy.arange(6).reshape(2, 3), numpy.float32(1.5), numpy.array(["a", "bc"])]
+    assert str(load_plain(pickled(value))) == str(value)
 
 
 PIECES: dict[str, tuple[str, Callable[[], bytes]]] = {
@@ -275,7 +314,7 @@ PIECES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "more storage than elements": ("model", lambda: pickled(torch.ones(12)[:8])[:-1]),
     "no tensor": ("model", lambda: pickled({"weight": WEIGHT})),
     "a sparse tensor": ("model", lambda: pickled(WEIGHT.to_sparse())),
-    "an object that is called": ("model", lambda: pickled(_Anything())),
+    "an object that is called": ("model", lambda: pickled(_Call(bytearray, 8))),
     "a compressed tensor": ("model", lambda: _deflated(WEIGHT)),
     "a compressed object": ("state", lambda: _deflated(bytes(1 << 20))),
     "an older format": ("model", lambda: _legacy(WEIGHT)),

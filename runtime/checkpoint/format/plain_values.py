@@ -27,13 +27,31 @@ except ImportError:
     from numpy.core import multiarray  # type: ignore[no-redef]
 
 
+class _Array:
+    """Stands for numpy.ndarray in a pickle, which names it only for `_reconstruct`: called by
+    itself, it would make an array of any size."""
+
+
+def _reconstruct(kind: object, shape: object, code: object) -> Any:
+    """As numpy's, whose pickles make an empty array and then set its state."""
+    if kind is not _Array or shape != (0,):
+        raise pickle.UnpicklingError(f"no pickle of an array has {kind!r} of the shape {shape!r}")
+    return multiarray._reconstruct(numpy.ndarray, (0,), b"b")
+
+
 def _of_numpy() -> dict[str, Any]:
     """What pickles of numpy arrays and scalars name. Both versions' names of a function are here,
     since the numpy that reads may not be the numpy that wrote."""
-    found: dict[str, Any] = {"numpy.ndarray": numpy.ndarray, "numpy.dtype": numpy.dtype}
+    # The array that `_reconstruct` has made takes its state only if its own type is allowed, too;
+    # no name in a pickle leads to that entry.
+    found: dict[str, Any] = {
+        "numpy.ndarray": _Array,
+        "numpy.dtype": numpy.dtype,
+        "of what _reconstruct has made": numpy.ndarray,
+    }
     for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
-        for function in ("_reconstruct", "scalar"):
-            found[f"{module}.{function}"] = getattr(multiarray, function)
+        found[f"{module}.scalar"] = multiarray.scalar
+        found[f"{module}._reconstruct"] = _reconstruct
     for name, kind in vars(numpy.dtypes).items():
         if name.endswith("DType") and name != "ObjectDType":
             found[f"numpy.dtypes.{name}"] = kind
@@ -88,8 +106,40 @@ def load_tensor(data: bytes) -> torch.Tensor:
     return loaded
 
 
+def _check_sizes(data: bytes) -> None:
+    """Raise ValueError if the pickle of an object calls `bytearray` or `_codecs.encode` otherwise
+    than pickle does: with a number one makes gigabytes, with its own result the other one."""
+    archive = check_archive(data)
+    (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+    names, last, wanted = {}, "", frozenset[str]()
+    for opcode, argument, _ in pickletools.genops(archive.read(pickled)):
+        if opcode.name in ("BINPUT", "LONG_BINPUT"):
+            names[argument] = last
+            continue
+        last = opcode.name
+        if last == "GLOBAL":
+            last = str(argument)
+        elif last in ("BINGET", "LONG_BINGET"):
+            last = names.get(argument, "")
+        if wanted and last not in wanted:
+            raise ValueError(f"{last} makes bytes of it, and no pickle of plain values does")
+        wanted = _ARGUMENTS.get(last, frozenset())
+
+
+_ARGUMENTS = {
+    **dict.fromkeys(
+        ("builtins bytearray", "__builtin__ bytearray"),
+        frozenset({"_codecs encode", "EMPTY_TUPLE"}),
+    ),
+    "_codecs encode": frozenset({"BINUNICODE", "SHORT_BINUNICODE"}),
+}
+"""By the name of a function, what a pickle has next: what its first argument begins with."""
+
+
 def load_plain(data: bytes) -> Any:
-    """The object in `data`. Raises pickle.UnpicklingError if it is more than plain values."""
+    """The object in `data`. Raises pickle.UnpicklingError if it is more than plain values, and any
+    error if it is nothing that torch.save writes."""
+    _check_sizes(data)
     with torch.serialization.safe_globals(list(_OF_NUMPY)):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
