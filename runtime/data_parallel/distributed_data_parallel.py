@@ -138,6 +138,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             on_agreement=self._on_agreement,
             has_next=self._has_next,
             is_uneven=lambda: self._join is not None,
+            may_launch=lambda: self._join is None or self._join.expects_pass_of(self),
             cursors=recovery.cursors if recovery is not None else None,
         )
         if is_informing():
@@ -268,6 +269,10 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             )
         return self._reducer.clock.average(self._reducer.buckets)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._reducer.held.was_cleared()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside only accumulate; the next one outside sends the sum.
@@ -304,7 +309,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "itself, by the number of ranks, before the weights of all ranks are known. Leave "
                 "out one of the two"
             )
-        self._reducer.weight = (self._reducer.weight or 0.0) + weight
+        self._reducer.held.weigh(weight)
         return loss * weight
 
     # -- Join ----------------------------------------------------------------------------------
@@ -327,11 +332,6 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     def _ends_step(self) -> bool:
         return not self._reducer.is_sharded
-
-    def _end_shadowed_step(self) -> None:
-        """Do what `zero_grad` does in the loop that this rank has left: gradients of the shadowed
-        step would be added to those of the next epoch."""
-        self._reducer.gradients.drop()
 
     def _begins_passes(self) -> bool:
         return True
@@ -413,14 +413,15 @@ class _Hook(JoinHook):
         assert model._join is not None
         model._engine.reduce_unfrozen()
         model._reducer.shadow()
-        # With gradients left over from no_sync this rank takes the step as a live rank.
-        model._join.ledger.live = model._reducer.is_live
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the state of a last joiner to the ranks that joined earlier, and did not step."""
         model = self._model
         assert model._join is not None
         ledger = model._join.ledger
+        last = model._join.last_step_live
+        if last and model.group.rank not in last:
+            model._reducer.leave_shadows(is_stepped=ledger.pattern.expects_step)
         state: list[torch.Tensor] = []
         if model._reducer.ends_steps and ledger.somebody_missed_a_step:
             self._settle(model._join)

@@ -100,9 +100,6 @@ class Joinable(ABC):
         """Watch which optimizers step the joinable's parameters; the handle ends that."""
         return None
 
-    def _end_shadowed_step(self) -> None:
-        """Called at the end of each step that this rank has shadowed."""
-
     def _groups_to_follow(self) -> Sequence[Group]:
         """The joinable's groups whose collectives differ from step to step."""
         return ()
@@ -231,6 +228,8 @@ class Join:
         # The joinable that begins a batch: the model, whose forward comes first; else the first
         # joinable, as in torch.
         self._pacemaker = next((j for j in joinables if j._begins_passes()), joinables[0])
+        self._models = [j for j in joinables if j._begins_passes()]
+        self._turn = 0  # the number of the joinable that stepped last, plus one
         self.last_step_live: tuple[int, ...] = ()
         """The ranks that took the last step; none for the step that all ranks shadow at the end."""
         self.at_boundary: Callable[[], None] | None = None
@@ -259,6 +258,7 @@ class Join:
         if self._enable:
             for joinable in self._joinables:
                 joinable._join = self
+            self._turn = 0
             if self._conductor:
                 self._conductor.attach()
             self._boundary = boundary()
@@ -365,8 +365,6 @@ class Join:
             if not self.ledger.pattern.expects_step:
                 return  # The ranks with data run another pass for this step first.
             self._step_followers()
-            for joinable in self._joinables:
-                joinable._end_shadowed_step()
             if self.at_boundary is not None:
                 self.at_boundary()
 
@@ -405,6 +403,19 @@ class Join:
         ledger = self.ledger
         if joinable is self._counts_steps and ledger.is_over:
             raise RuntimeError(why_not_one_more(ledger.pattern.of_batch))
+
+    def expects_pass_of(self, model: Joinable) -> bool:
+        """Whether a rank that has run out of data would now send gradients of this model next: it
+        shadows the joinables in the order of the list, and leaves when no step follows. A pass of
+        another model may reach this one out of turn, as a generator's reaches its critic."""
+        if self.is_following:
+            return True
+        if not self.ledger.somebody_may_continue():
+            return False
+        group = model.join_group
+        same = [j for j in self._models if j.join_group is group]
+        later = [j for j in same if self._joinables.index(j) >= self._turn]
+        return model is (later or same)[0]
 
     @property
     def takes_forward_for_step(self) -> bool:
@@ -460,6 +471,7 @@ class Join:
     def record(self, joinable: Joinable, agreement: Agreement) -> None:
         """A step of `joinable` has ended with this agreement."""
         is_step = joinable is self._counts_steps
+        self._turn = (self._joinables.index(joinable) + 1) % len(self._joinables)
         if is_step and agreement.live:
             was_expected = self.ledger.pattern.note(agreement.says(Note.UNSTEPPED) == 0)
             if not was_expected and self._step_along and self.absent_ranks:

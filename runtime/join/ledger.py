@@ -114,4 +114,4 @@ class JoinLedger:
             return 0
         if agreement.weight:
             return agreement.weight
-        return self.num_ranks if self.divide_by_initial_world_size else len(agreement.live)
+        return self.num_ranks if self.divide_by_initial_world_size else agreement.num_contributing

@@ -1,9 +1,10 @@
 """What the ranks tell each other once per step, in a vector that one sum shares with all ranks.
 
 Each rank writes its vote: whether it took this step with data of its own, whether it may take
-another step, whether it was asked to stop, and which parameters got a gradient. If the run goes on
-after a loss, the vote of a step also says how many samples the rank has taken (dealer.py). All
-ranks read the same agreement from the sum.
+another step, whether it was asked to stop, and which parameters got a gradient. A rank that has run
+out of data says whether it still holds gradients of its last batches (leftovers.py). If the run
+goes on after a loss, the vote of a step also says how many samples the rank has taken (dealer.py).
+All ranks read the same agreement from the sum.
 
 The vote travels with a collective that a step needs anyway (the last gradient bucket, or ZeRO's
 ballot), in float32 or wider: bfloat16 cannot count beyond 256.
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 
 from chorusline.collectives import Group
 
+from .leftovers import HANDS_IN_NOW, Standing, read_standings
+
 MAX_ITERATIONS = 4
 """The most iterations over shards that a rank can be in at once: the vote of a step whose samples
 are counted has one cursor for each."""
@@ -27,19 +30,17 @@ class Note(enum.IntEnum):
 
     CONTINUES = 0
     """The pass adds to the mean of earlier passes of the same step."""
-    HANDS_IN = 1
-    """There is no pass: the rank has run out of data, and hands in gradients from no_sync."""
-    MIXES = 2
+    MIXES = 1
     """The gradients of this rank were added to a mean before they were reduced."""
-    UNSTEPPED = 3
+    UNSTEPPED = 2
     """No optimizer has stepped since the pass before."""
-    HAS_MORE = 4
+    HAS_MORE = 3
     """The gradients have changed since they were sent, so all ranks send theirs again."""
-    SEVERAL = 5
-    """The step has several passes."""
-    TAKES_IN = 6
+    SEVERAL = 4
+    """The step has several passes; or, where no rank has data, a pass has had no step."""
+    TAKES_IN = 5
     """A worker may come in behind this step (runtime/recovery/arrivals.py)."""
-    BEGINS_INSIDE = 7
+    BEGINS_INSIDE = 6
     """It MIXES, since its pass did not begin at an output of the model."""
 
 
@@ -47,13 +48,14 @@ class Note(enum.IntEnum):
 class Agreement:
     """One step as all ranks know it.
 
-    live: ranks that contributed gradients, ascending.
+    live: ranks that took the step with data, ascending.
     may_continue: ranks that may take another step, ascending.
     used: per parameter, whether any rank had a gradient for it.
     weight: sum of the weights of the live ranks; 0 if no rank weighed its loss.
     stop: whether all ranks stop after this step, as some rank was asked to.
     cursors: by rank, how many samples it has taken of each iteration; empty if not counted.
     notes: by Note, how many ranks note it; empty where nobody asked.
+    standings: by rank; empty where nobody asked.
     """
 
     live: tuple[int, ...]
@@ -63,6 +65,12 @@ class Agreement:
     stop: bool = False
     cursors: tuple[tuple[int, ...], ...] = ()
     notes: tuple[int, ...] = ()
+    standings: tuple[Standing, ...] = ()
+
+    @property
+    def num_contributing(self) -> int:
+        """How many ranks contributed gradients: the live ones, and those with leftovers."""
+        return sum(one.contributes for one in self.standings) or len(self.live)
 
     def says(self, note: Note) -> int:
         """How many ranks note it."""
@@ -74,22 +82,24 @@ NOTES_AT = 4
 
 _VOTES, _WEIGHT, _WEIGHING, _ASKING = range(NOTES_AT)
 _HEAD = NOTES_AT + len(Note)
+_OF_RANK = 4
+"""A rank's standing, and whether it may go on."""
 _LOW = 1 << 23
 """A cursor travels as two numbers, since float32 counts only to 2^24."""
 
 
 def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int:
     """The length of a vote: the number of votes, the weight, the number of weighing ranks and of
-    ranks that ask for a stop; the notes; live and has_next per rank; used per parameter; two
+    ranks that ask for a stop; the notes; standing and has_next per rank; used per parameter; two
     numbers per cursor and rank."""
-    return _HEAD + 2 * num_ranks + num_parameters + 2 * num_cursors * num_ranks
+    return _HEAD + _OF_RANK * num_ranks + num_parameters + 2 * num_cursors * num_ranks
 
 
 def vote_of(
     rank: int,
     num_ranks: int,
     *,
-    live: bool,
+    standing: Standing | tuple[float, float, float],
     has_next: bool,
     used: Sequence[bool],
     weight: float | None,
@@ -100,7 +110,8 @@ def vote_of(
 ) -> list[float]:
     """The vote of `rank`: vote_numel numbers. It is made on the host, and goes up in one copy.
 
-    live: whether this rank took the step with data.
+    standing: whether this rank took the step with data, or hands in leftovers; in a second vote on
+        a step HANDS_IN_NOW or ABSENT.
     has_next: whether this rank may take another step.
     used: per parameter, whether this rank has a gradient for it.
     weight: of this rank's loss; None if ranks do not weigh.
@@ -110,23 +121,40 @@ def vote_of(
     first = vote_numel(num_ranks, len(used))
     vote = [0.0] * vote_numel(num_ranks, len(used), num_cursors)
     vote[_VOTES] = 1.0
-    if live:
+    own_at = _HEAD + 3 * rank
+    if isinstance(standing, Standing):
+        vote[own_at : own_at + 3], contributes = standing.numbers, standing.contributes
+    else:
+        vote[own_at : own_at + 3], contributes = standing, standing == HANDS_IN_NOW
+    if contributes:
         if weight is not None:
             vote[_WEIGHT] = weight
             vote[_WEIGHING] = 1.0
-        vote[_HEAD + rank] = 1.0
-        vote[_HEAD + 2 * num_ranks : first] = map(float, used)
+        vote[_HEAD + _OF_RANK * num_ranks : first] = map(float, used)
     if stop:
         vote[_ASKING] = 1.0
     for note in notes:
         vote[NOTES_AT + note] = 1.0
     if has_next:
-        vote[_HEAD + num_ranks + rank] = 1.0
+        vote[_HEAD + 3 * num_ranks + rank] = 1.0
     if cursors:
         halves = [float(half) for cursor in cursors for half in divmod(cursor, _LOW)]
         at = first + 2 * rank * num_cursors
         vote[at : at + len(halves)] = halves
     return vote
+
+
+def standings_in(total: Sequence[float], num_ranks: int) -> tuple[Standing, ...]:
+    """By rank, its standing. total: vote_numel numbers, the sum of all votes."""
+    return read_standings(total[_HEAD : _HEAD + 3 * num_ranks])
+
+
+def with_leftovers(total: Sequence[float], leftovers: Sequence[float]) -> list[float]:
+    """The sum of the votes on a step whose leftovers came after it, in a vote of their
+    own (HANDS_IN_NOW). Both are sums over all ranks."""
+    both = [one + other for one, other in zip(total, leftovers, strict=True)]
+    both[_VOTES] = total[_VOTES]
+    return both
 
 
 def check_votes(total: Sequence[float], group: Group) -> None:
@@ -154,13 +182,15 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
     not, or all weights are zero."""
     _, weight, num_weighing, num_asking = total[:NOTES_AT]
     values = total[_HEAD:]
-    live = tuple(r for r in range(num_ranks) if values[r])
-    if num_weighing not in (0, len(live)):
+    standings = read_standings(values[: 3 * num_ranks])
+    live = tuple(rank for rank, one in enumerate(standings) if one.is_live)
+    num_contributing = sum(one.contributes for one in standings)
+    if live and num_weighing not in (0, num_contributing):
         raise RuntimeError(
             f"{num_weighing:g} of the ranks {list(live)} weighed their loss for this step; either "
             "all of them must call model.weigh(loss, weight), or none"
         )
-    if num_weighing and not weight > 0:
+    if live and num_weighing and not weight > 0:
         raise RuntimeError(
             f"the weights of the ranks {list(live)} add up to {weight:g}; the sum must be above 0"
         )
@@ -169,9 +199,10 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
     taken = [int(high) * _LOW + int(low) for high, low in halves]
     return Agreement(
         live=live,
-        may_continue=tuple(r for r in range(num_ranks) if values[num_ranks + r]),
-        used=tuple(v > 0 for v in values[2 * num_ranks : len(values) - len(numbers)]),
-        weight=weight,
+        may_continue=tuple(r for r in range(num_ranks) if values[3 * num_ranks + r]),
+        used=tuple(v > 0 for v in values[_OF_RANK * num_ranks : len(values) - len(numbers)]),
+        weight=weight if live else 0.0,
+        standings=standings,
         stop=num_asking > 0,
         notes=tuple(map(int, total[NOTES_AT:_HEAD])),
         cursors=tuple(

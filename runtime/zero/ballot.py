@@ -24,8 +24,10 @@ from ..process.agreement import (
     Note,
     check_votes,
     read_agreement,
+    standings_in,
     vote_of,
 )
+from ..process.leftovers import Standing, sends_again
 from .shards.exact_norm import total_of
 
 _STEP, _STEP_SQUARED, _SQUARED_NORM, _PER_RANK = range(4)
@@ -38,7 +40,7 @@ class Vote:
     """One rank's vote on a step.
 
     step: number of the step.
-    live: the rank took the step with data of its own.
+    standing: whether the rank took the step with data of its own, or hands in leftovers.
     has_next: the rank may take another step.
     used: per parameter, whether the rank has a gradient.
     weight: of the rank's losses; None: unweighted.
@@ -55,7 +57,7 @@ class Vote:
     """
 
     step: int
-    live: bool
+    standing: Standing
     has_next: bool
     used: Sequence[bool]
     weight: float | None
@@ -123,7 +125,7 @@ class Ballot:
         numbers += vote_of(
             group.rank,
             group.size,
-            live=vote.live,
+            standing=vote.standing,
             has_next=vote.has_next,
             used=vote.used,
             weight=vote.weight,
@@ -178,6 +180,14 @@ class Ballot:
     def says(self, note: Note, seen: Sequence[float]) -> bool:
         """Whether some rank notes it."""
         return seen[self._vote_at + NOTES_AT + note] > 0
+
+    def sends_again(self, seen: Sequence[float]) -> tuple[Standing, ...] | None:
+        """Whether the gradients of some rank have changed since they were sent, or those of a rank
+        without data were taken for what they are not: then the standings."""
+        standings = standings_in(seen[self._vote_at :], self._group.size)
+        is_live = any(one.is_live for one in standings)
+        has_more = is_live and self.says(Note.HAS_MORE, seen)
+        return standings if has_more or sends_again(standings) else None
 
     def read(self, seen: Sequence[float]) -> Outcome:
         """Decode the sums, whether this rank took part in the all-reduce or received them."""

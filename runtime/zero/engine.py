@@ -36,8 +36,9 @@ from ..data_parallel.engine import ModelEngine
 from ..data_parallel.gradients.gradient_bucket import GradientBucket
 from ..data_parallel.gradients.reducer import Reducer
 from ..join.join import GroupJoinable
-from ..process.agreement import Agreement, Note
+from ..process.agreement import Agreement
 from ..process.between_runs import between_runs
+from ..process.leftovers import Standing
 from ..process.running import Survival, recovery_of
 from ..process.step_boundary import boundary
 from .ballot import Ballot, Outcome, Vote, check_same_options, numbers_of, set_numbers
@@ -243,9 +244,10 @@ class OptimizerEngine:
 
     def _try_step(self, is_live: bool) -> None:
         payload = self.hold_ballot(is_live)
-        if self.reducer is not None and self._ballot.says(Note.HAS_MORE, payload):
-            # A rank ran more passes since the launch. All send again, with these, and vote again.
-            self.reducer.send_again()
+        if self.reducer is not None and (standings := self._ballot.sends_again(payload)):
+            # A rank ran more passes since the launch, or it now knows what its leftovers belong
+            # to. All send again, with these, and vote again.
+            self.reducer.send_again(standings)
             payload = self.hold_ballot(is_live)
         self.faults.reach(Instant.SEEN)
         outcome = self.see(payload, is_live)
@@ -312,7 +314,7 @@ class OptimizerEngine:
         in_steps = self.model is not None and self.model.steps.is_under_way
         return Vote(
             step=self.face.num_steps,
-            live=is_live,
+            standing=self.reducer.standing(is_live) if self.reducer else Standing(is_live),
             has_next=self.face._has_next(),
             used=[parameter.grad is not None for parameter in self.shard.parameters],
             weight=self.reducer.weight if self.reducer else None,
@@ -346,8 +348,7 @@ class OptimizerEngine:
             agreed_scale(outcome.loss_scales, live)
         self.face.found_overflow = self.face.uses_scaler and not math.isfinite(outcome.squared_norm)
         if self.reducer is not None:
-            self.reducer.end_step()
-            self.reducer.sends_late = outcome.agreement.says(Note.SEVERAL) > 0
+            self.reducer.end_step(outcome.agreement)
         return outcome
 
     def apply(self, outcome: Outcome, divisor: float | None = None) -> list[Gather]:

@@ -231,6 +231,11 @@ class ZeroRedundancyOptimizer(Face):
             raise
         self._engine.add(fresh)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self._engine.reducer is not None:
+            self._engine.reducer.held.was_cleared()
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, **kwargs: Any
@@ -265,7 +270,7 @@ class ZeroRedundancyOptimizer(Face):
                     "step() needs gradients that were reduced since the last step: run "
                     "loss.backward() on the DistributedDataParallel model, outside no_sync(), first"
                 )
-            is_live = engine.reducer.is_live
+            reducer.is_live = is_live
         engine.take_step(is_live)
         return loss
 
@@ -382,8 +387,11 @@ class _Hook(JoinHook):
     def main_hook(self) -> None:
         optimizer = self._optimizer
         assert optimizer._join is not None
-        # The model's hook, which ran before, has sent the gradients.
-        optimizer._engine.take_step(optimizer._join.ledger.live)
+        # The model's hook, which runs before, sends the gradients. Where hooks are announced, the
+        # ranks with data may have begun this step while this rank was one of them.
+        if optimizer._engine.reducer is not None:
+            optimizer._engine.reducer.shadow()
+        optimizer._engine.take_step(is_live=False)
 
 
 def optimizer_engine_of(optimizer: ZeroRedundancyOptimizer) -> OptimizerEngine:

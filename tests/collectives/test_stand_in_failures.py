@@ -25,6 +25,7 @@ from chorusline.collectives.contract.errors import (
     UnsupportedOperation,
 )
 from chorusline.runtime.process.agreement import check_votes, vote_numel, vote_of
+from chorusline.runtime.process.leftovers import Standing
 from chorusline.runtime.zero.ballot import Ballot, Vote
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl, streams
@@ -48,7 +49,7 @@ def hold_a_ballot(rank: Rank, step: int) -> None:
         ballot = Ballot(group, 1, counts_samples=False)
         vote = Vote(
             step=step,
-            live=True,
+            standing=Standing(True),
             has_next=True,
             used=[True] * 3,
             weight=None,
@@ -174,7 +175,9 @@ def test_a_vector_without_every_vote_is_no_agreement() -> None:
         with cl.Group.create(store, 0, 1) as group:
             with pytest.raises(GroupAborted, match="votes of 1 ranks, although its sum went"):
                 check_votes(total, group)
-    vote = vote_of(0, 1, live=False, has_next=False, used=[False] * 3, weight=None, stop=False)
+    vote = vote_of(
+        0, 1, standing=Standing(False), has_next=False, used=[False] * 3, weight=None, stop=False
+    )
     with cl.Group.create(store, 0, 1) as group:
         check_votes(vote, group)
 

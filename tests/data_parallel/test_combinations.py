@@ -47,7 +47,7 @@ FEATURES = {
     "half parameters": {"half": "parameters"},
     "autocast": {"half": "autocast"},
     "weighed losses": {"weighed": True},
-    "join": {"lengths": (5, 2)},
+    "join": {"lengths": (6, 2)},
     "batch norm": {"norm": "local"},
     "sync batch norm": {"norm": "synced"},
     "hook": {"hook": True},

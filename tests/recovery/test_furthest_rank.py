@@ -15,6 +15,7 @@ from chorusline.runtime.process.agreement import (
     vote_numel,
     vote_of,
 )
+from chorusline.runtime.process.leftovers import Standing
 from chorusline.runtime.process.registry import Registered
 from chorusline.runtime.recovery.plain_optimizer_steps import PlainSteps
 from chorusline.runtime.recovery.restart import Summary, leader_of, up_to_date
@@ -63,7 +64,7 @@ def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
             vote = vote_of(
                 rank,
                 num_ranks,
-                live=rank != 1,
+                standing=Standing(rank != 1),
                 has_next=rank != 0,
                 used=used[rank],
                 weight=None,
@@ -82,7 +83,7 @@ def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
 
 
 def test_a_vote_that_tells_no_samples_is_no_longer_than_before() -> None:
-    assert vote_numel(3, 4) == 4 + len(Note) + 2 * 3 + 4
+    assert vote_numel(3, 4) == 4 + len(Note) + 4 * 3 + 4
     total = torch.zeros(vote_numel(3, 4))
     assert read_agreement(total.tolist(), 3).cursors == ()
 

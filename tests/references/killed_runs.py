@@ -22,6 +22,7 @@ import torch
 
 import chorusline as cl
 from chorusline.actors.fault_plan import Instant
+from chorusline.runtime.process.step_boundary import boundary
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.training_to_kill import BATCH_SIZE, NUM_SAMPLES, Samples, die
 
@@ -250,7 +251,9 @@ def train(
             )
             for numbers, _, _ in shard:
                 pending.append(numbers.tolist())
-                is_whole = len(pending) == kind.accumulate
+                # Else the gradients of the last batch would be part of the next epoch.
+                is_last = boundary().steps.batches_left == 0
+                is_whole = len(pending) == kind.accumulate or is_last
                 ballots = optimizer_engine_of(optim).progress.ballots
                 with contextlib.nullcontext() if is_whole else model.no_sync():
                     for which in kind.passes_of(ballots):

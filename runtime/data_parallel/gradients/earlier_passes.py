@@ -24,9 +24,10 @@ from .gradient_bucket import Gradients
 
 
 class Pass(enum.Enum):
-    """The state of a backward pass whose gradients are sent."""
+    """The state of a backward pass."""
 
     NONE = "no such pass runs"
+    QUIET = "a pass in no_sync runs, whose gradients only add up; autograd will report the end"
     ENTERED = "the output has its gradient, no parameter has; autograd will report the end"
     ARRIVING = "parameters get gradients, full buckets are launched; autograd will report the end"
 
@@ -86,14 +87,12 @@ class EarlierPasses:
             for number, parameter in enumerate(self._gradients.parameters)
             if parameter.grad is not None
         }
-        if not held:
-            self.forget()
+        if not held or (self.has_mean and _are_zero(held.values())):
+            self.forget()  # The program has cleared them, to None or to zeros.
         elif not self.has_mean or has_leftover:
             return
         elif not set_aside:
             self._kind, self._begins_inside = Note.MIXES, begins_inside
-        elif _are_zero(held.values()):  # `zero_grad(set_to_none=False)`
-            self.forget()
         else:
             self._kind = Note.CONTINUES
             self._aside = {number: gradient.clone() for number, gradient in held.items()}
@@ -108,11 +107,12 @@ class EarlierPasses:
             gradient.detach().add_(aside)
         self._aside, self._kind = {}, None
 
-    def notes(self, *, is_own: bool) -> list[Note]:
-        """What this rank's vote says of its pass. is_own: False for a rank that has run out of data
-        and hands in gradients from no_sync."""
-        if not is_own:
-            return [Note.HANDS_IN, Note.MIXES] if self._kind is Note.MIXES else [Note.HANDS_IN]
+    def notes_on_leftovers(self) -> list[Note]:
+        """What this rank says of gradients from no_sync, when it has run out of data."""
+        return [Note.MIXES] if self._kind is Note.MIXES else []
+
+    def notes(self) -> list[Note]:
+        """What this rank's vote says of its pass."""
         noted = [self._kind] if self._kind is not None else []
         if self._begins_inside:
             noted.append(Note.BEGINS_INSIDE)
@@ -145,8 +145,7 @@ def check_passes(agreement: Agreement, num_ranks: int) -> None:
     if not any(agreement.notes):
         return
     live = list(agreement.live)
-    num_own = len(live) - agreement.says(Note.HANDS_IN)
-    if 0 < (continuing := agreement.says(Note.CONTINUES)) < num_own:
+    if 0 < (continuing := agreement.says(Note.CONTINUES)) < len(live):
         raise RuntimeError(
             f"{continuing} of the ranks {live} add this backward pass to the gradients of the pass "
             "before, and the others have cleared theirs, so their gradients would differ. All "

@@ -24,6 +24,7 @@ class GradientBucket:
     missing: the gradients that the pass still has to bring; frozen parameters get none.
     launched_at: time.monotonic() of the last launch.
     launched_version: torch's counter of writes to `flat`, and to all views of it, at that time.
+    held_version: the same when a pass last brought a gradient.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class GradientBucket:
         self.shard = torch.empty(0, dtype=first.dtype, device=first.device)
         self.missing = 0
         self.launched_at = 0.0
-        self.launched_version = 0
+        self.launched_version = self.held_version = 0
         self.work: Work | None = None
         self.future: torch.futures.Future[Any] | None = None
         """The future that a communication hook returned for this bucket."""
@@ -200,6 +201,13 @@ class Gradients:
         """Gradients have their place in the buckets, and in no other sum."""
         for bucket in self.buckets:
             self.views.update(bucket.views)
+
+    def is_replaced(self, number: int) -> bool:
+        """Whether the program has put another tensor in the place of a gradient."""
+        gradient = self.parameters[number].grad
+        if gradient is None or number in self._handed_out:
+            return False
+        return gradient.data_ptr() != self.views[number].data_ptr()
 
     def is_frozen(self, number: int) -> bool:
         return not self.parameters[number].requires_grad

@@ -15,11 +15,16 @@ sends the sum of its passes. The first pass is launched at once; if others follo
 so on all ranks, and all launch the buckets once more. The steps after such a step launch their
 buckets in `step()`, until a step has one pass again. So a rank that has run out of data need not
 know how many passes the others run.
+
+A rank that has run out of data may still hold gradients of its last batches. Whether they are part
+of a step shows in the votes (process/leftovers.py). In a sharded step the rank sends them if they
+were not cleared at this place before; if that turns out wrong, all ranks send again, as for further
+passes. Elsewhere it sends zeros, and its leftovers follow if they belong to the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -32,15 +37,19 @@ from ...process.agreement import (
     Note,
     check_votes,
     read_agreement,
+    standings_in,
     vote_numel,
     vote_of,
+    with_leftovers,
 )
 from ...process.between_runs import between_runs
+from ...process.leftovers import ABSENT, HANDS_IN_NOW, Standing, belongs, sends_again
 from ...process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .earlier_passes import EarlierPasses, Pass, check_passes
 from .gradient_bucket import GradientBucket
 from .gradient_watch import GradientWatch, why_not_between, why_not_twice
+from .held_gradients import HeldGradients
 from .launcher import Launcher
 from .micro_batch_sums import Summing
 from .reductions import ByHook, ReduceScatter, why_not_sharded
@@ -58,6 +67,7 @@ class Reducer(Launcher):
     on_backward_end: called at its end, before any wait; in a sharded step for the first pass only.
     on_agreement: called with the agreement of each step that is voted on here; returns the divisor.
     is_uneven: whether some rank may have run out of data.
+    may_launch: whether a sharded step may send gradients during a pass; else `step()` does it.
     has_next, cursors: called when a vote is written; cursors is None where no vote counts samples.
     """
 
@@ -73,6 +83,7 @@ class Reducer(Launcher):
         on_agreement: Callable[[Agreement], float],
         has_next: Callable[[], bool],
         is_uneven: Callable[[], bool],
+        may_launch: Callable[[], bool],
         cursors: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         super().__init__(group, bucket_bytes)
@@ -83,8 +94,6 @@ class Reducer(Launcher):
         self.summing = Summing.NO
         self.is_live = False
         """Whether the buckets launched last held gradients of this rank's own data."""
-        self.weight: float | None = None
-        """Sum of the weights of the losses since the last step; None without any `weigh`."""
         self.ends_steps = True
         """Whether a step ends with its agreement here; False where a sharded optimizer votes."""
         self.unused: UnusedParameters | None = None
@@ -101,6 +110,14 @@ class Reducer(Launcher):
         passes; equal on all ranks."""
         self.has_more = False
         """Whether the buckets have changed since this sharded step launched them."""
+        self.held = HeldGradients(self.gradients)
+        self._is_shadowing = False
+        """Whether this rank has no data for the sharded step under way."""
+        self._hands_in = True
+        """Whether it sends what it holds; else `_aside` has that until the ranks have agreed."""
+        self._aside: dict[int, torch.Tensor] = {}
+        self._sent_at = self.held.counts
+        """What `held` counted when this rank launched the buckets."""
         self.earlier = EarlierPasses(self.gradients)
         self._pass = Pass.NONE
         self._on_backward_begin = on_backward_begin
@@ -108,6 +125,7 @@ class Reducer(Launcher):
         self._on_agreement = on_agreement
         self._has_next = has_next
         self._is_uneven = is_uneven
+        self._may_launch = may_launch
         self._cursors = cursors
         self._expected: dict[int, int] | None = None if has_repeats else {}
         """By parameter, the gradients that a pass brings (default 1); None until counted."""
@@ -148,6 +166,15 @@ class Reducer(Launcher):
         self.gradients.lay_out(order, self.group, self._vote_numel())
         self._place_vote()
 
+    @property
+    def weight(self) -> float | None:
+        """Sum of the weights of the losses of the coming step; None without any `weigh`."""
+        return self.held.weight
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        self.held.weight = weight
+
     def _vote_numel(self) -> int:
         return vote_numel(self.group.size, len(self.parameters), self._num_cursors)
 
@@ -165,11 +192,13 @@ class Reducer(Launcher):
         this pass. Checkpointed segments run passes of their own inside it."""
         if self.summing is not Summing.NO:
             return
-        if self._pass is Pass.NONE and not self.is_sharded:
+        if self._pass is not Pass.NONE:
+            return
+        self.held.begin_pass(looks=self._is_uneven())
+        if not self.is_sharded:
             self._set_earlier_aside()
-        if self.is_syncing and self._pass is Pass.NONE:
-            self._pass = Pass.ENTERED
-            self._ask_for_the_end()
+        self._pass = Pass.ENTERED if self.is_syncing else Pass.QUIET
+        self._ask_for_the_end()
 
     def _set_earlier_aside(self) -> None:
         if self.earlier.has_mean:
@@ -184,7 +213,7 @@ class Reducer(Launcher):
         # A pass that has only entered has computed gradients of other tensors than parameters.
         if stood is Pass.ARRIVING:
             self._end_backward()
-        else:
+        elif stood is Pass.ENTERED:
             self.earlier.restore()
 
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
@@ -194,11 +223,17 @@ class Reducer(Launcher):
             if self.summing is Summing.ENDED:
                 raise RuntimeError(why_not_between(self.gradients.names[number]))
             return
-        if not self.is_syncing:
+        if self._pass is Pass.QUIET or not self.is_syncing:
+            if self._pass is Pass.NONE:  # It began inside the model, not at its output.
+                self._pass = Pass.QUIET
+                self.held.begin_pass(looks=self._is_uneven())
+                self._ask_for_the_end()
             self._has_leftover = True
+            self.held.has_come(number, bucket)
             return
         if self._pass is not Pass.ARRIVING:
             self._begin_backward()
+        self.held.has_come(number, bucket)
         so_far = self._arrivals.pop(number, 0)
         self._arrivals[number] = so_far + 1
         if so_far < self._num_expected(number):
@@ -221,6 +256,7 @@ class Reducer(Launcher):
         self._pass = Pass.ARRIVING
         self.is_live = True
         if not is_announced:  # The pass began inside the model, not at its output.
+            self.held.begin_pass(looks=self._is_uneven())
             self._ask_for_the_end()
             if not self.is_sharded and self.earlier.has_mean:
                 # Some gradients have arrived already, and are mixed with what was there.
@@ -230,7 +266,8 @@ class Reducer(Launcher):
         self._begin_pass()
 
     def _begin_pass(self) -> None:
-        self._launches_now = not (self.is_sharded and (self.sends_late or self.num_in_step))
+        is_late = self.sends_late or bool(self.num_in_step) or not self._may_launch()
+        self._launches_now = not (self.is_sharded and is_late)
         self.num_in_step += 1
         self._arrivals.clear()
         if self._launches_now:
@@ -240,6 +277,7 @@ class Reducer(Launcher):
 
     def _begin_launching(self) -> None:
         self.num_passes += 1
+        self._sent_at = self.held.counts
         self._num_launched = 0
         self.gradients.collect()
         for bucket in self.buckets:
@@ -297,8 +335,13 @@ class Reducer(Launcher):
             self._begin_launching()
             self._send_rest()
 
-    def send_again(self) -> None:
-        """Launch all buckets of a sharded step once more: on some rank they have changed."""
+    def send_again(self, standings: Sequence[Standing] = ()) -> None:
+        """Launch all buckets of a sharded step once more: on some rank they have changed, or a
+        rank without data has not sent what belongs to the step.
+
+        standings: of the ballot that says so."""
+        if standings and self._is_shadowing and self._holds:
+            self._hand_in(belongs(standings, self.group.rank))
         self._clear_unused(self.buckets)
         self._num_launched = 0
         self.has_more = False
@@ -307,18 +350,30 @@ class Reducer(Launcher):
     def notes(self) -> list[Note]:
         """What the ballot of a sharded step says about its passes."""
         noted = [Note.HAS_MORE] if self.has_more else []
-        return [*noted, Note.SEVERAL] if self.num_in_step > 1 else noted
+        # Where no rank has data, one pass is one too many; where others do, they know how many.
+        return [*noted, Note.SEVERAL] if self.num_in_step > int(self.is_live) else noted
+
+    def standing(self, is_live: bool) -> Standing:
+        """What the ballot of a sharded step says of the gradients that this rank holds."""
+        if is_live and self._is_uneven():
+            self.held.look()
+        return self.held.standing(is_live=is_live, holds=self._holds, hands_in=self._hands_in)
+
+    @property
+    def _holds(self) -> bool:
+        return any(self.gradients.usage())
 
     def _send_rest(self) -> None:
         self._launch_rest()
-        self._has_leftover = False
+        if self.is_live:
+            self._has_leftover = False
         if not self.is_sharded:  # Else the optimizer waits for them in its step.
             self._finish()
 
-    def _launch_rest(self) -> None:
+    def _launch_rest(self, vote: Sequence[float] = ()) -> None:
         # The vote comes first: it may travel behind the content of the last bucket.
         if self._reduction.votes:
-            self._reduction.take_vote(self._vote())
+            self._reduction.take_vote(vote or self._vote())
         for bucket in self.buckets[self._num_launched :]:
             self._launch(bucket)
         self._reduction.launch_vote(self.group)
@@ -329,32 +384,101 @@ class Reducer(Launcher):
         return vote_of(
             self.group.rank,
             self.group.size,
-            live=self.is_live,
+            standing=self.held.standing(is_live=self.is_live, holds=self._has_leftover),
             has_next=has_next,
             used=self.gradients.usage() if used is None else used,
             weight=self.weight if used is None else None,
             stop=boundary().steps.stop_is_wanted,
             cursors=self._cursors() if self._cursors is not None else (),
             num_cursors=self._num_cursors,
-            notes=self._notes_on_passes() if used is None and self.is_live else (),
+            notes=self.earlier.notes() if used is None and self.is_live else (),
         )
-
-    def _notes_on_passes(self) -> list[Note]:
-        return self.earlier.notes(is_own=bool(self._arrivals))
 
     def _finish(self) -> None:
         """Wait for sums and votes, and set `.grad` to the mean for any kind of optimizer."""
-        self.wait()
-        agreement, divisor = self._agreement_of(self._reduction.finish(self.buckets, self.group))
+        total = self._sum_of_votes()
+        if sends_again(standings := standings_in(total, self.group.size)):
+            total = self._add_leftovers(total, standings)
+        agreement, divisor = self._agreement_of(total)
+        if not agreement.live:
+            self._go_back(agreement)
+            return
         self._reduction.divide(self.buckets, divisor)
         self.earlier.end_pass(agreement)
+        self._aside, self._has_leftover = {}, False
         self._hand_out(agreement, measures_order=True)
+
+    def _sum_of_votes(self) -> list[float]:
+        self.wait()
+        total = self._reduction.finish(self.buckets, self.group)
+        check_votes(total, self.group)
+        return total
+
+    def _add_leftovers(self, total: list[float], standings: Sequence[Standing]) -> list[float]:
+        """Reduce once more: ranks without data send what they still hold, and the others zeros.
+        Returns the sum of all votes. This is one more round, in the first step after a rank with
+        gradients from no_sync has run out of data."""
+        before = [bucket.flat[: bucket.plan.content].clone() for bucket in self.buckets]
+        for view in self.gradients.views.values():
+            view.zero_()
+        gives = bool(self._aside) and belongs(standings, self.group.rank)
+        if gives:
+            self._fill(self._aside)
+        vote = vote_of(
+            self.group.rank,
+            self.group.size,
+            standing=HANDS_IN_NOW if gives else ABSENT,
+            has_next=False,
+            used=[number in self._aside for number in range(len(self.parameters))],
+            weight=self.weight if gives else None,
+            stop=False,
+            num_cursors=self._num_cursors,
+            notes=self.earlier.notes_on_leftovers() if gives else (),
+        )
+        self._num_launched = 0
+        self._launch_rest(vote)
+        leftovers = self._sum_of_votes()
+        for bucket, content in zip(self.buckets, before, strict=True):
+            bucket.flat[: bucket.plan.content].add_(content)
+        return with_leftovers(total, leftovers)
+
+    def _go_back(self, agreement: Agreement) -> None:
+        """No rank had data, and nothing was sent: this rank holds again what it held, unless the
+        others have changed theirs since."""
+        standings, rank = agreement.standings, self.group.rank
+        last_edits = max(one.edits for one in standings)
+        if belongs(standings, rank) and standings[rank].edits == last_edits:
+            if self._has_leftover:
+                self._fill(self._aside)
+            else:
+                self.earlier.restore()
+        else:
+            self.held.drop()
+            self.earlier.forget()
+            self._has_leftover = False
+        self._aside = {}
+        self.held.note_writes()
+        if self.ends_steps:
+            between_runs().end_applying()
+
+    def _fill(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        for number, gradient in gradients.items():
+            self.gradients.views[number].copy_(gradient)
+
+    def _set_aside(self) -> None:
+        """Keep what `.grad` holds, which is in the buckets, for later, and leave zeros there."""
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._aside[number] = self.gradients.views[number].clone()
+                self.gradients.views[number].zero_()
 
     def _agreement_of(self, total: Sequence[float]) -> tuple[Agreement, float]:
         """The agreement, and the divisor of the sum. total: the sum of the votes."""
         check_votes(total, self.group)
         agreement = read_agreement(total, self.group.size, self._num_cursors)
-        self.weight = None
+        self.held.begin(agreement)
+        if agreement.live:
+            self.weight = None
         check_passes(agreement, self.group.size)
         return agreement, self._on_agreement(agreement)
 
@@ -365,9 +489,10 @@ class Reducer(Launcher):
             parameter.grad = self.gradients.views[number] if agreement.used[number] else None
             if not parameter.is_contiguous():
                 own_format.append(number)
-        if measures_order and agreement.live and not self._has_measured_order:
+        if measures_order and not self._has_measured_order:
             self._take_order_of(min(agreement.live))
         self.gradients.hand_out(own_format)
+        self.held.hold([number for number, is_used in enumerate(agreement.used) if is_used])
         if self.ends_steps:
             between_runs().end_applying()
 
@@ -421,6 +546,7 @@ class Reducer(Launcher):
         if self.hook is not None:
             raise ValueError(why_not_sharded(self.hook.name))
         self._reduction = ReduceScatter()
+        self.held.are_means = False
         self._reduction.adopt(self.buckets, self.group)
 
     def tell_no_samples(self) -> None:
@@ -438,32 +564,91 @@ class Reducer(Launcher):
         self._watch.loosen()
 
     def shadow(self) -> None:
-        """Take part in one step of other ranks, with gradients left over from no_sync, else with
-        zeros. As after a backward pass, `.grad` holds the result."""
-        if self.is_sharded and self.num_in_step:
-            # The loop has ended between a pass and its step: hand in what it has left behind.
-            self.is_live = any(self.gradients.usage())
-            self._keep_for_later()
+        """Take part in a step of ranks with data, once however often it is called for it: with what
+        this rank still holds, where that belongs to the step, else with zeros. Where each pass is
+        reduced by itself, `.grad` holds the result, as after a backward pass."""
+        if self._is_shadowing:
             return
-        self.is_live = self._has_leftover
+        self.is_live = False
         self.gradients.collect()
-        if not self.is_sharded and not self._has_leftover:
-            self.earlier.begin_pass(set_aside=True, has_leftover=False)
-        for number, view in self.gradients.views.items():
-            if not self._has_leftover or self.parameters[number].grad is None:
-                view.zero_()
-        self._begin_pass()
-        if self._launches_now:
-            self._send_rest()
+        self.held.look()
+        for number, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self.gradients.bring_home(number)
+        if self.is_sharded:
+            self._is_shadowing = True
+            self._shadow_sharded()
+            return
+        if self._has_leftover:
+            self._set_aside()
         else:
-            self._keep_for_later()
+            self.earlier.begin_pass(set_aside=True, has_leftover=False)
+        for view in self.gradients.views.values():
+            view.zero_()
+        self._begin_pass()
+        self._send_rest()
 
-    def end_step(self) -> None:
-        """Called when the optimizer has used the reduced gradients."""
+    def _shadow_sharded(self) -> None:
+        has_changed = self.held.counts != self._sent_at
+        if self._holds and self.held.expects_clear:
+            self._hand_in(False)
+        if not self.has_begun:
+            self._clear_unused(self.buckets)
+        elif not self._hands_in or has_changed:
+            # The last pass of this rank has sent its gradients, as those of the others have theirs.
+            self.has_more = True
+            self._clear_unused(self.buckets)
+        if not (self.has_begun or self.sends_late or self.num_in_step):
+            self._arrivals.clear()
+            self._begin_launching()
+            self._send_rest()
+        for bucket in self.buckets:
+            bucket.launched_version = bucket.flat._version
+
+    def _hand_in(self, hands_in: bool) -> None:
+        """Put what this rank holds into the buckets, or zeros."""
+        if hands_in == self._hands_in:
+            return
+        self._hands_in = hands_in
+        if hands_in:
+            self._fill(self._aside)
+            self._aside = {}
+        else:
+            self._set_aside()
+
+    def end_step(self, agreement: Agreement) -> None:
+        """Called when the optimizer has the reduced gradients of a sharded step."""
+        has_several = agreement.says(Note.SEVERAL) > 0
+        if agreement.live:
+            if self._is_shadowing and not self._hands_in:
+                self.held.drop()
+            self.num_in_step = 0
+            self.sends_late = has_several
+        else:
+            if belongs(agreement.standings, self.group.rank):
+                self._hand_in(True)
+            else:
+                self.held.drop()
+            # The next step has the passes that had none, on whichever rank.
+            self.num_in_step = int(has_several)
+            self.sends_late = self.sends_late or has_several
+        self.held.begin(agreement)
+        self.held.note_writes()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self._num_launched = 0
-        self.num_in_step = 0
         self.has_more = False
-        self.weight = None
+        self._is_shadowing, self._hands_in = False, True
+        self._aside = {}
+
+    def leave_shadows(self, *, is_stepped: bool) -> None:
+        """The ranks with data have left the Join, and this one did not have the last batch. No vote
+        says any more what they do to their gradients: it does as they did before. is_stepped:
+        whether they step behind the last pass."""
+        if self.held.expects_clear if self.is_sharded else is_stepped and self.held.has_cleared:
+            self.held.drop()
+            self.earlier.forget()
 
     # -- from one generation to the next -------------------------------------------------------
 
@@ -492,6 +677,9 @@ class Reducer(Launcher):
         for bucket in self.buckets:
             bucket.work = None
         self.gradients.drop()
+        self.held = HeldGradients(self.gradients)
+        self.held.are_means = not self.is_sharded
         self.earlier.forget()
         self.sends_late = False
-        self.end_step()
+        self.num_in_step = 0
+        self._begin_step()

@@ -1,0 +1,150 @@
+"""What `.grad` holds on one rank, and how often the program has cleared it (process/leftovers.py).
+
+torch tells nobody that a gradient was cleared. `zero_grad` of the model and of its sharded
+optimizer say so themselves. What else clears, `parameter.grad = None` or a plain optimizer's
+`zero_grad`, is found before the next pass, and before a vote: a gradient that a pass has brought is
+gone, or it was written to, and is zero.
+"""
+
+from __future__ import annotations
+
+from ...process.agreement import Agreement
+from ...process.leftovers import Standing
+from .gradient_bucket import GradientBucket, Gradients
+
+
+class HeldGradients:
+    """Of one model on one rank.
+
+    calls, passes, cleared_at, edits: as in Standing.
+    are_means: whether `.grad` holds means of all ranks, which programs do change (clipping).
+    has_cleared: whether a rank with data has ever cleared its gradients.
+    """
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.are_means = True
+        self.has_cleared = False
+        self._begin()
+        self._gradients = gradients
+        self._held: set[int] = set()
+        self._usual = self.counts
+        self._weight: float | None = None
+        self._coming: float | None = None
+
+    # -- the weights of the losses -----------------------------------------------------------------
+
+    @property
+    def weight(self) -> float | None:
+        """Sum of the weights of the losses whose gradients are held, or come next; None without any
+        `weigh`."""
+        if self._weight is None or self._coming is None:
+            return self._coming if self._weight is None else self._weight
+        return self._weight + self._coming
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        self._weight, self._coming = weight, None
+
+    def weigh(self, weight: float) -> None:
+        """The next pass begins at a loss of this weight."""
+        self._coming = (self._coming or 0.0) + weight
+
+    # -- passes and clears -------------------------------------------------------------------------
+
+    def begin_pass(self, *, looks: bool) -> None:
+        """A pass begins, and has brought no gradient yet. looks: whether clears count now."""
+        if looks or self._weight is not None:
+            self.look()
+        self.passes += 1
+        self._weight, self._coming = self.weight, None
+
+    def has_come(self, number: int, bucket: GradientBucket) -> None:
+        """A pass has brought this gradient."""
+        self._held.add(number)
+        bucket.held_version = bucket.flat._version
+
+    def hold(self, numbers: list[int]) -> None:
+        """The ranks' means are there, for these parameters."""
+        self._held = set(numbers)
+        self.note_writes()
+
+    def note_writes(self) -> None:
+        """What was written to the buckets until now was not written by the program."""
+        for bucket in self._gradients.buckets:
+            bucket.held_version = bucket.flat._version
+
+    def was_cleared(self) -> None:
+        """`zero_grad` was called, for all gradients."""
+        self.calls += 1
+        self._forget()
+
+    def _forget(self) -> None:
+        self.cleared_at, self.edits = self.passes, 0
+        self._held.clear()
+        self._weight = None
+
+    def look(self) -> None:
+        """Find out what the program has done to the gradients since the last pass."""
+        gone: set[int] = set()
+        is_edited = False
+        for bucket in self._gradients.buckets:
+            known = (bucket.held_version, bucket.launched_version)
+            is_written = bucket.flat._version not in known
+            for number in self._held.intersection(bucket.views):
+                gradient = self._gradients.parameters[number].grad
+                if gradient is None:
+                    gone.add(number)
+                elif is_written or self._gradients.is_replaced(number):
+                    # Local gradients are seldom written to. To read means, the host would wait for
+                    # the GPU in each step.
+                    is_readable = not self.are_means or gradient.device.type == "cpu"
+                    if is_readable and not bool(gradient.any()):
+                        gone.add(number)
+                    else:
+                        is_edited = True
+            bucket.held_version = bucket.flat._version
+        if gone and gone == self._held:
+            self._forget()
+        elif gone or is_edited:
+            self.edits += 1
+            self._held -= gone
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        return self.calls, self.cleared_at, self.edits
+
+    @property
+    def expects_clear(self) -> bool:
+        """Whether the program will clear the gradients before the coming step, as it did for the
+        step before."""
+        calls, cleared_at, _ = self._usual
+        return calls > self.calls or cleared_at >= self.passes
+
+    def begin(self, agreement: Agreement) -> None:
+        """The ranks have agreed on a step, or where each pass has a vote, on a pass."""
+        live = [agreement.standings[rank] for rank in agreement.live]
+        if live:
+            self._usual = max(o.calls for o in live), max(o.cleared_at for o in live), 0
+            self.has_cleared = self.has_cleared or self._usual != (0, -1, 0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.calls, self.passes, self.cleared_at, self.edits = 0, 0, -1, 0
+
+    def standing(self, *, is_live: bool, holds: bool, hands_in: bool = False) -> Standing:
+        return Standing(
+            is_live,
+            self.calls,
+            self.passes,
+            self.cleared_at,
+            self.edits,
+            holds and not is_live,
+            hands_in and holds and not is_live,
+        )
+
+    def drop(self) -> None:
+        """The other ranks have cleared their gradients, and this one has run out of data."""
+        self._forget()
+        self._gradients.drop()

@@ -1,0 +1,133 @@
+"""Leftovers: gradients that a rank still holds when it has run out of data.
+
+They belong to the steps that the others take, as the gradients of the others from the same batches
+do: until these are cleared. A body is the same on all ranks, so what a rank has done since the last
+step is the beginning of what the others do until the next one. If since then the ranks with data
+have called `zero_grad` more often, or have cleared their gradients after as many passes as this
+rank has run or more, they did it after the batches of this rank, and its leftovers are cleared too.
+Otherwise the leftovers are part of the step. A change of some gradients only is an *edit*, of which
+other ranks cannot know what it was.
+
+At the end of a Join no rank has data, and nothing is stepped. There the same rule says what each
+rank goes on to hold, as it would without a Join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_MOST_EDITS = 15
+_MOST_CALLS = 1 << 16  # A vote in float32 counts to 2^24.
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a rank's vote says about the gradients that it holds, since the last step, or where each
+    pass has a vote, since the last pass.
+
+    is_live: it has data, and takes the step.
+    calls: of `zero_grad`.
+    passes: how many it has run, those in no_sync included.
+    cleared_at: how many of them it had run when it last cleared all gradients; -1: it has not.
+    edits: since the last clear.
+    holds: it has no data, and holds gradients.
+    hands_in: and it has contributed them to this sum.
+    """
+
+    is_live: bool
+    calls: int = 0
+    passes: int = 0
+    cleared_at: int = -1
+    edits: int = 0
+    holds: bool = False
+    hands_in: bool = False
+
+    @property
+    def contributes(self) -> bool:
+        return self.is_live or self.hands_in
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """As three numbers, the first positive for a live rank and negative for another one."""
+        calls, edits = min(self.calls, _MOST_CALLS), min(self.edits, _MOST_EDITS)
+        packed = 1 + (calls * (_MOST_EDITS + 1) + edits) * 4 + self.holds * 2 + self.hands_in
+        return (packed if self.is_live else -packed), self.passes, self.cleared_at
+
+    def has_cleared_since(self, passes: int, calls: int) -> bool:
+        """Whether it has cleared its gradients after another rank had run so many passes, with so
+        many calls of `zero_grad`."""
+        return self.calls > calls or self.cleared_at >= passes
+
+
+HANDS_IN_NOW = (-1.0, 0.0, 0.0)
+"""Added to the numbers of a rank that holds leftovers: now it has handed them in."""
+ABSENT = (0.0, 0.0, 0.0)
+"""Added to those of other ranks."""
+
+
+def read_standings(numbers: Sequence[float]) -> tuple[Standing, ...]:
+    """numbers: three for each rank."""
+    return tuple(_read(*numbers[at : at + 3]) for at in range(0, len(numbers), 3))
+
+
+def _read(number: float, passes: float, cleared_at: float) -> Standing:
+    counts, flags = divmod(max(int(abs(number)) - 1, 0), 4)
+    calls, edits = divmod(counts, _MOST_EDITS + 1)
+    return Standing(
+        is_live=number > 0,
+        calls=calls,
+        passes=int(passes),
+        cleared_at=int(cleared_at),
+        edits=edits,
+        holds=bool(flags & 2),
+        hands_in=bool(flags & 1),
+    )
+
+
+def belongs(standings: Sequence[Standing], rank: int) -> bool:
+    """Whether what `rank`, which has no data, holds is not cleared yet: then it is part of the
+    step, if some rank has data.
+
+    Raises RuntimeError, on all ranks that ask, if the ranks with data do not say the same.
+    """
+    own = standings[rank]
+    live = [number for number, one in enumerate(standings) if one.is_live]
+    cleared = [
+        number
+        for number, one in enumerate(standings)
+        if (one.is_live or not live) and one.has_cleared_since(own.passes, own.calls)
+    ]
+    if not live:
+        return not cleared
+    if len(cleared) == len(live):
+        return False
+    if cleared:
+        raise RuntimeError(
+            f"rank {rank} has run out of data, and holds gradients that no step has used. Since "
+            f"its last batch, of the ranks with data {cleared} have cleared their gradients, and "
+            f"{[number for number in live if number not in cleared]} have not, so it is not known "
+            "whether these gradients are part of the step. Call zero_grad() in the same places of "
+            "the loop's body on all ranks"
+        )
+    edited = [number for number in live if standings[number].edits != own.edits]
+    if edited:
+        raise RuntimeError(
+            f"rank {rank} has run out of data, and holds gradients that no step has used. Since "
+            f"then ranks {edited} have changed some of their gradients between two backward "
+            "passes, and what they did cannot be done to those of a rank without data. Clear all "
+            "gradients of the model (zero_grad()), or change them after the last pass of a step"
+        )
+    return True
+
+
+def sends_again(standings: Sequence[Standing]) -> bool:
+    """Whether some rank has handed in leftovers that do not belong to the step, or has not handed
+    in those that do."""
+    if not any(one.is_live for one in standings):
+        return False
+    return any(
+        one.holds and one.hands_in != belongs(standings, rank)
+        for rank, one in enumerate(standings)
+        if not one.is_live
+    )

@@ -1,0 +1,136 @@
+"""Any body of a loop, over uneven data, is what it is in one process: a step is made of what the
+ranks with data have done with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.references.random_bodies import CLEARS, Act, in_one_process, on_ranks
+
+PASS, QUIET, BOTH, STEP, CLEAR = "pass", "pass in no_sync", "pass through both", "step", "optimizer"
+
+REFUSED = (
+    # Known by name, on all ranks, and with the remedy.
+    "a backward pass in no_sync() was added to gradients that an earlier pass had reduced",
+    "was changed after the backward pass",  # zeros between a pass and its step
+    "changed some of their gradients between two backward passes",
+)
+
+BODIES: dict[str, tuple[int, list[Act]]] = {
+    "cleared before the next pass": (1, [Act(CLEAR), Act(PASS), Act(STEP), Act(PASS)]),
+    "cleared, from no_sync": (1, [Act(CLEAR), Act(PASS), Act(STEP), Act(QUIET)]),
+    "no step": (1, [Act(CLEAR), Act(PASS)]),
+    "never cleared": (1, [Act(PASS), Act(STEP)]),
+    "accumulated": (1, [Act(PASS), Act(STEP, 0, 2, 1), Act(CLEAR, 0, 2, 1)]),
+    "accumulated in no_sync": (
+        1,
+        [Act(QUIET, 0, 2), Act(PASS, 0, 2, 1), Act(STEP, 0, 2, 1), Act(CLEAR, 0, 2, 1)],
+    ),
+    "two losses, two steps": (
+        2,
+        [Act(CLEAR), Act(CLEAR, 1), Act(PASS), Act(PASS, 1), Act(STEP), Act(STEP, 1)],
+    ),
+    "critic and generator": (
+        2,
+        [Act(CLEAR), Act(PASS), Act(STEP), Act(CLEAR, 1), Act(BOTH, 1), Act(STEP, 1)],
+    ),
+    "critic and generator, to zeros": (
+        2,
+        [
+            *(Act("optimizer, to zeros"), Act(PASS), Act(STEP)),
+            *(Act("optimizer, to zeros", 1), Act(BOTH, 1), Act(STEP, 1)),
+        ],
+    ),
+}
+
+
+def check(
+    ranks_of: object,
+    body: Sequence[Act],
+    lengths: Sequence[int],
+    way: str,
+    *,
+    num_models: int = 1,
+    epochs: int = 2,
+    momentum: float = 0.0,
+    joins: bool = True,
+) -> None:
+    whole = in_one_process(body, lengths, num_models, epochs, momentum)
+    args = body, lengths, num_models, epochs, momentum, way, joins
+    results = ranks_of(len(lengths)).run(on_ranks, *args)  # type: ignore[operator]
+    if all(isinstance(told, str) for told in results):
+        known = [text for text in REFUSED if all(text in told for told in results)]
+        assert known, results
+        return
+    for rank, told in enumerate(results):
+        assert not isinstance(told, str), (rank, told)
+        *parameters, num_steps = told
+        for one, other in zip(parameters, whole, strict=False):
+            assert torch.allclose(one, other, rtol=0, atol=1e-11), (rank, one - other)
+        if way == "zero":  # A joined rank's plain optimizer takes no steps.
+            assert torch.equal(num_steps, whole[-1]), (rank, num_steps, whole[-1])
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("lengths", [(4, 4), (5, 3), (1, 4), (0, 3)])
+def test_a_step_is_what_the_ranks_with_data_did(ranks_of, lengths, body):
+    num_models, acts = BODIES[body]
+    check(ranks_of, acts, lengths, "zero", num_models=num_models, momentum=0.9)
+    # In a Join without groups that it follows, passes of plain models come in the listed order.
+    if num_models == 1:
+        check(ranks_of, acts, lengths, "plain")
+    check(ranks_of, acts, (4, 4), "zero", num_models=num_models, joins=False)
+
+
+@st.composite
+def acts(draw: st.DrawFn, kinds: Sequence[str], models: Sequence[int], most: int) -> list[Act]:
+    every = st.sampled_from([1, 1, 1, 2, 3])
+    act = st.builds(Act, st.sampled_from(kinds), st.sampled_from(models), every, st.integers(0, 2))
+    return draw(st.lists(act, max_size=most))
+
+
+LENGTHS = st.lists(st.integers(0, 5), min_size=2, max_size=3).filter(any).map(tuple)
+MANY = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@MANY
+@given(acts([PASS, PASS, QUIET, STEP, STEP, *CLEARS], [0], 8), LENGTHS, st.integers(1, 3))
+def test_any_body_over_any_lengths_is_exact_where_the_optimizer_is_sharded(
+    ranks_of, body, lengths, epochs
+):
+    check(ranks_of, body, lengths, "zero", epochs=epochs, momentum=0.9)
+
+
+@MANY
+@given(acts([PASS, PASS, QUIET, *CLEARS], [0], 6), LENGTHS, st.integers(1, 3), st.integers(1, 3))
+def test_any_body_over_any_lengths_is_exact_with_a_plain_optimizer(
+    ranks_of, body, lengths, epochs, every
+):
+    # A step in a batch without a pass is seen by no other rank.
+    body = [*body, Act(PASS, 0, every), Act(STEP, 0, every), *body[:1]]
+    check(ranks_of, body, lengths, "plain", epochs=epochs)
+
+
+@st.composite
+def two_models(draw: st.DrawFn) -> list[Act]:
+    """Each model is stepped once in a batch, in the order of the list."""
+    between = acts([PASS, QUIET, BOTH, *CLEARS[:3]], [0, 1], 3)
+    last = [Act(draw(st.sampled_from([PASS, BOTH])), model) for model in (0, 1)]
+    return [
+        *(*draw(between), last[0], Act(STEP)),
+        *(*draw(between), last[1], Act(STEP, 1)),
+        *draw(between),
+    ]
+
+
+@MANY
+@given(two_models(), LENGTHS, st.integers(1, 2))
+def test_any_body_of_two_models_is_exact(ranks_of, body, lengths, epochs):
+    check(ranks_of, body, lengths, "zero", num_models=2, epochs=epochs)
