@@ -16,6 +16,7 @@ from ray.util import placement_group_table
 
 import chorusline as cl
 import tests
+from tests.harness.forked_workers import forked_workers
 
 # Workers need not find tests/: what is in there, helpers too, is sent to them by value, as Ray
 # sends the functions of a script.
@@ -29,16 +30,17 @@ _OF_RAY_DATA = {"_StatsActor", "_AutoscalingCoordinatorActor"}  # It has them st
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A local cluster, started once: it takes seconds."""
-    ray.init(
-        address="local",
-        num_cpus=NUM_CPUS,
-        num_gpus=NUM_GPUS,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    """A local cluster, started once: it takes seconds. Its workers are forked."""
+    with forked_workers():
+        ray.init(
+            address="local",
+            num_cpus=NUM_CPUS,
+            num_gpus=NUM_GPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+        )
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +94,8 @@ def _alive() -> Counter[str]:
 
 
 def actor_process_titles() -> list[str]:
-    """Class names of the actors whose processes exist, children of this process's raylet."""
+    """Class names of the actors whose processes exist: they descend from this process, by its
+    raylet or by what forks workers."""
     titles = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -101,7 +104,7 @@ def actor_process_titles() -> list[str]:
                 ("ray::Worker", "ray::Driver", "ray::StoreActor", "ray::RowReader")
             ):
                 continue
-            if _parent(_parent(int(path.name))) != os.getpid():
+            if os.getpid() not in _ancestors(int(path.name)):
                 continue  # Of somebody else's cluster on this machine.
         except OSError:
             continue  # It ended meanwhile.
@@ -109,6 +112,8 @@ def actor_process_titles() -> list[str]:
     return titles
 
 
-def _parent(pid: int) -> int:
-    # The name in parentheses may hold anything; the fields after it are plain.
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def _ancestors(pid: int) -> Iterator[int]:
+    while pid > 1:
+        # The name in parentheses may hold anything; the fields after it are plain.
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        yield pid

@@ -21,6 +21,7 @@ from chorusline.runtime.process.running import current, current_group
 from chorusline.runtime.program.context import Context, call_of
 from chorusline.runtime.session.one_run import run
 from chorusline.runtime.session.session import Session, SessionState
+from tests.harness.forked_workers import STARTED_BY_RAY
 from tests.harness.open_sockets import ports
 from tests.harness.programs import output_of
 from tests.harness.sessions import WITHIN_S, assert_usable, name_ranks
@@ -61,9 +62,6 @@ async def test_each_rank_returns_one_result(session: Session) -> None:
         return ctx.rank, total.item()
 
     assert await session.run(train, base=10) == [(0, 21.0), (1, 21.0)]
-    assert session._crew is not None
-    look = session._crew._driver.__ray_call__
-    assert not await look.remote(lambda _: "torch" in sys.modules), "it starts slowly with it"
 
 
 async def test_an_async_function_has_a_loop_of_its_own(session: Session) -> None:
@@ -386,10 +384,14 @@ if __name__ == "__main__":
     assert "nothing left" in output_of("-c", script, timeout_s=90)
 
 
-async def test_a_worker_computes_with_one_thread_where_it_has_one_cpu(
-    session: Session,
+async def test_a_worker_that_ray_starts_has_one_thread_for_one_cpu_and_its_driver_no_torch(
+    cluster: None,
 ) -> None:
-    assert set(await session.run(lambda ctx: torch.get_num_threads())) == {1}
+    async with Session(1, env_vars=STARTED_BY_RAY) as session:
+        assert await session.run(lambda ctx: torch.get_num_threads()) == [1]
+        assert session._crew is not None
+        look = session._crew._driver.__ray_call__
+        assert not await look.remote(lambda _: "torch" in sys.modules), "it starts slowly with it"
 
 
 @pytest.mark.slow
@@ -399,5 +401,5 @@ async def test_a_worker_computes_with_as_many_threads_as_it_has_cpus(cluster: No
         torch.set_num_threads(3)
         return given, torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
 
-    async with Session(1, resources_per_worker={"CPU": 2}) as session:
+    async with Session(1, resources_per_worker={"CPU": 2}, env_vars=STARTED_BY_RAY) as session:
         assert await session.run(threads) == [(2, 3, "2")]

@@ -1,0 +1,64 @@
+"""What a node runs to start a worker, instead of Ray's setup_worker.py: it asks for a fork.
+
+It imports nothing that costs. A worker whose environment says what Python or a library reads as it
+starts, or that is to run with another Python, is started as Ray does it.
+"""
+
+# ruff: noqa: PTH109, PTH118, PTH120, PTH208
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+
+READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "TORCH")
+
+
+def forks(flags: dict[str, str], context: dict) -> bool:
+    executable = context.get("py_executable") or sys.executable
+    return (
+        flags.get("--language", "PYTHON") == "PYTHON"
+        and executable == sys.executable
+        and not context.get("command_prefix")
+        and not context.get("override_worker_entrypoint")
+        and not any(name.startswith(READ_AT_START) for name in context.get("env_vars") or {})
+    )
+
+
+def main() -> None:
+    program, *arguments = sys.argv[1:]
+    ours = ("--serialized-runtime-env-context", "--language")
+    flags = dict(one.partition("=")[::2] for one in arguments if one.startswith("--"))
+    context = json.loads(flags.get(ours[0]) or "{}")
+    folder = os.environ.get("CHORUSLINE_TESTS_FORK_SERVERS", "")
+    try:
+        servers = sorted(os.listdir(folder)) if folder else []
+    except FileNotFoundError:
+        servers = []
+    if not servers or not forks(flags, context):
+        import ray
+
+        setup = os.path.join(os.path.dirname(ray.__file__), "_private/workers/setup_worker.py")
+        os.execv(sys.executable, [sys.executable, setup, *sys.argv[1:]])
+    environment = dict(os.environ)
+    for name, value in (context.get("env_vars") or {}).items():
+        environment[name] = os.path.expandvars(value)
+    of_ray = sorted(item for item in environment.items() if item[0].startswith("RAY_"))
+    request = {
+        "arguments": [program, *(one for one in arguments if not one.startswith(ours))],
+        "environment": environment,
+        "of_ray": json.dumps(of_ray),
+        "folder": os.getcwd(),
+        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    }
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
+        asked.connect(os.path.join(folder, random.choice(servers)))
+        socket.send_fds(asked, [json.dumps(request).encode()], [0, 1, 2])
+        asked.recv(64)
+
+
+main()

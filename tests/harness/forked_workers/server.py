@@ -1,0 +1,119 @@
+"""A process that has imported torch, and has forks of it import Ray, which fork the workers.
+
+What Ray reads of the environment as it is imported, the job's id among it, no fork can change: so
+there is one fork for each such environment, made when a worker first wants it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+IDLE_S = 30.0
+LARGEST = 1 << 17  # bytes of a request
+Request = tuple[dict[str, Any], list[int]]  # fds: stdin, stdout, stderr, and where it is answered
+
+
+def receive(connection: socket.socket) -> Request | None:
+    message, fds, _, _ = socket.recv_fds(connection, LARGEST, 4)
+    return (json.loads(message), list(fds)) if message else None
+
+
+def serve_all(server: socket.socket) -> None:
+    """Hand requests on to the fork for their environment. Returns in such a fork, when it is that
+    of a worker."""
+    forks: dict[str, socket.socket] = {}
+    while True:
+        ready, _, _ = select.select([server, sys.stdin], [], [])
+        if sys.stdin in ready:
+            os._exit(0)  # The tests are over.
+        connection, _ = server.accept()
+        message, fds, _, _ = socket.recv_fds(connection, LARGEST, 3)
+        key = json.loads(message)["of_ray"]
+        fds = [*fds, connection.fileno()]
+        for _ in range(2):
+            if key not in forks:
+                mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                if os.fork() == 0:
+                    for other in (server, connection, mine, *forks.values()):
+                        other.close()
+                    for fd in fds[:3]:
+                        os.close(fd)
+                    return serve_one(its, json.loads(message))
+                its.close()
+                forks[key] = mine
+            try:
+                socket.send_fds(forks[key], [message], fds)
+                break
+            except OSError:  # It has been idle and has ended.
+                forks.pop(key).close()
+        connection.close()
+        for fd in fds[:3]:
+            os.close(fd)
+
+
+def serve_one(requests: socket.socket, first: dict[str, Any]) -> None:
+    """Fork workers that differ in nothing that Ray reads as it is imported. Returns in a worker."""
+    os.environ.clear()
+    os.environ.update(first["environment"])
+
+    import chorusline
+    import chorusline.actors
+
+    for name in chorusline.__all__:
+        getattr(chorusline, name)
+    gc.collect()
+    gc.freeze()
+    while True:
+        ready, _, _ = select.select([requests], [], [], IDLE_S)
+        got = receive(requests) if ready else None
+        if got is None:
+            os._exit(0)
+        request, fds = got
+        if (child := os.fork()) == 0:
+            requests.close()
+            become(request, fds)
+            return
+        os.write(fds[3], b"%d" % child)
+        for fd in fds:
+            os.close(fd)
+
+
+def become(request: dict[str, Any], fds: list[int]) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    for mine, given in enumerate(fds[:3]):
+        os.dup2(given, mine)
+    for fd in fds:
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv[:] = request["arguments"]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    import numpy
+
+    numpy.random.seed()  # Python's own generator is seeded anew by itself.
+
+
+if __name__ == "__main__":
+    address = sys.argv[1]
+    sys.path.pop(0)  # The folder of this file.
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    import torch  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Who has ended is gone at once.
+    listening.bind(address)
+    listening.listen(64)
+    serve_all(listening)
+    runpy.run_path(sys.argv[0], run_name="__main__")
