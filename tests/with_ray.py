@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -16,7 +17,7 @@ from ray.util import placement_group_table
 
 import chorusline as cl
 import tests
-from tests.harness.forked_workers import forked_workers
+from tests.harness.forked_workers import forked_workers, starts
 
 # Workers need not find tests/: what is in there, helpers too, is sent to them by value, as Ray
 # sends the functions of a script.
@@ -41,6 +42,25 @@ def cluster() -> Iterator[None]:
         )
         yield
         ray.shutdown()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    told = getattr(session.config, "workeroutput", None)  # A process of pytest-xdist has it.
+    if told is not None:
+        told["starts"] = dict(starts)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    starts.update(getattr(node, "workeroutput", {}).get("starts", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if starts:
+        terminalreporter.write_line(
+            f"processes that Ray started for actors and tasks: {starts.total()}, "
+            f"{starts['forked']} of them forked"
+        )
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ SERVERS = "CHORUSLINE_TESTS_FORK_SERVERS"  # Where their sockets lie, for launch
 NUM_SERVERS = 2
 # `env_vars` of a session whose workers start as they do for users, in a cluster that forks others.
 STARTED_BY_RAY = {"PYTHONUNBUFFERED": "1"}
+starts: Counter[str] = Counter()  # of workers that Ray has asked for: "forked" and "started"
 
 
 @contextlib.contextmanager
@@ -55,6 +57,8 @@ def forked_workers() -> Iterator[None]:
         stack.callback(os.environ.pop, SERVERS)
         ray_is_told()
         yield
+        with contextlib.suppress(FileNotFoundError):
+            starts.update((Path(folder) / "starts").read_text().split())
 
 
 def ray_is_told() -> None:

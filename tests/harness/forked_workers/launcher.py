@@ -4,7 +4,7 @@ It imports nothing that costs. A worker whose environment says what Python or a 
 starts, or that is to run with another Python, is started as Ray does it.
 """
 
-# ruff: noqa: PTH109, PTH118, PTH120, PTH208
+# ruff: noqa: PTH109, PTH118, PTH120, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -36,10 +36,15 @@ def main() -> None:
     context = json.loads(flags.get(ours[0]) or "{}")
     folder = os.environ.get("CHORUSLINE_TESTS_FORK_SERVERS", "")
     try:
-        servers = sorted(os.listdir(folder)) if folder else []
+        servers = [one for one in os.listdir(folder) if one.isdigit()] if folder else []
     except FileNotFoundError:
         servers = []
-    if not servers or not forks(flags, context):
+    is_forked = bool(servers) and forks(flags, context)
+    if servers:
+        # One write to the end of a file: it is whole, whoever else writes.
+        with open(os.path.join(folder, "starts"), "a") as starts:
+            starts.write("forked\n" if is_forked else "started\n")
+    if not is_forked:
         import ray
 
         setup = os.path.join(os.path.dirname(ray.__file__), "_private/workers/setup_worker.py")
