@@ -17,7 +17,12 @@ WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64")
 _fence_lock = threading.Lock()
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc_with_lock = ctypes.PyDLL(None)  # for calls that never wait
-_SYS_FUTEX = {"x86_64": 202, "AMD64": 202, "aarch64": 98}.get(platform.machine(), 0)
+_SYS_FUTEX = {
+    **dict.fromkeys(("x86_64", "AMD64"), 202),
+    **dict.fromkeys(("aarch64", "riscv64", "loongarch64"), 98),
+    **dict.fromkeys(("ppc64", "ppc64le"), 221),
+    "s390x": 238,
+}.get(platform.machine(), 0)
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _EVERYBODY = 0x7FFFFFFF
 

@@ -31,6 +31,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -120,6 +121,8 @@ class SharedSegment:
         self._views: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self._exits = select.poll()
         self._rank_of_pidfd: dict[int, int] = {}
+        # By rank, where the kernel has no pidfd: the process, and when it started.
+        self._looked_at: dict[int, tuple[int, str]] = {}
         # The lane and the messages check for dead ranks in different threads, and a poll object
         # serves one thread at a time.
         self._polling = threading.Lock()
@@ -145,6 +148,9 @@ class SharedSegment:
                 raise PeerLost(
                     "rendezvous", self.generation, [peer], f"process {pid} ended"
                 ) from error
+            except OSError:  # A kernel before 5.3, or a sandbox without the call.
+                self._looked_at[peer] = pid, _started_at(pid)
+                continue
             self._rank_of_pidfd[pidfd] = peer
             self._exits.register(pidfd, select.POLLIN)
 
@@ -307,7 +313,9 @@ class SharedSegment:
 
     def _dead_ranks(self) -> list[int]:
         with self._polling:
-            return [self._rank_of_pidfd[descriptor] for descriptor, _ in self._exits.poll(0)]
+            dead = [self._rank_of_pidfd[descriptor] for descriptor, _ in self._exits.poll(0)]
+            looked_at = self._looked_at.items()
+            return dead + [rank for rank, (pid, at) in looked_at if _started_at(pid) != at]
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -472,4 +480,16 @@ class SharedSegment:
                 self._exits.unregister(pidfd)
                 os.close(pidfd)
             self._rank_of_pidfd.clear()
+            self._looked_at.clear()
         self._record.close()
+
+
+def _started_at(pid: int) -> str:
+    """When the process started, in ticks since the kernel did; empty if it has ended. Another one
+    may get its number, but not its start."""
+    try:
+        # The name in parentheses may hold anything; the fields after it are plain.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

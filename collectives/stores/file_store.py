@@ -34,7 +34,8 @@ class FileStore(DictStore):
     inherited by fork raises ValueError.
 
     Ranks act on what a store says, so only the user who runs them may write it. A file of another
-    user raises PermissionError; a link, and anything but a plain file, raises ValueError.
+    user, or one that other users may write, raises PermissionError; a link, and anything but a
+    plain file, raises ValueError.
 
     Each open store holds two kernel locks, on bytes of the file:
     - _LIFE, shared, while the store is open. The kernel releases it when the process ends, however
@@ -100,6 +101,12 @@ class FileStore(DictStore):
                 f"path {str(self.path)!r} belongs to user {found.st_uid}, and this process runs as "
                 f"user {os.geteuid()}; a FileStore uses only files of its own user, since ranks "
                 "act on what the file says. Choose a path in a folder of your own"
+            )
+        if found.st_mode & 0o022:
+            raise PermissionError(
+                f"path {str(self.path)!r} may be written by other users (mode "
+                f"{stat.S_IMODE(found.st_mode):o}), and ranks act on what the file says. Remove "
+                "it, or take their permission away (chmod go-w)"
             )
 
     def _join(self, file: int) -> None:

@@ -8,6 +8,7 @@ were sent. A function that runs again from the top gets a new Context and a new 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -256,7 +257,9 @@ class FunctionCall:
                 not isinstance(part, dict)
                 or not is_count(part.get("boundaries"))
                 or not is_count(part.get("steps_before", 0))
+                # Trackers name files by it.
                 or not isinstance(part.get("origin", ""), str)
+                or not re.fullmatch(r"[0-9A-Za-z_-]{0,64}", part.get("origin", ""))
             ):
                 raise ValueError("a rank's place in the run is not one")
         if not parts:

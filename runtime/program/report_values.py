@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,12 @@ def plain_values(values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> 
 def _plain(name: str, value: Any, place: str) -> ReportValue:
     """name: of the value in the report. place: of this part of it."""
     if isinstance(value, str | int | float):
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            # Whoever shows or sums it makes a float of it, in the worker and in the session.
+            raise ValueError(
+                f"report({place}=...) got a whole number of {value.bit_length()} bits, which no "
+                "float can hold; report it as a string"
+            )
         return value.item() if isinstance(value, numpy.generic) else value
     if isinstance(value, torch.Tensor):
         _check_number(name, value.numel(), f"a tensor of shape {tuple(value.shape)}")

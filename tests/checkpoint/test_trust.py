@@ -13,6 +13,7 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.commands.command_line import main
+from chorusline.runtime.program.function_call import FunctionCall
 from tests.references.checkpoint_runs import in_run
 
 
@@ -124,3 +125,9 @@ def test_an_export_runs_no_code_and_names_what_it_leaves_out(ranks_of, tmp_path)
     plain = torch.load(file)  # weights_only=True is the default.
     assert plain.keys() == {"model", "random"}
     torch.nn.Linear(2, 2).load_state_dict(plain["model"])
+
+
+@pytest.mark.parametrize("origin", ["/../../x", "..", "a/b", "a\0", "x" * 65, 5, None, "'", "é"])
+def test_a_checkpoint_names_no_file_of_a_tracker(origin: Any) -> None:
+    with pytest.raises(ValueError, match="a rank's place in the run is not one"):
+        FunctionCall.check_progress([{"boundaries": 1, "steps_before": 0, "origin": origin}])

@@ -79,3 +79,12 @@ def test_the_display_takes_a_vector_of_a_known_name_for_no_number() -> None:
     assert seen.loss is None
     nan = Seen().add(cl.Report(0, 0, 1.0, {"loss": math.nan, "batches_left": math.inf}))
     assert nan.loss is not None and math.isnan(nan.loss)
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), [1, 10**400], {"n": (2**2000,)}, numpy.array([10**400], object)]
+)
+def test_a_number_that_no_float_can_hold_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"report\(n.*=\.\.\.\) got a whole number of \d+ bits"):
+        plain_values({"n": value}, {})
+    assert plain_values({"n": 2**1000}, {}) == {"n": 2**1000}

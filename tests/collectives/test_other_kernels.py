@@ -1,0 +1,63 @@
+"""Other kernels, processors and files: no pidfd, other numbers of calls, other users who write."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chorusline.collectives import FileStore
+from chorusline.collectives.contract.errors import PeerLost
+from tests.harness.ranks import SHARED_MEMORY, Rank, Ranks, error_of
+
+
+def meet_without_pidfd(rank: Rank) -> str:
+    def refused(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    os.pidfd_open = refused  # type: ignore[assignment]
+    group = rank.group()
+    assert group.all_gather_object(rank.rank).wait() == [0, 1]
+    rank.say("met")
+    if rank.rank == 1:
+        os.kill(os.getpid(), 9)
+    return str(error_of(lambda: group.barrier().wait(), PeerLost))
+
+
+def test_a_kernel_without_pidfds_has_groups_that_notice_a_death(tmp_path: Path) -> None:
+    with Ranks(meet_without_pidfd, 2, tmp_path, SHARED_MEMORY) as ranks:
+        assert "ranks [1] are gone" in ranks.results(ranks=[0])[0]
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o620, 0o602])
+def test_a_store_that_others_may_write_is_refused(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    path.touch()
+    path.chmod(mode)
+    with pytest.raises(PermissionError, match=r"may be written by other users .* .chmod go-w"):
+        FileStore(path)
+
+
+@pytest.mark.parametrize(
+    ("machine", "number"),
+    [("x86_64", 202), ("aarch64", 98), ("riscv64", 98), ("ppc64le", 221), ("s390x", 238)],
+)
+def test_a_wait_calls_futex_and_not_another_function_of_the_kernel(
+    machine: str, number: int
+) -> None:
+    program = (
+        "import platform\n"
+        f"platform.machine = lambda: {machine!r}\n"
+        "from chorusline.collectives.shared_memory import futex\n"
+        "print(futex._SYS_FUTEX)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert int(ran.stdout) == number
+    assert platform.machine() in ("x86_64", "aarch64")
