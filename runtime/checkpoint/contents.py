@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..process.registry import Registered
@@ -80,7 +82,17 @@ def state_of(entry: Registered) -> dict[str, Any]:
     """The state of an object; for a wrapped model that of its module, for a plain module."""
     if isinstance(entry.object, DistributedDataParallel):
         return entry.object.module.state_dict()
-    return entry.object.state_dict()
+    state = entry.object.state_dict()
+    return without_functions(state) if isinstance(entry.object, LRScheduler) else state
+
+
+def without_functions(state: Any) -> Any:
+    """The state of a schedule, and of those in it, without functions. SWALR has one, of its class:
+    the schedule that the state is loaded into has it, too."""
+    if isinstance(state, dict):
+        plain = {key: without_functions(value) for key, value in state.items()}
+        return {key: value for key, value in plain.items() if not isinstance(value, FunctionType)}
+    return [*map(without_functions, state)] if type(state) is list else state
 
 
 def tied_of(entries: Iterable[Registered]) -> dict[str, dict[str, str]]:

@@ -15,11 +15,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import default_collate
-
 from ..process.random_state import seed_all
 from .dataset_batches import MapStyleDataset
 from .dealing import dealt_hands
+from .fetching.collating import collated
 from .fetching.fetcher import Fetcher, Fetching
 from .fetching.fetchers import Fetchers
 from .fetching.options import FetchOptions
@@ -133,7 +132,7 @@ class StreamRows:
     ) -> None:
         self._reader = stream.reader
         self._epoch = epoch
-        self._collate = collate_fn or default_collate
+        self._collate = collate_fn or collated
         self._key: ReadingKey = ("", 0, 0)
 
     def begin(self, key: ReadingKey) -> None:

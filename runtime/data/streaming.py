@@ -26,7 +26,7 @@ import ray
 import torch
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from chorusline.actors.calls import GONE, Actor, nodes_leaving, why_gone
@@ -35,6 +35,7 @@ from chorusline.actors.errors import StreamLost
 from .batches import Batches
 from .cursor import Cursor
 from .dealer import Cut, Dealer, Left
+from .fetching.collating import collated
 from .fetching.loader_rows import LoaderRows
 from .number_set import Numbers
 from .row_reader import ReaderDied, ReadingKey, Row, row_reader_class
@@ -190,7 +191,7 @@ class StreamShard(Batches):
             device=device,
         )
         self._reader = stream.reader
-        self._collate = collate_fn or stream.collate_fn or default_collate
+        self._collate = collate_fn or stream.collate_fn or collated
         self._pins = pin_memory and torch.accelerator.is_available()
         self._drop_last = drop_last
         self._survives = survives

@@ -32,6 +32,7 @@ from .outputs import tensors_of
 from .same_model import (
     broadcast_tensors,
     check_devices,
+    check_layouts,
     check_same_model,
     check_wrapping,
     unlike_values,
@@ -117,7 +118,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self.module = module
         group = group if group is not None else current_group()
         check_devices(named, group)
-        parameters, buffers = list(module.named_parameters()), module.named_buffers()
+        parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
+        check_layouts("parameter", parameters)
+        check_layouts("buffer", buffers)
         check_same_model("DistributedDataParallel", parameters, group, buffers)
         # Running statistics that do not travel are not kept for recovery either.
         self._norms_check = recovery_of(group) is not None and not broadcast_buffers

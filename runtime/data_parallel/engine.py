@@ -163,6 +163,14 @@ class ModelEngine:
             return
         self._num_registrations = -1  # Until they are reduced, each forward pass refuses them.
         names = ", ".join(list(grown)[:3]) + (" and others" if len(grown) > 3 else "")
+        living = {id(p) for p in self.module.parameters()}
+        if any(id(p) not in living for p in self.reducer.parameters):
+            raise RuntimeError(
+                f"parameters of the module ({names}) were replaced by others since it was wrapped, "
+                "as load_state_dict(assign=True) does, and the optimizer and the reduction still "
+                "hold the former ones. Load with assign=False, which copies into them, or assign "
+                "before DistributedDataParallel(module)"
+            )
         if self.reducer.is_sharded:
             raise RuntimeError(
                 f"the module has got parameters since it was wrapped ({names}) that its "

@@ -12,7 +12,13 @@ from chorusline.collectives import Group, ReduceOp
 from chorusline.collectives.contract.torch_words import says
 
 from ..process.running import current_group
-from .same_model import broadcast_tensors, check_devices, check_same_model, check_wrapping
+from .same_model import (
+    broadcast_tensors,
+    check_devices,
+    check_layouts,
+    check_same_model,
+    check_wrapping,
+)
 
 
 class PureDistributedDataParallel(torch.nn.Module):
@@ -47,6 +53,8 @@ class PureDistributedDataParallel(torch.nn.Module):
         self.group = group if group is not None else current_group()
         self._is_syncing = True
         check_devices(named, self.group)
+        check_layouts("parameter", module.named_parameters())
+        check_layouts("buffer", module.named_buffers())
         check_same_model("PureDistributedDataParallel", named, self.group)
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)

@@ -55,6 +55,24 @@ def check_devices(named: Sequence[tuple[str, torch.nn.Parameter]], group: Group)
         )
 
 
+def check_layouts(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ValueError for tensors that cannot be copied from rank to rank element by element."""
+    for name, tensor in named:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        if layout != "strided":
+            raise ValueError(
+                f"{kind} {name} is {layout.replace('_', ' ')}, and only dense tensors travel "
+                "between ranks. Make it dense, keep it as a plain attribute that every rank makes "
+                "alike, or hold its parts (indices, values) as dense buffers"
+            )
+        # Zero strides: several elements are one memory location, which torch refuses to write to.
+        if any(n > 1 and not by for n, by in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(
+                f"{kind} {name} is expanded: several of its elements share their memory, so rank "
+                f"0's values cannot be copied into it. Register {name}.clone() in its place"
+            )
+
+
 def check_same_model(
     operation: str,
     named: Sequence[tuple[str, torch.nn.Parameter]],

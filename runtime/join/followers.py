@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,10 +39,30 @@ def _follower(number: int, each: Any, given: Sequence[Any], joinables: Sequence[
                 "the optimizer before it: step_along=[optimizer, average]"
             )
         return lambda: each.update_parameters(model)
+    _check_needs_nothing(number, each)
     if hasattr(each, "step"):
         return lambda: each.step()  # A schedule replaces the step of its optimizer.
     function: Follower = each
     return function
+
+
+def _check_needs_nothing(number: int, each: Any) -> None:
+    """Raises TypeError for what a joined rank cannot call, as it needs an argument."""
+    function = each.step if hasattr(each, "step") else each
+    try:
+        inspect.signature(function).bind()
+    except ValueError:
+        return  # Of a function without a signature, the call will tell.
+    except TypeError as error:
+        named = type(each).__name__ if hasattr(each, "step") else getattr(each, "__name__", "it")
+        call = "step()" if hasattr(each, "step") else "it"
+        raise TypeError(
+            f"step_along[{number}], {named}, cannot be called without arguments ({error}), and a "
+            "rank that has run out of data has none for it. List a function in its place that "
+            f"calls {call} with a value that is the same on all ranks, and call that function in "
+            "the body; a ReduceLROnPlateau takes a metric of the whole epoch, so call its "
+            "step(metric) after the Join, with ctx.reduce(metric)"
+        ) from None
 
 
 def _averaged(average: AveragedModel, joinables: Sequence[Any]) -> Any:

@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from chorusline.actors.messages import Report
+from chorusline.collectives.contract.torch_words import TOO_MANY, says
 
 from ..checkpoint.config import CheckpointConfig
 from ..program.sending import check_not_own
 from ..tracking.tracker import Tracker
 from .options import DEFAULT, Default
-from .session import Session
+from .session import ARGUMENTS_BY_NAME, Session
 from .showing.progress import Progress
 
 
+@says(**{TOO_MANY: ARGUMENTS_BY_NAME})
 def run(
     train: Callable[..., Any],
     /,

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray import cloudpickle
@@ -17,6 +17,7 @@ from chorusline.actors import fault_plan
 from chorusline.actors.messages import Report, RunFailed, RunSucceeded, WorkerSnapshot
 from chorusline.actors.outcomes import raise_failure
 from chorusline.actors.parcels.parcel import Parcel
+from chorusline.collectives.contract.torch_words import TOO_MANY, says
 
 from .. import notebook
 from ..checkpoint.config import CheckpointConfig
@@ -72,6 +73,14 @@ _STAY_HERE = frozenset(
     }
 )
 """Arguments that a detached session's keeper does not get: they are about this process."""
+
+
+ARGUMENTS_BY_NAME = (
+    "what train takes goes by name: run(train, lr=0.1), which calls train(ctx, lr=0.1). Of a "
+    "dictionary, as Ray Train's train_loop_config: run(train, config=config) for a function "
+    "train(ctx, config), or run(train, **config)"
+)
+"""What to write in place of positional arguments."""
 
 
 class Session(Holding):
@@ -288,6 +297,16 @@ class Session(Holding):
             await face.let_go()
         await self._end_actors(was_running)
 
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            "a Session begins and ends with awaits: write `async with Session(...) as session:` in "
+            "an `async def`, and asyncio.run() it; or, without asyncio, chorusline.run(train, "
+            "num_workers=2)"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        """Here for `with`, which looks for it before it calls __enter__."""
+
     async def __aenter__(self) -> Session:
         return await self.start()
 
@@ -303,6 +322,7 @@ class Session(Holding):
     ) -> None:
         await self.close()
 
+    @says(**{TOO_MANY: ARGUMENTS_BY_NAME})
     async def run(self, train: Callable[..., Any], /, **kwargs: Any) -> list[Any]:
         """Call `train(ctx, **kwargs)` on every rank; return the results, by rank.
 
@@ -454,6 +474,7 @@ class Session(Holding):
 
     # ── A session that outlives its program ──────────────────────────────────────────────────────
 
+    @says(**{TOO_MANY: ARGUMENTS_BY_NAME})
     async def submit(self, train: Callable[..., Any], /, **kwargs: Any) -> int:
         """Begin `train(ctx, **kwargs)` on every rank of a detached session, without waiting for its
         end; return the number of the run. `results()` waits, here or where it is attached."""

@@ -1,37 +1,65 @@
-"""What is registered ends as it was, though objects that are made later write into it: a schedule
-sets the learning rate of its optimizer when it is made, and a model draws random numbers."""
+"""Each of torch's schedules goes through a checkpoint that is loaded as plain values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.optim import lr_scheduler as schedules
+from torch.optim.swa_utils import SWALR
 
-import chorusline as cl
-from tests.references.checkpoint_runs import in_run, same
-from tests.references.scheduled import LENGTH, SCHEDULES, train_scheduled
+from chorusline.runtime.checkpoint.contents import pickled, state_of
+from chorusline.runtime.checkpoint.format.plain_values import load_plain
+from chorusline.runtime.process.registry import Registered
+
+KINDS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "swa": lambda o: SWALR(o, swa_lr=0.05, anneal_epochs=4),
+    "swa, linear": lambda o: SWALR(o, swa_lr=0.05, anneal_strategy="linear"),
+    "step": lambda o: schedules.StepLR(o, 2),
+    "multi step": lambda o: schedules.MultiStepLR(o, [2, 5]),
+    "lambda": lambda o: schedules.LambdaLR(o, lambda n: 1 / (1 + n)),
+    "multiplicative": lambda o: schedules.MultiplicativeLR(o, lambda n: 0.9),
+    "constant": schedules.ConstantLR,
+    "linear": schedules.LinearLR,
+    "exponential": lambda o: schedules.ExponentialLR(o, 0.9),
+    "polynomial": schedules.PolynomialLR,
+    "cosine": lambda o: schedules.CosineAnnealingLR(o, 5),
+    "restarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3),
+    "cyclic": lambda o: schedules.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "one cycle": lambda o: schedules.OneCycleLR(o, 0.2, total_steps=20),
+    "plateau": lambda o: schedules.ReduceLROnPlateau(o, patience=0),
+    "sequential": lambda o: schedules.SequentialLR(
+        o, [schedules.LinearLR(o), SWALR(o, swa_lr=0.05)], [2]
+    ),
+    "chained": lambda o: schedules.ChainedScheduler([schedules.StepLR(o, 2), SWALR(o, 0.05)]),
+}
 
 
-def _resumed(group: cl.Group, place: str, sharded: bool) -> tuple[Any, Any]:
-    """The training in one go, and in three runs that resume each other's checkpoints."""
-    whole = in_run(group, train_scheduled, None, sharded=sharded)
-    parts = None
-    for until in (5, 6, LENGTH):
-        config = cl.CheckpointConfig(f"{place}/{sharded}", every_n_steps=None)
-        parts = in_run(group, _train_and_save, config, sharded=sharded, until=until)
-    return whole, parts
+def made(kind: str) -> tuple[torch.optim.Optimizer, Any, Callable[[], None]]:
+    optim = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+    schedule = KINDS[kind](optim)
+
+    def step() -> None:
+        optim.step()
+        schedule.step(*([1.0] if kind == "plateau" else []))
+
+    return optim, schedule, step
 
 
-def _train_and_save(ctx: cl.Context, sharded: bool, until: int) -> Any:
-    end = train_scheduled(ctx, sharded, until)
-    ctx.save().wait()
-    return end
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
-def test_every_schedule_goes_on_as_without_the_break(ranks_of, tmp_path, sharded):
-    for whole, parts in ranks_of(2).run(_resumed, str(tmp_path), sharded):
-        for name in SCHEDULES:  # By name, for the message.
-            for part in ("options", "weights", "schedules"):
-                assert same(parts[part][name], whole[part][name]), (name, part)
-        assert same(parts, whole)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_schedule_goes_on_where_it_was_saved(kind: str) -> None:
+    optim, schedule, step = made(kind)
+    for _ in range(3):
+        step()
+    saved = load_plain(pickled(state_of(Registered("schedule", schedule, False))))
+    of_optim = optim.state_dict()
+    other, loaded, go_on = made(kind)
+    other.load_state_dict(of_optim)
+    loaded.load_state_dict(saved)
+    for _ in range(4):
+        step()
+        go_on()
+        assert other.param_groups[0]["lr"] == optim.param_groups[0]["lr"]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from .collating import collated
 from .loader_process import AtStart, by_value, why_unpicklable
 from .options import FORK, FetchOptions
 
@@ -145,7 +146,8 @@ class Fetcher:
             end()
 
     def _made(self) -> DataLoader[Any]:
-        options, dataset, collate = self.options, self.dataset, self.options.collate_fn
+        options, dataset = self.options, self.dataset
+        collate = options.collate_fn or collated
         if options.num_workers == 0:
             return DataLoader(
                 dataset,

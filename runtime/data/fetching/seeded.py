@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import default_collate
-
 from ...process.random_state import seed_all
+from .collating import collated
 
 SeededIds = tuple[int, tuple[int, ...]]
 """A seed, and the numbers of the samples of one batch."""
@@ -37,7 +36,7 @@ class CollateOnly:
     collate_fn: Callable[[list[Any]], Any] | None
 
     def __call__(self, batches: list[list[Any]]) -> Any:
-        return (self.collate_fn or default_collate)(list(batches[0]))
+        return (self.collate_fn or collated)(list(batches[0]))
 
 
 def is_same(one: Any, other: Any) -> bool:

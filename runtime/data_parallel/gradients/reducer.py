@@ -218,6 +218,13 @@ class Reducer(Launcher):
 
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
         """Called when autograd has added to a parameter's gradient."""
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            raise RuntimeError(
+                "backward(create_graph=True) makes gradients that belong to a graph, and what a "
+                "DistributedDataParallel leaves in .grad is a sum over ranks, which has none. For "
+                "a penalty on gradients take torch.autograd.grad(loss, inputs, create_graph=True), "
+                "and call backward() without create_graph on the whole loss"
+            )
         bucket = self.gradients.bring_home(number)
         if self.summing is not Summing.NO:
             if self.summing is Summing.ENDED:
