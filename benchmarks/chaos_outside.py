@@ -48,7 +48,7 @@ EXCUSES = (
     "cannot be run again in the middle, because",
     "the reader of a Stream is gone",
 )
-"""What an error says that may end a round: docs/failures.md, What is not survived."""
+"""What an error says that may end a round: docs/guarantees.md, What is not survived."""
 
 
 @dataclass(frozen=True)

@@ -149,3 +149,10 @@ def test_the_page_of_performance_has_current_figures_only() -> None:
     """The log with its dates is benchmarks/RESULTS.md."""
     assert len((ROOT / "docs/performance.md").read_text().splitlines()) <= 120
     assert (ROOT / "benchmarks/RESULTS.md").exists()
+
+
+def test_no_group_of_the_navigation_has_more_than_seven_entries() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\nvalidation:")[0]
+    groups = [group.splitlines()[1:] for group in re.split(r"(?m)^  - ", nav) if group]
+    entries = [[line for line in group if line.startswith("      - ")] for group in groups]
+    assert max(map(len, entries)) == 7

@@ -1,4 +1,4 @@
-"""Each promise of docs/failures.md is kept by a test that every run of the suite holds."""
+"""Each promise of docs/guarantees.md is kept by a test that every run of the suite holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests import ROOT
 
 def promises() -> list[str]:
     """The first column of the table under "What is promised"."""
-    section = (ROOT / "docs/failures.md").read_text().split("## What is promised\n")[1]
+    section = (ROOT / "docs/guarantees.md").read_text().split("## What is promised\n")[1]
     rows = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("| ")]
     return [row.split(" | ")[0].removeprefix("| ") for row in rows[1:]]
 
