@@ -29,6 +29,7 @@ from ..process.agreement import (
 )
 from ..process.leftovers import Standing, sends_again
 from .shards.exact_norm import total_of
+from .shards.option_numbers import entries, is_number, like, number_of
 
 _STEP, _STEP_SQUARED, _SQUARED_NORM, _PER_RANK = range(4)
 _LOSS_SCALE, _NUM_SAMPLES = range(2)  # of each rank
@@ -97,6 +98,7 @@ class Ballot:
     ) -> None:
         """counts_samples: votes have cursors, since the run goes on when a rank is lost."""
         self._group = group
+        self.num_options = num_options
         self._num_cursors = MAX_ITERATIONS if counts_samples else 0
         self._digests_at = _OPTIONS + num_options
         self._own_numel = self._digests_at + num_digests
@@ -189,6 +191,12 @@ class Ballot:
         has_more = is_live and self.says(Note.HAS_MORE, seen)
         return standings if has_more or sends_again(standings) else None
 
+    def max_norms(self, seen: Sequence[float]) -> list[tuple[float, bool]]:
+        """By rank, its max_norm, and whether it has data."""
+        standings = standings_in(seen[self._vote_at :], self._group.size)
+        own = zip(self._own(seen), standings, strict=True)
+        return [(numbers[self._digests_at - 1], one.is_live) for numbers, one in own]
+
     def read(self, seen: Sequence[float]) -> Outcome:
         """Decode the sums, whether this rank took part in the all-reduce or received them."""
         vote, exact = seen[self._vote_at : self._numel], seen[self._numel :]
@@ -212,14 +220,19 @@ class Ballot:
         return [seen[at : at + self._own_numel] for at in places]
 
 
+MAX_NORM = "max_norm"
+"""The last of the numbers that travel; 0 stands for None."""
+
+
 def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float]:
-    """The numbers among the options `names` of all parameter groups; tuples entry by entry."""
+    """The numbers among the options `names` of all parameter groups; tuples and lists entry by
+    entry."""
     return [
-        float(entry)
+        number_of(entry)
         for options in groups
         for name in names
-        for entry in _entries(options[name])
-        if _is_number(entry)
+        for entry in entries(options[name])
+        if is_number(entry)
     ]
 
 
@@ -235,9 +248,10 @@ def check_same_options(
         f"{name} of parameter group {number}" if len(groups) > 1 else name
         for number, options in enumerate(groups)
         for name in names
-        for entry in _entries(options[name])
-        if _is_number(entry)
+        for entry in entries(options[name])
+        if is_number(entry)
     ]
+    labels.append(MAX_NORM)
     for number, label in enumerate(labels):
         by_rank = {rank: outcome.options[rank][number] for rank in live}
         given = {rank: value for rank, value in by_rank.items() if not math.isnan(value)}
@@ -263,22 +277,7 @@ def set_numbers(
     for options in groups:
         for name in names:
             value = options[name]
-            entries = [
-                _like(entry, next(values)) if _is_number(entry) else entry
-                for entry in _entries(value)
+            given = [
+                like(entry, next(values)) if is_number(entry) else entry for entry in entries(value)
             ]
-            options[name] = tuple(entries) if isinstance(value, tuple) else entries[0]
-
-
-def _entries(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.dim() == 0
-    return isinstance(value, int | float)
-
-
-def _like(value: Any, number: float) -> Any:
-    return value.fill_(number) if isinstance(value, torch.Tensor) else type(value)(number)
+            options[name] = type(value)(given) if type(value) in (tuple, list) else given[0]

@@ -249,6 +249,8 @@ class OptimizerEngine:
             # to. All send again, with these, and vote again.
             self.reducer.send_again(standings)
             payload = self.hold_ballot(is_live)
+        if self._takes_max_norm(payload, is_live):
+            payload = self.hold_ballot(is_live)
         self.faults.reach(Instant.SEEN)
         outcome = self.see(payload, is_live)
         if self.reducer is None:
@@ -258,6 +260,17 @@ class OptimizerEngine:
             gather.wait()
         self._end_step(outcome.agreement.live, gathers)
         self.faults.reach(Instant.STEPPED)
+
+    def _takes_max_norm(self, payload: tuple[float, ...], is_live: bool) -> bool:
+        """Whether a rank without data has left its part of the norm out, as the others have begun
+        to clip since it ran out of data. All ranks vote again then."""
+        norms = self._ballot.max_norms(payload)
+        given = {norm for norm, has_data in norms if has_data}
+        if len(given) != 1 or given == {0.0} or all(norm for norm, _ in norms):
+            return False
+        if not is_live:
+            self.face.max_norm = given.pop()
+        return True
 
     def _end_step(self, live: tuple[int, ...], gathers: Sequence[Gather]) -> None:
         """Synchronize the buffers. In a run that goes on when ranks are lost, return when it is
@@ -343,7 +356,9 @@ class OptimizerEngine:
             # a live rank. A rank that steps nothing does not count what the optimizer counts.
             given = [rank for rank in live if not math.isnan(sum(outcome.options[rank]))]
             if given:
-                set_numbers(self.face.param_groups, names, outcome.options[max(given)])
+                *options, max_norm = outcome.options[max(given)]
+                set_numbers(self.face.param_groups, names, options)
+                self.face.max_norm = max_norm or None
         if self.face.uses_scaler:
             agreed_scale(outcome.loss_scales, live)
         self.face.found_overflow = self.face.uses_scaler and not math.isfinite(outcome.squared_norm)
@@ -419,8 +434,10 @@ class OptimizerEngine:
         return 1.0 if coefficient > 1 else coefficient
 
     def option_numbers(self) -> list[float]:
-        """The numeric options of the optimizer, without entries that schedulers add to groups."""
-        return numbers_of(self.face.param_groups, sorted(self.face.defaults))
+        """The numeric options of the optimizer, without entries that schedulers add to groups, and
+        max_norm; 0 for none."""
+        numbers = numbers_of(self.face.param_groups, sorted(self.face.defaults))
+        return [*numbers, float(self.face.max_norm or 0.0)]
 
     @property
     def _steps_nothing(self) -> bool:
@@ -429,7 +446,16 @@ class OptimizerEngine:
 
     def _options_to_vote(self) -> list[float]:
         numbers = self.option_numbers()
-        return [math.nan] * len(numbers) if self._steps_nothing else numbers
+        if len(numbers) != self._ballot.num_options:
+            error = RuntimeError(
+                f"the options of the optimizer are {len(numbers) - 1} numbers now, and were "
+                f"{self._ballot.num_options - 1} when it was made: an option has become another "
+                "number of entries, or None, or is none that can travel to other ranks. Keep each "
+                "option a number, or a tuple of as many as before"
+            )
+            self.group.abort(error)  # The others wait for this rank's vote.
+            raise error
+        return [*[math.nan] * (len(numbers) - 1), numbers[-1]] if self._steps_nothing else numbers
 
     # -- recovery (recovery/recovery.py) ---------------------------------------------------------
 

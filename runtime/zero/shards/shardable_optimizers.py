@@ -13,6 +13,7 @@ from chorusline.collectives.contract.articles import with_article
 
 from ...process.between_runs import between_runs
 from .optimizer_trial import Verdict, compared, is_known, trial_groups, try_out
+from .option_numbers import entries, is_number, plain
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -176,12 +177,12 @@ def describe_parameters(
     cut = "cut anywhere" if verdict.elementwise else "never cut"
     descriptions = []
     for number, options in enumerate(groups, start=first_group):
-        plain = {
-            name: value.item() if isinstance(value, torch.Tensor) else value
+        options_alike = {
+            name: plain(value)
             for name, value in options.items()
-            if name in defaults and isinstance(value, int | float | str | tuple | torch.Tensor)
+            if name in defaults and (isinstance(value, str) or any(map(is_number, entries(value))))
         }
-        text = ", ".join(f"{name} {value}" for name, value in sorted(plain.items()))
+        text = ", ".join(f"{name} {value}" for name, value in sorted(options_alike.items()))
         descriptions += [
             f"{tuple(p.shape)} {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}, in "
             f"group {number} with {text}; {cut}"

@@ -1,0 +1,47 @@
+"""The numbers among the options of an optimizer: what travels with the vote on a step.
+
+Python's and numpy's numbers, tensors and arrays of one element, and tuples and lists of these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def entries(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    if isinstance(value, np.ndarray):
+        return value.size == 1 and value.dtype.kind in "biuf"
+    return isinstance(value, int | float | np.number | np.bool_) and not np.iscomplexobj(value)
+
+
+def number_of(value: Any) -> float:
+    return float(value.item()) if isinstance(value, torch.Tensor | np.ndarray) else float(value)
+
+
+def like(value: Any, number: float) -> Any:
+    """`number` in place of `value`. A tensor stays the same one, since a compiled step reads it; a
+    whole number (weight_decay=0) becomes a float where another rank has set one."""
+    if isinstance(value, torch.Tensor):
+        return value.fill_(number)
+    if number_of(value) == number:
+        return value
+    if isinstance(value, bool | np.bool_) and number in (0, 1):
+        return bool(number)
+    return int(number) if isinstance(value, int) and number.is_integer() else number
+
+
+def plain(value: Any) -> Any:
+    """An option as text compares it: equal numbers are equal whatever holds them."""
+    if not any(map(is_number, entries(value))):
+        return value
+    numbers = [number_of(one) if is_number(one) else one for one in entries(value)]
+    return numbers if isinstance(value, tuple | list) else numbers[0]
