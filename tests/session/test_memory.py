@@ -18,13 +18,15 @@ import chorusline as cl
 from chorusline.actors.parcels.pickling import packed, pickled
 from chorusline.collectives.objects.payloads import loads
 from chorusline.collectives.objects.payloads import pickled as pickled_for_ranks
+from tests.harness.forked_workers import STARTED_BY_RAY
 
 MB = 2**20
 
 
 @pytest.fixture(scope="module")
 async def session(cluster: None) -> AsyncIterator[cl.Session]:
-    async with cl.Session(2, timeout_s=30) as session:
+    # What a fork shares with others is its own once they have ended.
+    async with cl.Session(2, timeout_s=30, env_vars=STARTED_BY_RAY) as session:
         await session.run(lambda ctx: None)
         yield session
 
