@@ -421,8 +421,17 @@ def _ray(environment: Mapping[str, str]) -> Iterator[Finding]:
             f"RAY_AUTH_MODE is {mode!r}, which Ray does not know",
             "export RAY_AUTH_MODE=token or RAY_AUTH_MODE=disabled",
         )
+    elif mode == "token":
+        yield Finding("ray's auth mode", Verdict.FINE, mode)
     else:
-        yield Finding("ray's auth mode", Verdict.FINE, mode or "not set, and no token here")
+        yield Finding(
+            "ray's auth mode",
+            Verdict.POOR,
+            f"{mode or 'not set, and no token here'}: whoever reaches Ray's ports, which are open "
+            "on every interface, runs code as you",
+            "ray get-auth-token --generate, and export RAY_AUTH_MODE=token, alike for the cluster "
+            "and for what connects",
+        )
 
 
 def _limits() -> Iterator[Finding]:

@@ -31,6 +31,7 @@ from chorusline.runtime.commands.arguments import keywords, script_and_function,
 from chorusline.runtime.commands.bench import Row, bus_factor, nbytes, table
 from chorusline.runtime.commands.bench import WrongUsage as WrongCase
 from chorusline.runtime.commands.command_line import main
+from chorusline.runtime.commands.doctor import Verdict, _ray
 from chorusline.runtime.commands.status import _show, survey
 from chorusline.runtime.commands.visible_gpus import traps
 from tests import ROOT
@@ -481,6 +482,17 @@ def test_the_doctor_tells_the_mend_of_what_is_wrong_and_exits_with_1(
     assert "`ray start --head` there" in wrong["RAY_ADDRESS"]
     assert "RAY_AUTH_MODE=disabled" in wrong["ray's"]
     assert told.endswith("4 things prevent running here\n")
+
+
+@pytest.mark.parametrize("mode", ["disabled", ""])
+def test_the_doctor_warns_where_a_cluster_asks_nobody_for_a_token(
+    mode: str, tmp_path: Path
+) -> None:
+    environment = {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}
+    (found,) = _ray(environment)
+    assert found.verdict is Verdict.POOR
+    assert "runs code as you" in found.says
+    assert "ray get-auth-token --generate" in found.mend
 
 
 @pytest.mark.parametrize(

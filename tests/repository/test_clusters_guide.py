@@ -74,3 +74,16 @@ def test_the_kuberay_job_is_of_one_version_and_runs_our_command() -> None:
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     environment = yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]
     assert all(isinstance(value, str) for value in environment.values()), "Ray wants strings"
+
+
+def test_every_sample_of_a_cluster_asks_for_a_token() -> None:
+    auto = loaded("autoscaler.yaml")
+    starts = [*auto["head_start_ray_commands"], *auto["worker_start_ray_commands"]]
+    starts = [line for line in starts if "ray start" in line]
+    assert len(starts) == 2 and all(one.startswith("RAY_AUTH_MODE=token ") for one in starts)
+    assert "~/.ray/auth_token" in auto["file_mounts"]
+    kube = loaded("kuberay.yaml")["spec"]["rayClusterSpec"]
+    assert kube["authOptions"] == {"mode": "token"}
+    for page in (ROOT / "docs").rglob("*.*"):
+        if page.suffix in (".md", ".yaml"):
+            assert "RAY_AUTH_MODE=disabled" not in page.read_text(), page
