@@ -35,20 +35,27 @@ class StandingRanks:
         """function(group, *args) on every rank; the results by rank. Raises the first error."""
         if not self._processes:
             self._start()
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        outcomes = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(_PATIENCE_S):
-                self.stop()
-                raise TimeoutError(f"rank {rank} of {self.size} did not answer in {_PATIENCE_S} s")
-            outcomes.append(pipe.recv())
+        try:
+            outcomes = self._exchange(function, args)
+        except BaseException:  # A test that timed out, too: what comes late is of no later call.
+            self.stop()
+            raise
         failures = [(rank, told) for rank, (ok, told) in enumerate(outcomes) if not ok]
         if failures:
             self.stop()
             told = "\n\n".join(f"rank {rank}:\n{text}" for rank, text in failures)
             raise AssertionError(told)
         return [value for _, value in outcomes]
+
+    def _exchange(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        outcomes = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(_PATIENCE_S):
+                raise TimeoutError(f"rank {rank} of {self.size} did not answer in {_PATIENCE_S} s")
+            outcomes.append(pipe.recv())
+        return outcomes
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
