@@ -6,19 +6,29 @@ BIN := .venv/bin
 COMPILED := $(BIN)/python -m compileall -q actors collectives runtime chorusline tests
 INSTALLED := .venv/installed
 DIST ?= dist
+# PROCESSES=3: in three processes, of which one has a Ray cluster (tests/selection.py).
+PROCESSES ?= 0
+PARALLEL = -n $(PROCESSES) --dist loadfile
 
-.PHONY: run test test-slow test-oldest test-real test-gpu check docs dist bench bench-gpu compared clean
+.PHONY: run test test-fast test-slow test-all test-oldest test-real test-gpu check docs dist bench bench-gpu compared clean
 
 run: $(INSTALLED)  ## train the example on two CPU workers; kill one of them (ARGS=--strike: it does so itself)
 	$(BIN)/chorusline run examples/stdlib_gpt.py $(ARGS)
 
 test: $(INSTALLED)  ## the whole test suite but for what is marked slow
 	$(COMPILED)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
+
+test-fast: $(INSTALLED)  ## in seconds: decisions, names, and ranks on shared memory; no Ray
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m fast $(ARGS)
 
 test-slow: $(INSTALLED)  ## the tests that take longer than the suite allows
 	$(COMPILED)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m slow $(ARGS)
+
+test-all: $(INSTALLED)  ## all that needs no GPU, slow or not; SHARD="join zero": of these folders of tests/
+	$(COMPILED)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" $(addprefix tests/,$(SHARD)) $(ARGS)
 
 test-oldest:  ## the fast tests on the oldest torch and Ray that pyproject.toml allows, in .venv-oldest
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
@@ -27,7 +37,7 @@ test-oldest:  ## the fast tests on the oldest torch and Ray that pyproject.toml 
 
 test-real: $(INSTALLED)  ## models, optimizers and trackers of other libraries, which it installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real]'
-	$(BIN)/python -m pytest tests/real_models tests/commands/test_plain_scripts.py tests/repository/test_examples.py tests/tracking tests/checkpoint/test_safetensors.py $(ARGS)
+	$(BIN)/python -m pytest tests/real_models tests/commands/test_plain_scripts.py tests/repository/test_examples.py tests/tracking tests/checkpoint/test_safetensors.py tests/data/fetching/test_libraries.py $(ARGS)
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU; installs CuPy and NCCL; writes out/test-gpu.json
 	$(BIN)/python benchmarks/gpu_machine.py --install

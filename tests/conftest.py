@@ -22,7 +22,7 @@ pytest.register_assert_rewrite("tests.contracts")
 
 # A machine with a GPU may lack Ray: tests.on_gpu runs there what needs none.
 _HAS_RAY = all(importlib.util.find_spec(name) is not None for name in ("ray", "pytest_asyncio"))
-pytest_plugins = ["tests.with_ray"] if _HAS_RAY else []
+pytest_plugins = ["tests.selection", *(["tests.with_ray"] if _HAS_RAY else [])]
 
 
 @pytest.fixture

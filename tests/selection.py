@@ -1,0 +1,106 @@
+"""Which tests run, and in which of pytest-xdist's processes: marks by what a test uses, the part of
+a day, and a Ray cluster in one process of three."""
+
+from __future__ import annotations
+
+import re
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ROOT
+
+OWN_RAY = re.compile(
+    "tests/(commands|notebook|session)/|tests/repository/test_(chaos"
+    "|clusters_guide|documentation|examples?|fsdp2_replicas|quickstart)[.]py"
+)
+"""Whose tests may start Ray in a program of their own, which no fixture tells."""
+
+FAST = re.compile(
+    "tests/(actors|contracts|data|harness|join|partition|steps|tracking)/"
+    "|tests/checkpoint/test_(alike|schedules|trust)[.]"
+    "|tests/collectives/test_(errors|file_store|group_contract|overlaps|privacy|rehearsal)[.]"
+    "|tests/data_parallel/test_(backward_pass|comm_hooks|grown_models|pure_distri|step_stat)"
+    "|tests/recovery/test_(furthest_rank|rank_state)[.]"
+    "|tests/repository/test_(documentation_site|faults_benchmark|imports|process_wide_state)[.]"
+    "|tests/repository/test_(public_door|quoted_errors)[.]"
+    "|tests/zero/test_(copies|exact_norm|resharding|shard_state|shards_and_buckets)[.]"
+)
+"""Files whose tests without Ray are decisions, names, and ranks on shared memory: they take seconds
+in all, and are what `make test-fast` runs."""
+
+_SLOWER = re.compile(r"gloo|stand.in|tests/(join/test_beside|steps/test_on_a|data/test_streaming)")
+_MENTIONS_RAY = re.compile(r"\b(cluster|session)\b")
+_began = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("selection")
+    group.addoption("--part", metavar="I/N", help="the I-th of N parts of the tests, drawn by name")
+    group.addoption("--budget-s", type=float, help="after so many seconds no test is begun")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For `-m fast`, files without such tests are not even imported."""
+    if config.getoption("markexpr") != "fast" or collection_path.suffix != ".py":
+        return None
+    return not FAST.match(str(collection_path.relative_to(ROOT))) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        is_slow = any(item.get_closest_marker(name) for name in ("slow", "gpu"))
+        if "cluster" in getattr(item, "fixturenames", ()) or OWN_RAY.match(item.nodeid):
+            item.add_marker("ray")
+        elif FAST.match(item.nodeid) and not _SLOWER.search(item.nodeid) and not is_slow:
+            item.add_marker("fast")
+    if part := config.getoption("part"):
+        number, parts = (int(word) for word in part.split("/"))
+        others = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts != number - 1]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    session.config.stash[_began] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    budget_s = item.config.getoption("budget_s")
+    if budget_s is not None and time.monotonic() - item.config.stash[_began] > budget_s:
+        pytest.skip(f"not begun: the {budget_s:g} s of this run were over")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `--dist loadfile`: files are units, and those with Ray go to one process of three.
+
+    Tests with Ray keep both cores of a small machine busy with starts of processes: three
+    processes with a cluster each were not done before one.
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByNeed(LoadFileScheduling):  # type: ignore[misc]
+        def _assign_work_unit(self, node: Any) -> None:
+            has_ray = self.nodes.index(node) < max(1, self.numnodes // 3)
+            wanted = [file for file in self.workqueue if _may_use_ray(file) == has_ray]
+            if not wanted and not has_ray:
+                node.shutdown()
+                return
+            self.workqueue.move_to_end((wanted or list(self.workqueue))[0], last=False)
+            super()._assign_work_unit(node)
+
+    return ByNeed(config, log)
+
+
+def _may_use_ray(nodeid: str) -> bool:
+    """Told without importing the file, which this process does not: it may say yes too often."""
+    file = ROOT / nodeid.split("::")[0]
+    return bool(OWN_RAY.match(nodeid) or _MENTIONS_RAY.search(file.read_text()))
