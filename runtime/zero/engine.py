@@ -72,6 +72,11 @@ class Face(torch.optim.Optimizer, GroupJoinable):
     check_every: int | None
     corrections: list[Correction]
 
+    def _run_pre_hooks(self) -> None:
+        """What `step()` does on a rank with data before it applies the step."""
+        for hook in [*self._optimizer_step_pre_hooks.values()]:
+            hook(self, (self,), {})
+
     @abstractmethod
     def _scale_of_losses(self) -> torch.Tensor | None: ...
 
@@ -364,6 +369,8 @@ class OptimizerEngine:
         self.face.found_overflow = self.face.uses_scaler and not math.isfinite(outcome.squared_norm)
         if self.reducer is not None:
             self.reducer.end_step(outcome.agreement)
+        if live and self.group.rank not in live:
+            self.face._run_pre_hooks()
         return outcome
 
     def apply(self, outcome: Outcome, divisor: float | None = None) -> list[Gather]:

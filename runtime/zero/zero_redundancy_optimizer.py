@@ -392,6 +392,9 @@ class _Hook(JoinHook):
         if optimizer._engine.reducer is not None:
             optimizer._engine.reducer.shadow()
         optimizer._engine.take_step(is_live=False)
+        if optimizer._join.last_step_live:
+            for hook in [*optimizer._optimizer_step_post_hooks.values()]:
+                hook(optimizer, (optimizer,), {})
 
 
 def optimizer_engine_of(optimizer: ZeroRedundancyOptimizer) -> OptimizerEngine:

@@ -1,0 +1,35 @@
+"""Hooks on a sharded optimizer's step run in each step, also on a rank without data."""
+
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, loss_of, make_model
+
+
+def average(group: cl.Group, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        weight = next(model.module.parameters())
+        before, after = torch.zeros(weight.shape).double(), torch.zeros(weight.shape).double()
+
+        def add(total: torch.Tensor, decay: float) -> None:
+            total.detach().mul_(decay).add_(weight.detach())
+
+        optim.register_step_pre_hook(lambda *_: add(before, 1.0))
+        optim.register_step_post_hook(lambda *_: add(after, 0.9))
+        with cl.Join([model, optim], skew_warning=None):
+            for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
+                loss_of(model, batch).backward()
+                optim.step()
+                optim.zero_grad()
+        return before.detach(), after.detach(), optim.num_steps
+
+
+def test_averages_that_step_hooks_keep_are_equal_on_all_ranks(ranks_of):
+    for lengths in ((2, 5), (4, 4), (0, 3)):
+        first, second = ranks_of(2).run(average, lengths)
+        assert first[2] == second[2] == max(lengths)
+        assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+        assert first[0].any() and first[1].any()
