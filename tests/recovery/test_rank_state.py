@@ -49,7 +49,7 @@ def facts(ballots: int = 1, **more: object) -> Facts:
 
 
 def test_it_needs_no_torch() -> None:
-    program = "import sys, runtime.recovery.rank_state; sys.exit('torch' in sys.modules)"
+    program = "import sys, chorusline.runtime.recovery.rank_state; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
 
 
