@@ -232,6 +232,10 @@ class ZeroRedundancyOptimizer(Face):
         self._engine.add(fresh)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, as in torch; the other ranks hear of it with the next step.
+
+        set_to_none: False sets them to zero.
+        """
         super().zero_grad(set_to_none)
         if self._engine.reducer is not None:
             self._engine.reducer.held.was_cleared()
