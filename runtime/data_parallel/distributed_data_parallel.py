@@ -432,8 +432,9 @@ class _Hook(JoinHook):
             self._check_same_values(model._join)
         # With sharded state every rank steps its shard in every step, and gathers the others.
         if not model._reducer.is_sharded and ledger.somebody_missed_a_step:
-            state += [*model.module.parameters(), *model.module.buffers()]
-        elif not model.broadcast_buffers:
+            state += model.module.parameters()
+        # Passes after the last step, which no step follows, have changed buffers as well.
+        if ledger.somebody_missed_a_step or not model.broadcast_buffers:
             state += model.module.buffers()
         if state:
             root = model._join.newest_rank(ledger.last_live)

@@ -166,9 +166,9 @@ def test_what_only_this_rank_may_know_of_is_not_settled_before_the_next_step() -
     dealer, rows = Dealer(0, 2), Rows()
     dealer.begin(rows)
     assert dealer.num_settled(rows) == 0
-    dealer.record(((4,), (3,)), [1], is_settled=False)
+    dealer.record(((4,), (3,)), [rows.number], is_settled=False)
     assert dealer.num_settled(rows) == 0 and rows.committed == (4, 3)
-    dealer.record(((8,), (6,)), [1], is_settled=False)
+    dealer.record(((8,), (6,)), [rows.number], is_settled=False)
     assert dealer.num_settled(rows) == 4
     dealer.record(((12,), (9,)))  # In a ballot, which the others have seen before they go on.
     assert dealer.num_settled(rows) == 12
