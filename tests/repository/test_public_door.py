@@ -35,6 +35,8 @@ def test_an_import_waits_for_nothing_that_is_not_used():
         "import sys, chorusline as cl\n"
         "few = {'ray', 'torch', 'chorusline.collectives', 'chorusline.runtime'}\n"
         "assert not few & {*sys.modules}, few & {*sys.modules}\n"
+        "from chorusline import actors, collectives, runtime\n"
+        "assert 'torch' not in sys.modules\n"
         "import torch.distributed as dist\n"
         "assert 'chorusline' in dist.Backend.backend_list\n"
         "assert cl.Join is cl.Join and 'chorusline.runtime.session.session' not in sys.modules\n"
