@@ -43,9 +43,10 @@ async def test_a_detached_run_prints_its_name_and_goes_on_for_one_who_attaches(
     )
     name = begun.stdout.strip()
     assert name.startswith("train-")
-    assert f"`chorusline attach {name}` shows it; `chorusline stop {name}`" in begun.stderr
     async with cl.attach(name) as session:
         try:
+            assert f"trains in the background: `chorusline attach {name}`" in begun.stderr
+            assert f"`chorusline stop {name}` ends it" in begun.stderr
             assert await session.results() == [40, 41]
             assert len(await session.reports()) == 100
         finally:

@@ -7,6 +7,7 @@ one model and torch's own optimizer. More examples by hand: pytest --hypothesis-
 
 import itertools
 import os
+from array import array
 from dataclasses import dataclass
 
 import torch
@@ -160,7 +161,8 @@ class AsDealt(cl.Shard):
     def _dealt(self, num_ranks):
         ends = list(itertools.accumulate(self._lengths))
         return [
-            list(range(end - length, end)) for end, length in zip(ends, self._lengths, strict=True)
+            array("q", range(end - length, end))
+            for end, length in zip(ends, self._lengths, strict=True)
         ]
 
 
