@@ -184,9 +184,10 @@ class Clipped:
 def reference(scenario):
     """Step by step: each live rank's accumulated gradient on the common state, then one update.
 
-    A rank's last batches that do not fill a step are handed in as one. Buffers follow each rank's
-    own batches within a step; after it all take those of the largest live rank. With synced
-    statistics each forward is over all ranks that have a batch, and buffers are equal throughout.
+    A rank's last batches that do not fill a step belong to the step of the others, and to none if
+    no rank fills it. Buffers follow each rank's own batches within a step; after it all take those
+    of the largest live rank. With synced statistics each forward is over all ranks that have a
+    batch, and buffers are equal throughout.
     """
     model = Model(scenario).double()
     kind, options = _OPTIMIZERS[scenario.optimizer]
@@ -215,7 +216,8 @@ def reference(scenario):
         for parameter in trainable(model):
             if parameter.grad is not None:
                 parameter.grad /= weights if scenario.weighed else divisor
-        optimizer.step()
+        if any(len(steps[rank][step]) == k for rank in live):
+            optimizer.step()
         buffers = [buffers[max(live)] for _ in steps]
         _restore(model, buffers[0])
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
