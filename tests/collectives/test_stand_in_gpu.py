@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from chorusline.collectives.group import Group
 from tests.contracts.group import CONTRACT, name_of
+from tests.harness.stand_in_gpu import nccl
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in, seeds
 
 pytestmark = needs_stand_in
@@ -55,3 +58,45 @@ def test_nccl_keeps_the_contract_on_a_stand_in(
 ) -> None:
     results = standing(size, seed).check(check)
     assert results == [results[0]] * size, "the ranks have different bits"
+
+
+def check_launches(group: Group) -> None:
+    """What NCCL is asked to launch: the calls of each kernel."""
+    n, me, device = group.size, group.rank, group.device
+    rows = [torch.ones(3, device=device) for _ in range(n)]
+    whole, part = torch.zeros(3 * n, device=device), torch.ones(3, device=device)
+
+    def block() -> None:
+        with group.coalesce() as work:
+            for row in rows:
+                group.all_reduce(row)
+            group.all_reduce(torch.empty(0, device=device))  # nothing to launch
+            group.all_gather(whole, part)
+            group.reduce_scatter(part, whole)
+            group.broadcast(whole, 0)
+        work.wait()
+
+    def messages() -> None:
+        # Each rank receives first: alone, no recv would end before its launch does.
+        with group.coalesce() as work:
+            group.recv(rows[0], (me - 1) % n)
+            group.send(part, (me + 1) % n)
+        work.wait()
+
+    together = {"allReduce": n, "allGather": 1, "reduceScatter": 1, "broadcast": 1}
+    bodies: list[tuple[Callable[[], Any], dict[str, int]]] = [
+        (block, together),
+        (lambda: group.all_reduce(part).wait(), {"allReduce": 1}),
+        (lambda: group.all_to_all(rows, [part] * n).wait(), {"send": n - 1, "recv": n - 1}),
+        (messages, {"send": 1, "recv": 1}),
+    ]
+    for body, calls in bodies:
+        before = len(nccl.settings.calls)
+        body()
+        assert [Counter(kernel) for kernel in nccl.settings.calls[before:]] == [calls]
+
+
+def test_a_coalesced_block_and_an_exchange_are_each_one_launch_of_nccl(
+    standing: Callable[[int, int], StandInRanks],
+) -> None:
+    standing(3, 3).check(check_launches)
