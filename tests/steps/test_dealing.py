@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Callable
 
 import pytest
+import torch
 
+import chorusline as cl
+from chorusline.runtime.data.dealer import Dealer
 from chorusline.runtime.data.micro_batch_dealing import (
     deal_again,
     deal_micro_batches,
     sizes_of_step,
 )
+from chorusline.runtime.data.step_rows import DatasetRows
+from chorusline.runtime.data.steps import Steps
 from chorusline.runtime.data.stragglers import LONG_S, Stragglers, slowness
+from tests.harness.standing_ranks import StandingRanks
 
 
 def test_a_step_is_cut_into_micro_batches_and_the_last_one_may_be_smaller() -> None:
@@ -100,3 +108,40 @@ def test_how_slow_a_rank_is_is_measured_by_the_median_of_the_others() -> None:
     assert slowness([1.0, 1.0, 3.0, 90.0], 2) == 3.0
     assert slowness([2.0, 0.0], 0) == 0.0  # The other one is not known.
     assert slowness([2.0], 0) == 0.0
+
+
+# -- the paces that ctx.steps measures -------------------------------------------------------------
+
+
+def counts_of_steps(group: cl.Group, epochs: int) -> list[int]:
+    """How many of the eight micro-batches of each step this rank computes, in epochs of five steps;
+    in every second epoch rank 0 is slow, in the others rank 1."""
+    model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), group)
+    model(torch.ones(1, 1)).sum().backward()  # The first pass of a process takes its time.
+    model.zero_grad()
+    dealer = Dealer(group.rank, group.size)
+    counts = []
+    for epoch in range(epochs):
+        rows = DatasetRows(torch.ones(40, 1), epoch=epoch, seed=0, shuffle=True)
+        steps = Steps(rows, 8, 1, key="", group=lambda: group, dealer=dealer, epoch=epoch)
+        for step in steps:
+            counts.append(0)
+            for batch in step:
+                time.sleep(0.1 if group.rank == (epoch + 1) % 2 else 0.0)
+                model(batch).sum().backward()
+                counts[-1] += 1
+            model.zero_grad()
+    return counts
+
+
+def test_a_rank_that_is_measured_to_be_slow_gets_fewer_micro_batches_of_the_next_steps(
+    ranks_of: Callable[[int], StandingRanks],
+) -> None:
+    steps = list(zip(*ranks_of(2).run(counts_of_steps, 2), strict=True))
+    assert {sum(step) for step in steps} == {8}
+    # Nobody's pace is known in the first step of an epoch.
+    assert steps[0] == steps[5] == (4, 4)
+    # In the others it is; in one of them a busy machine may hold up the rank that is not slow.
+    for epoch, slow in ((steps[1:5], 1), (steps[6:], 0)):
+        taken = [sum(counts) for counts in zip(*epoch, strict=True)]
+        assert taken[slow] < taken[1 - slow], steps
