@@ -30,7 +30,7 @@ from chorusline.runtime.session.session import Session
 from chorusline.runtime.session.trace import RankTraced, clock_offsets, events
 from chorusline.runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from tests import ROOT
-from tests.harness.programs import figures_of, last_line_of
+from tests.harness.programs import last_line_of
 
 
 @pytest.fixture(scope="module")
@@ -349,19 +349,3 @@ async def test_a_driver_refuses_workers_whose_torch_is_not_the_callers(session: 
     assert [one.seat for one in unfit] == [0, 1]
     assert f"runs torch {torch.__version__} where the caller has 1.0.0" in unfit[0].reason
     assert ray.is_initialized()
-
-
-# ── Scale ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_simulation_counts_the_messages_of_a_generation_change() -> None:
-    small, large = figures_of("scale.py", "--workers", "3,200", timeout_s=100)["scales"]
-    for one in (small, large):
-        others = one["workers"] - 1
-        # The death, and for each of the others: freeze, frozen, resume.
-        assert one["messages_change"] == 1 + 3 * others
-        assert one["messages_start"] == one["workers"]
-        assert one["messages_end"] == 3 * others  # finished, release, ended
-        assert one["change_s"] > 0 and one["memory_bytes"] > 0
-    # Each rank is told of all others in words that do not grow with their number.
-    assert large["resume_bytes"] / 199 < 1.1 * small["resume_bytes"] / 2
