@@ -34,6 +34,9 @@ PAGES = {
 }
 """Pages that stand in the root of the repository, and what they are in the site."""
 
+BEHIND_GUIDES = ("changelog.md", "contributing.md", "decisions.md", "architecture.md")
+"""Pages that a search lists after the guides, which answer the same words."""
+
 HEADINGS = {
     "sessions": "Sessions and runs",
     "training": "Training",
@@ -62,6 +65,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links out of docs/ lead to the same files in the site."""
+    if page.file.src_uri in BEHIND_GUIDES:
+        page.meta["search"] = {"boost": 0.3}
     markdown = markdown.replace("](../notebooks/", "](notebooks/")
     for source, name in PAGES.items():
         markdown = markdown.replace(f"](../{source}", f"]({name}")

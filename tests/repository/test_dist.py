@@ -34,9 +34,9 @@ def test_the_classifiers_name_every_python_from_the_oldest_on() -> None:
 
 
 def test_every_extra_says_what_it_brings_where_people_install() -> None:
-    page = (ROOT / "docs/getting-started.md").read_text()
+    page = (ROOT / "docs/install.md").read_text()
     for extra in PROJECT["optional-dependencies"]:
-        assert f"| `{extra}` |" in page, f"docs/getting-started.md has no row for {extra!r}"
+        assert f"| `{extra}` |" in page, f"docs/install.md has no row for {extra!r}"
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,13 @@
 """The programs in the README and in docs/ run as they stand."""
 
+import ast
+import difflib
+import inspect
 import re
 
 import pytest
 
+import chorusline as cl
 from tests import ROOT
 from tests.harness.programs import output_of
 
@@ -23,11 +27,11 @@ def programs() -> dict[str, str]:
 SLOW = {
     "checkpoints-0",
     "close-the-laptop-0",
-    *(f"data-{number}" for number in range(4)),
-    *(f"input-{number}" for number in range(3)),
+    *(f"data-{number}" for number in range(7)),
     "from-ray-train-0",
     "from-torch-2",
     "from-torch-3",
+    *(f"kill-a-worker-{number}" for number in range(2)),
     *(f"recipes-{number}" for number in range(7)),
     "same-result-0",
     "torch-distributed-0",
@@ -40,7 +44,7 @@ SLOW = {
 
 def test_the_programs_that_are_called_slow_exist() -> None:
     assert programs().keys() >= SLOW
-    assert {name for name in programs() if name.startswith(("data", "input", "recipes"))} <= SLOW
+    assert {name for name in programs() if name.startswith(("data", "recipes"))} <= SLOW
 
 
 @pytest.mark.parametrize(
@@ -68,3 +72,62 @@ def test_the_program_of_the_readme_survives_the_kill_that_it_shows(tmp_path, on_
     steps = eval(said.strip().splitlines()[-1])
     # One worker took the batches of two. Without the kill both take 96 steps.
     assert len(set(steps)) == 1 and steps[0] > 96
+
+
+def rows_of(page: str) -> list[list[str]]:
+    text = (ROOT / "docs" / page).read_text()
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+
+
+def test_the_page_of_options_has_each_argument_of_a_session_with_its_default() -> None:
+    said = {
+        cells[0].strip("`"): cells[1]
+        for cells in rows_of("options.md")
+        if cells[0].strip("`").islower()
+    }
+    parameters = inspect.signature(cl.Session.__init__).parameters
+    assert said.keys() == parameters.keys() - {"self"}
+    for name, default in said.items():
+        wanted = 0 if name == "max_failures" else parameters[name].default
+        assert ast.literal_eval(default.split("`")[1]) == wanted, name
+
+
+def variables_of_the_product() -> set[str]:
+    """The names of environment variables in files that read or set the environment."""
+    found = set()
+    for package in ("collectives", "actors", "runtime"):
+        for file in (ROOT / package).rglob("*.py"):
+            text = file.read_text()
+            if re.search(r"os\.environ|environment: Mapping\[str, str\]|def environment_for", text):
+                found |= {
+                    node.value
+                    for node in ast.walk(ast.parse(text))
+                    if isinstance(node, ast.Constant) and isinstance(node.value, str)
+                    if re.fullmatch(
+                        r"[A-Z][A-Z0-9]+(_[A-Z0-9]+)+|RANK|PATH|[A-Z]+BACKEND", node.value
+                    )
+                }
+    constants = {"SC_PAGE_SIZE", "SC_PHYS_PAGES"}  # Of os.sysconf.
+    return found - constants
+
+
+def test_the_page_of_options_has_each_environment_variable_of_the_code() -> None:
+    said = {
+        name for cells in rows_of("options.md") for name in re.findall(r"`([A-Z0-9_]+)`", cells[0])
+    }
+    assert said == variables_of_the_product()
+
+
+def test_the_tutorial_shows_the_lines_in_which_its_two_programs_differ() -> None:
+    (shown,) = re.findall(
+        r"```diff\n(.*?)```", (ROOT / "docs/kill-a-worker.md").read_text(), re.DOTALL
+    )
+    before, after = (programs()[f"kill-a-worker-{n}"].splitlines() for n in range(2))
+    differing = [
+        line
+        for line in difflib.unified_diff(before, after, n=0, lineterm="")
+        if not line.startswith(("---", "+++", "@@"))
+    ]
+    assert [line.split() for line in shown.splitlines()] == [
+        [line[0], *line[1:].split()] for line in differing
+    ]

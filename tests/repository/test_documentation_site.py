@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -22,6 +23,24 @@ PAGES = [
     ROOT / "SECURITY.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+
+
+SEARCHED = {
+    "elastic": "elasticity.html",
+    "preemption": "elasticity.html",
+    "fault": "failures.html",
+    "tolerance": "failures.html",
+    "limitations": "limits.html",
+    "fsdp": "limits.html",
+    "fsdp2": "torch-distributed.html",
+    "max_failures": "options.html",
+    "install": "install.html",
+}
+"""What people type into a search, and the page that answers it."""
+
+
+def plain(html: str) -> str:
+    return re.sub("<[^>]*>", " ", html).lower()
 
 
 def on_reference_pages() -> list[str]:
@@ -60,6 +79,11 @@ def test_links_between_pages_lead_to_files(page: Path) -> None:
         if "://" not in link and not (page.parent / link).exists() and link != "index.md"
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_text_of_a_link_is_words(page: Path) -> None:
+    assert re.findall(r"\[[\w./-]+\.md\]\(", page.read_text()) == []
 
 
 def files_named_on(page: Path) -> set[str]:
@@ -119,6 +143,18 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     ran = built(ROOT, tmp_path / "site")
     assert ran.returncode == 0, ran.stderr
     assert "chorusline.Session" in (tmp_path / "site/reference/sessions.html").read_text()
+    index = json.loads((tmp_path / "site/search/search_index.json").read_text())
+    separator = index["config"]["separator"]
+    for word, page in SEARCHED.items():
+        found = [
+            entry
+            for entry in index["docs"]
+            if entry["location"].split("#")[0] == page
+            if word in re.split(separator, plain(f"{entry['title']} {entry['text']}"))
+        ]
+        assert found, f"a search for {word!r} does not find {page}"
+    later = {e["location"] for e in index["docs"] if e.get("boost", 1) < 1}
+    assert {"changelog.html", "decisions.html"} <= later
 
 
 @pytest.mark.slow
