@@ -60,7 +60,9 @@ def moved(tensor: torch.Tensor) -> torch.Tensor:
     By `.data`, torch's autograd does not count what is written: torch's collectives do not count as
     changes in place either, and programs reduce activations that a backward pass has kept.
     """
-    return tensor.data if tensor.dtype in DTYPE_INDEX else tensor.data.view(torch.uint8)
+    # Quantized tensors are refused as Group refuses them: their scale is not in their bytes.
+    moves_whole = tensor.dtype in DTYPE_INDEX or tensor.is_quantized
+    return tensor.data if moves_whole else tensor.data.view(torch.uint8)
 
 
 def all_moved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -59,6 +59,11 @@ def check_layouts(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raises ValueError for tensors that cannot be copied from rank to rank element by element."""
     for name, tensor in named:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        if tensor.is_quantized:
+            raise ValueError(
+                f"{kind} {name} is quantized ({tensor.dtype}), and its scale does not travel with "
+                "it. Hold its whole numbers (int_repr()) and its scale as buffers of their own"
+            )
         if layout != "strided":
             raise ValueError(
                 f"{kind} {name} is {layout.replace('_', ' ')}, and only dense tensors travel "
@@ -167,8 +172,9 @@ def broadcast_tensors(
     sent: list[tuple[list[torch.Tensor], torch.Tensor]] = []
     for dtype, same in by_dtype.items():
         # float8, unsigned and other dtypes that no backend adds travel as their bits.
-        wire = dtype if dtype in DTYPES else torch.uint8
-        flat = torch.cat([tensor.reshape(-1).contiguous().view(wire) for tensor in same])
+        wire = dtype if dtype in DTYPES else _WHOLE[dtype.itemsize]
+        same = [tensor.view(wire) for tensor in same]
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
         with group.unkept():
             work = group.broadcast(flat, root)
         sent.append((same, flat))
@@ -179,7 +185,6 @@ def broadcast_tensors(
     if work is not None and on_host:
         work.wait_on_host()
     for same, flat in sent if group.rank != root else ():
-        flat = flat.view(same[0].dtype)
         for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
             tensor.copy_(part.view(tensor.shape))
     return work

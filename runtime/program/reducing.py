@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.contract.dtypes import DTYPES
 from chorusline.collectives.contract.operation import ReduceOp
 from chorusline.collectives.group import Group
 
@@ -130,6 +131,11 @@ def _reduced(group: Group, tensor: torch.Tensor, op: str) -> torch.Tensor:
         tensor = tensor.to(torch.float64)
     elif tensor.dtype in _SMALL:
         tensor = tensor.to(torch.int64)
+    if tensor.dtype not in DTYPES:
+        raise TypeError(
+            f"ctx.reduce() cannot add numbers of {tensor.dtype}; convert them, as in "
+            "ctx.reduce(value.float())"
+        )
     total = tensor.to(group.device, copy=True).contiguous()
     group.all_reduce(total, _OPS[op]).wait_on_host()
     return total.to(tensor.device)

@@ -1,56 +1,129 @@
-"""Parameters and buffers of every dtype reach the other ranks bit by bit."""
+"""Numbers of every dtype reach the other ranks bit by bit, or are refused by name."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import chorusline as cl
+from chorusline.collectives.objects.blocking import broadcast_object
+from chorusline.runtime.program.reducing import reduced
+from tests.harness.torch_groups import with_torch
 
-DTYPES = [
-    name
-    for name in (
-        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "complex32"),
-        *("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "bool"),
-        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-    )
-    if hasattr(torch, name)
-]
+NOT_MADE = {"quint4x2", "quint2x4"}
+"""torch makes tensors of them only as packed weights of layers."""
+DTYPES = sorted({str(v)[6:] for v in vars(torch).values() if isinstance(v, torch.dtype)} - NOT_MADE)
+"""Those of torch, without "torch."."""
 
 
-def bits_of(dtype: torch.dtype, rank: int) -> torch.Tensor:
-    """(24,) of the dtype, other bits on each rank."""
-    if dtype is torch.bool:
-        return (torch.arange(24) + rank) % 3 == 0
-    width = torch.empty(0, dtype=dtype).element_size()
-    numbers = torch.arange(24 * width, dtype=torch.int64) * (3 + rank) % 113
-    return numbers.to(torch.uint8).view(dtype)
+def values_of(name: str, shape: tuple[int, ...], turned: bool, seed: int) -> torch.Tensor:
+    """Of small bytes: a number, above 0, whatever the dtype. turned: at odd strides."""
+    dtype = getattr(torch, name)
+    if name.startswith("q"):
+        return torch.quantize_per_tensor(torch.arange(3.0) + seed, 0.5 + seed, 1, dtype)
+    width = torch.empty(0, dtype=torch.uint8).view(dtype).element_size()
+    generator = torch.Generator().manual_seed(seed)
+    most = 2 if dtype is torch.bool else 0x3C
+    flat = torch.randint(most, (math.prod(shape) * width,), generator=generator).to(torch.uint8)
+    values = flat.view(dtype).view(shape)
+    return values.transpose(0, -1) if turned else values
 
 
-def wrapped(group: cl.Group, name: str, as_parameter: bool) -> list[int]:
-    """The bits on this rank of a tensor that rank 0's has to replace; at odd strides."""
+def bits_of(tensor: torch.Tensor) -> list[float]:
+    if tensor.is_quantized:
+        return [*tensor.int_repr().tolist(), tensor.q_scale()]
+    # torch itself copies no sub-byte dtypes.
+    as_they_are = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    tensor = tensor.view(as_they_are.get(tensor.element_size(), tensor.dtype))
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def wrapped(group: cl.Group, values: torch.Tensor, as_parameter: bool) -> torch.Tensor:
     module = torch.nn.Linear(2, 1)
-    values = bits_of(getattr(torch, name), group.rank).reshape(6, 4).t()
     if as_parameter:
         module.frozen = torch.nn.Parameter(values, requires_grad=False)
     else:
         module.register_buffer("frozen", values)
-    model = cl.DistributedDataParallel(module, group)
-    return model.module.frozen.contiguous().view(torch.uint8).reshape(-1).tolist()
+    return cl.DistributedDataParallel(module, group).module.frozen
 
 
-@pytest.mark.parametrize("as_parameter", [True, False], ids=["parameter", "buffer"])
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_every_dtype_begins_with_the_bits_of_rank_0(
-    ranks_of: Callable[[int], Any], name: str, as_parameter: bool
+def reduced_to(group: cl.Group, values: torch.Tensor) -> torch.Tensor:
+    """The sum with zeros of the other rank."""
+    if values.is_quantized:
+        return reduced(group, values, "sum", None)
+    nothing = torch.zeros(values.numel() * values.element_size(), dtype=torch.uint8)
+    own = values if group.rank == 0 else nothing.view(values.dtype).view(values.shape)
+    return reduced(group, own, "sum", None).to(values.dtype)
+
+
+def broadcast(group: cl.Group, values: torch.Tensor) -> torch.Tensor:
+    group.broadcast(values, 0).wait()
+    return values
+
+
+PLACES: dict[str, Callable[[cl.Group, torch.Tensor], torch.Tensor]] = {
+    "parameter": lambda group, values: wrapped(group, values, True),
+    "buffer": lambda group, values: wrapped(group, values, False),
+    "ctx.reduce": reduced_to,
+    "ctx.broadcast": lambda group, values: broadcast_object(group, values, 0),
+    "group.broadcast": broadcast,
+}
+
+
+def moved(group: cl.Group, place: str, name: str, *drawn: Any) -> tuple[str, list[float]]:
+    """Why it was refused, or the bits on this rank of what rank 0's values had to replace."""
+    try:
+        return "", bits_of(PLACES[place](group, values_of(name, *drawn, seed=group.rank)))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", []
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    place=st.sampled_from(sorted(PLACES)),
+    name=st.sampled_from(DTYPES),
+    shape=st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
+    turned=st.booleans(),
+)
+@pytest.mark.filterwarnings("ignore")
+def test_every_dtype_is_moved_bit_by_bit_or_refused_by_name(
+    ranks_of: Callable[[int], Any], place: str, name: str, shape: tuple[int, ...], turned: bool
 ) -> None:
-    first = bits_of(getattr(torch, name), 0).reshape(6, 4).t().contiguous()
-    for bits in ranks_of(2).run(wrapped, name, as_parameter):
-        assert bits == first.view(torch.uint8).reshape(-1).tolist()
+    expected = bits_of(values_of(name, shape, turned, seed=0))
+    for refused, bits in ranks_of(2).run(moved, place, name, shape, turned):
+        if refused:
+            assert f"torch.{name}" in refused, refused
+        else:
+            assert bits == expected
+
+
+def broadcast_by_torch(rank: int, size: int) -> dict[str, tuple[str, list[float]]]:
+    found = {}
+    for name in DTYPES:
+        values = values_of(name, (3, 2), False, seed=rank)
+        try:
+            dist.broadcast(values, 0)
+            found[name] = "", bits_of(values)
+        except Exception as error:
+            found[name] = str(error), []
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_dtype_goes_through_torch_distributed_bit_by_bit_or_is_refused_by_name(
+    ranks_of: Callable[[int], Any],
+) -> None:
+    for found in ranks_of(2).run(with_torch, "chorusline", broadcast_by_torch):
+        for name, (refused, bits) in found.items():
+            assert f"torch.{name}" in refused if refused else True, refused
+            assert refused or bits == bits_of(values_of(name, (3, 2), False, seed=0))
 
 
 class Turned(torch.nn.Module):
