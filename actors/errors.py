@@ -49,7 +49,7 @@ class WorkerLost(PeerLost):
     remedy: str = ""
 
     def __str__(self) -> str:
-        who = f"rank {', '.join(map(str, self.ranks))}"
+        who = f"rank {', '.join(map(str, self.ranks))}" if self.ranks else "a rank"
         who += f" ({self.worker})" if self.worker else ""
         at = f" after step {self.step}" if self.step else ""
         remedy = f"{self.remedy} " if self.remedy else ""

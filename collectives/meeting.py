@@ -116,10 +116,11 @@ def meet(
             ]
             absent = [other for other in sorted(keys) if other not in tired] or tired
             _compare_backends(place, backend, rank, absent)
+            who = f"ranks {absent}" if absent else "some ranks"
             raise StoreTimeout(
                 [keys[other] for other in absent] or error.keys,
                 timeout_s,
-                f"ranks {absent} of {size} did not come to generation {generation} of group "
+                f"{who} of {size} did not come to generation {generation} of group "
                 f"{name!r}. Check that they run, and that all use the same store, size, name and "
                 "generation; ranks that call again meet each other",
             ) from error

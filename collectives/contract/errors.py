@@ -149,10 +149,12 @@ class CollectiveTimeout(CollectiveError):
 
     def __str__(self) -> str:
         where = f"; {self.whereabouts}" if self.whereabouts else ""
-        return (
-            f"{self.operation} in generation {self.generation}: ranks {self.ranks} did not arrive "
-            f"within {self.timeout_s:g} s{where}. {self.remedy}"
+        late = (
+            f"ranks {self.ranks} did not arrive within {self.timeout_s:g} s"
+            if self.ranks
+            else f"it was not over within {self.timeout_s:g} s"
         )
+        return f"{self.operation} in generation {self.generation}: {late}{where}. {self.remedy}"
 
 
 @dataclass(eq=False, repr=False)
@@ -167,9 +169,10 @@ class CollectiveMismatch(CollectiveError):
     remedy: str = SAME_ORDER
 
     def __str__(self) -> str:
+        differs = f"does not match on ranks {self.ranks}" if self.ranks else "does not match"
         return (
-            f"{self.operation} in generation {self.generation} does not match on ranks "
-            f"{self.ranks}: {self.detail}. {self.remedy}"
+            f"{self.operation} in generation {self.generation} {differs}: {self.detail}. "
+            f"{self.remedy}"
         )
 
 
@@ -186,8 +189,9 @@ class PeerLost(CollectiveError):
     detail: str
 
     def __str__(self) -> str:
+        gone = f"ranks {self.ranks}" if self.ranks else "other ranks"
         return (
-            f"{self.operation} in generation {self.generation}: ranks {self.ranks} are gone "
+            f"{self.operation} in generation {self.generation}: {gone} are gone "
             f"({self.detail}). The group cannot be used any more; form a new one of those that "
             "are left."
         )

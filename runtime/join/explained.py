@@ -48,10 +48,12 @@ def explain(error: BaseException, absent: Sequence[int], *, follows: bool) -> No
 
 
 def why_not_skipped(absent: Sequence[int]) -> str:
-    """absent: the ranks that have run out of data, and stepped what is in step_along."""
+    """absent: the ranks that have run out of data, and stepped what is in step_along; empty where
+    all have data again by now."""
+    who = f"ranks {list(absent)}" if absent else "ranks"
     return (
         "the ranks with data ran another number of backward passes for this step than for the step "
-        f"before, or left out optimizer.step(), but ranks {list(absent)} have run out of data and "
+        f"before, or left out optimizer.step(), but {who} that have run out of data "
         "step what is in step_along after as many passes as before. Run the same number of passes "
         "in every step, run all but the last in model.no_sync(), or use a "
         "ZeroRedundancyOptimizer, with which ranks without data need not know it"

@@ -67,6 +67,13 @@ def test_every_collective_error_survives_json_and_is_raised_anew_without_a_trace
         assert copy.__traceback__ is None
 
 
+@pytest.mark.parametrize("error", COLLECTIVE_ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_that_blames_no_rank_prints_no_empty_list(error: CollectiveError) -> None:
+    blames_nobody = type(error)(*([] if isinstance(v, list | tuple) else v for v in error.args))
+    assert "[]" not in str(blames_nobody)
+    assert blames_nobody.operation in str(blames_nobody) or isinstance(error, GroupAborted)
+
+
 def test_every_error_is_there_to_be_tested() -> None:
     def kinds(root: type) -> set[type]:
         found = set(root.__subclasses__())
