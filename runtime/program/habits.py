@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+
 import torch
 
 from chorusline.collectives.contract.torch_words import TOO_FEW
@@ -59,6 +62,11 @@ def instead_of(name: str) -> str:
     return f"; write ctx.{_INSTEAD[name]}" if name in _INSTEAD else ""
 
 
+def is_relative(path: object) -> bool:
+    """Whether an error names a file by a path that begins in the working directory."""
+    return isinstance(path, str | Path) and not Path(path).is_absolute()
+
+
 def note_on(error: BaseException, device: torch.device) -> str | None:
     """A note to an error of a train function. device: of the rank."""
     text = str(error)
@@ -70,6 +78,13 @@ def note_on(error: BaseException, device: torch.device) -> str | None:
             f"{error.args[0]} is a variable that torchrun sets; in a train function write "
             f"{_VARIABLES[error.args[0]]}. ctx.init_torch_distributed() sets these variables for "
             "libraries that read them"
+        )
+    if isinstance(error, FileNotFoundError) and is_relative(error.filename):
+        return (
+            f"{error.filename!r} is a relative path, and a rank looks for it in its own folder, "
+            f"{Path.cwd()} on {socket.gethostname()}, not in that of the program. Pass a path that "
+            "every node has, or send the program's folder with the session: "
+            "Session(runtime_env={'working_dir': '.'})"
         )
     if isinstance(error, EOFError) and "reading a line" in text:
         return (

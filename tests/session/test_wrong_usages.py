@@ -523,6 +523,10 @@ def test_notes_say_what_to_write_in_a_train_function() -> None:
     cpu = torch.device("cpu")
     assert "ctx.world_size" in str(note_on(KeyError("WORLD_SIZE"), cpu))
     assert note_on(KeyError("learning_rate"), cpu) is None
+    missing = note_on(FileNotFoundError(2, "No such file", "data/rows.pt"), cpu)
+    assert "looks for it in its own folder" in str(missing) and "working_dir" in str(missing)
+    assert note_on(FileNotFoundError(2, "No such file", "/data/rows.pt"), cpu) is None
+    assert note_on(FileNotFoundError("no file"), cpu) is None
     assert "session.run(train, answer=input())" in str(
         note_on(EOFError("EOF when reading a line"), cpu)
     )
