@@ -7,7 +7,9 @@ same samples: nothing may be lost, repeated, or reduced in another order.
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +24,7 @@ from chorusline.runtime.zero.digest_checks import Correction
 from chorusline.runtime.zero.engine import OptimizerEngine
 from chorusline.runtime.zero.shards.parameter_shard import ParameterShard
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
-from tests.references.killed_runs import PHASES, wrap
+from tests.references.killed_runs import PHASES, DiesAtALine, wrap
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
 
@@ -43,7 +45,7 @@ class Told:
 
 def train(
     ctx: cl.Context,
-    victims: dict[int, tuple[int, str]],
+    victims: dict[int, tuple[int, str | DiesAtALine]],
     replicas: int = 2,
     num_epochs: int = 1,
     in_recovery: dict[int, Callable[[cl.Context], None]] | None = None,
@@ -72,7 +74,7 @@ def train(
                 loss_of(model, inputs, targets).backward()
                 step, phase = victims.get(first_rank, (-1, ""))
                 if optim.num_steps == step:
-                    PHASES[phase](optim)
+                    (PHASES[phase] if isinstance(phase, str) else phase)(optim)
                 if ctx.rank == 1 and optim.num_steps in flips:
                     flip_in_replica(optim)
                 optim.step()
@@ -160,6 +162,31 @@ async def test_a_killed_worker_costs_no_step_and_no_sample(
     told = await session.run(train, victims={victim: (2, phase)}, check_every=check_every)
     assert not any(one.corrections for one in told)
     assert [one.pid for one in told] == pids[:victim] + pids[victim + 1 :]
+    assert {one.world_size for one in told} == {2}
+    assert_equal_and_whole(told)
+    expected = reference(told, victim, num_ranks=3)
+    assert all(map(torch.equal, told[0].parameters, expected))
+
+
+def drawn() -> int:
+    """A seed that the test prints; CHORUSLINE_TESTS_SEED repeats a run."""
+    seed = int(os.environ.get("CHORUSLINE_TESTS_SEED", time.time_ns() % 1_000_000))
+    print(f"CHORUSLINE_TESTS_SEED={seed}")
+    return seed
+
+
+@pytest.mark.promise("SIGKILL of a worker at any instant of a step")
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))]
+)
+async def test_a_worker_killed_at_any_line_of_a_step_costs_no_step_and_no_sample(
+    session: cl.Session, number: int
+) -> None:
+    """The victim and the line, of thousands, are drawn anew in each run."""
+    draw = random.Random(drawn() + number)
+    victim, fraction = draw.randrange(3), draw.random()
+    print(f"rank {victim} dies after {fraction:.4f} of the lines of a step")
+    told = await session.run(train, victims={victim: (0, DiesAtALine(fraction))})
     assert {one.world_size for one in told} == {2}
     assert_equal_and_whole(told)
     expected = reference(told, victim, num_ranks=3)

@@ -10,8 +10,11 @@ Of its samples, number 7 may have no finite loss (`Kind.scaler`).
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
+import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,6 +193,40 @@ PHASES: dict[str, Callable[[Any], None]] = {
     "while parameters are gathered (5)": dies_at(Instant.GATHER),
     "after the step": dies_at(Instant.STEPPED),
 }
+
+
+class DiesAtALine:
+    """Kills the process between two lines of ours that its training thread executes: the one after
+    the part `fraction` of those between two ends of steps. Of an armed step the lines are ignored,
+    those of the next are counted, and in the one after it the process dies."""
+
+    def __init__(self, fraction: float) -> None:
+        self.fraction = fraction
+        self.lines = 0
+        self.dies_at = math.inf
+
+    def __call__(self, optim: Any) -> None:
+        faults = optimizer_engine_of(optim).faults
+        faults.at(Instant.STEPPED, lambda: sys.settrace(self._enter))
+        faults.at(Instant.STEPPED, self._aim, 2)
+
+    def _aim(self) -> None:
+        self.dies_at = self.lines * (1 + self.fraction)
+
+    def _enter(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        is_ours = frame.f_code.co_filename.startswith(_FOLDER)
+        return self._go_on if is_ours else None
+
+    def _go_on(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            self.lines += 1
+            if self.lines > self.dies_at:
+                die()
+        return self._go_on
+
+
+_FOLDER = f"{Path(cl.__file__).parent}/"
+
 SENT_AGAIN = {
     "while gradients are reduced again": dies_at(Instant.REDUCE, 2),
     "after they are reduced again": dies_at(Instant.REDUCED, 2),
