@@ -433,8 +433,12 @@ class _Hook(JoinHook):
         # With sharded state every rank steps its shard in every step, and gathers the others.
         if not model._reducer.is_sharded and ledger.somebody_missed_a_step:
             state += model.module.parameters()
-        # Passes after the last step, which no step follows, have changed buffers as well.
-        if ledger.somebody_missed_a_step or not model.broadcast_buffers:
+        # A step brings the buffers of its newest rank, but none follows the last passes.
+        if (
+            ledger.somebody_missed_a_step
+            or ledger.ran_after_last_step
+            or not model.broadcast_buffers
+        ):
             state += model.module.buffers()
         if state:
             root = model._join.newest_rank(ledger.last_live)

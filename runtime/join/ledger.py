@@ -13,7 +13,9 @@ class JoinLedger:
 
     live: this rank has data for the current step.
     has_next: this rank may take another step.
-    last_live: the ranks with data in the last step that any rank took.
+    last_live: the ranks with data in the last step that any rank took; at the end those of them that
+        have run passes after it, if any have.
+    ran_after_last_step: whether any have.
     steps_taken: by rank, the number of steps.
     """
 
@@ -23,6 +25,7 @@ class JoinLedger:
         self.live = True
         self.has_next = True
         self.last_live: tuple[int, ...] = tuple(range(num_ranks))
+        self.ran_after_last_step = False
         self.steps_taken = [0] * num_ranks
         self.pattern = PassPattern()
         self._is_last_batch = False
@@ -95,6 +98,8 @@ class JoinLedger:
                 self.steps_taken[rank] += 1
             if is_step and self.batch is not None and (self.has_next or self._is_last_batch):
                 self.pattern.of_batch += 1
+        elif ran := [rank for rank, one in enumerate(agreement.standings) if one.passes]:
+            self.last_live, self.ran_after_last_step = tuple(ran), True
 
     @property
     def somebody_missed_a_step(self) -> bool:
