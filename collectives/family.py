@@ -12,16 +12,23 @@ Closing a group is no failure: it closes the groups made of it, and no others.
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from .contract.errors import CollectiveError, CollectiveTimeout, GroupAborted, GroupClosed, PeerLost
+from .contract.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    GroupAborted,
+    GroupClosed,
+    PeerLost,
+    fresh_copy,
+)
 from .diagnosis.flight_recorder import FlightRecording
 
 _LOOK_S = 0.05
 
 
-class Member(Protocol):
-    """A group as its family sees it. ranks: the global number of each of its ranks."""
+class Known(Protocol):
+    """What a family knows of a group. ranks: the global number of each of its ranks."""
 
     @property
     def name(self) -> str: ...
@@ -33,8 +40,24 @@ class Member(Protocol):
     def flight_recorder(self) -> FlightRecording: ...
     @property
     def has_misled_here(self) -> bool: ...
+
+
+class Member(Known, Protocol):
+    """A group that is open."""
+
     def failure(self) -> CollectiveError | None: ...
     def end_with(self, error: CollectiveError) -> None: ...
+
+
+class _Left(NamedTuple):
+    """What is left of a group that has failed and was closed since. The group itself refers to its
+    family, so its memory would stay until the search for cycles finds both."""
+
+    name: str
+    generation: int
+    ranks: tuple[int, ...]
+    flight_recorder: FlightRecording
+    has_misled_here: bool
 
 
 class Family:
@@ -42,7 +65,7 @@ class Family:
 
     def __init__(self) -> None:
         self._members: list[Member] = []
-        self._failed: list[tuple[Member, CollectiveError]] = []  # failures passed on to the others
+        self._failed: list[tuple[Known, CollectiveError]] = []  # failures passed on to the others
         self._lock = threading.Lock()
         self._left = threading.Event()  # set when fewer than two members are left
         self._watcher: threading.Thread | None = None
@@ -61,39 +84,44 @@ class Family:
         with self._lock:
             if member in self._members:
                 self._members.remove(member)
+                left = _Left(*(getattr(member, field) for field in _Left._fields))
+                self._failed = [(left if m is member else m, error) for m, error in self._failed]
             if len(self._members) < 2:
                 self._left.set()
 
     def end(self, source: Member, error: CollectiveError) -> None:
         """End all other members, because `source` has failed with `error`."""
         with self._lock:
-            if all(member is not source for member, _ in self._failed):
-                self._failed.append((source, error))
+            if source in self._members and all(one is not source for one, _ in self._failed):
+                self._failed.append((source, fresh_copy(error)))
             others = [member for member in self._members if member is not source]
         for member in others:
             member.end_with(as_seen_from(member, source, error))
 
     def recordings(self) -> list[FlightRecording]:
         """The recordings of all open groups, and of those that failed and were closed since."""
-        return [member.flight_recorder for member in self._known()]
+        return [one.flight_recorder for one in self._known()]
 
     @property
     def has_misled(self) -> bool:
         """Of its groups, as `Group.has_misled`."""
-        return any(member.has_misled_here for member in self._known())
+        return any(one.has_misled_here for one in self._known())
 
-    def as_seen_from(self, target: Member, error: CollectiveError) -> CollectiveError:
+    def as_seen_from(self, target: Known, error: CollectiveError) -> CollectiveError:
         """`error`, which one of the groups raised, with `target`'s numbers of the ranks."""
-        ends = [*self._failed, *((member, member.failure()) for member in self._known())]
+        with self._lock:
+            ends: list[tuple[Known, CollectiveError | None]] = list(self._failed)
+            members = list(self._members)
+        ends += [(member, member.failure()) for member in members]
         for source, end in ends:
             if type(end) is type(error) and end is not None and end.args == error.args:
-                return error if source is target else as_seen_from(target, source, error)
+                is_own = (source.name, source.ranks) == (target.name, target.ranks)
+                return error if is_own else as_seen_from(target, source, error)
         return error
 
-    def _known(self) -> list[Member]:
+    def _known(self) -> list[Known]:
         with self._lock:
-            closed = (member for member, _ in self._failed if member not in self._members)
-            return [*self._members, *closed]
+            return [*self._members, *(one for one, _ in self._failed if one not in self._members)]
 
     def _watch(self, left: threading.Event) -> None:
         while not left.wait(_LOOK_S):
@@ -106,7 +134,7 @@ class Family:
                     return
 
 
-def as_seen_from(target: Member, source: Member, error: CollectiveError) -> CollectiveError:
+def as_seen_from(target: Known, source: Known, error: CollectiveError) -> CollectiveError:
     """The error of `source` with `target`'s numbers of the ranks, and the name of `source`.
 
     If no culprit is a rank of `target`, the result is GroupAborted without ranks.

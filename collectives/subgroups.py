@@ -324,8 +324,9 @@ class Subgroups(ABC):
     def end_with(self, error: CollectiveError) -> None:
         """Abort this group and its object channel. Its family, which calls this, ends the rest."""
         self._communicator.abort(error)
-        if self._channel is not None:
-            self._channel.fail(error)
+        channel = self._channel
+        if channel is not None:
+            channel.fail(error)
 
     def failure(self) -> CollectiveError | None:
         """The error that ended this generation, as far as this rank knows; None while it lives."""
@@ -349,6 +350,7 @@ class Subgroups(ABC):
             self.parent._children.remove(self)
         if self._channel is not None:
             self._channel.close(GroupClosed("close", self.generation))
+            self._channel = None  # It refers to this group, whose memory would outlive its users.
         self._communicator.close()
 
     @property

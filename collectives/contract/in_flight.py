@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from .errors import CollectiveError, GroupAborted
+from .errors import CollectiveError, GroupAborted, fresh_copy
 from .operation import Operation
 from .work import SettledWork
 
@@ -119,11 +119,11 @@ class InFlight(Generic[AnyWork]):
         with self.changed:
             if self.failure is not None:
                 return False
-            self.failure = error
+            self.failure = fresh_copy(error)  # The frames of its traceback keep what they have.
             works = list(self.works)
             self.works.clear()
             for work in works:
-                work.settle(error)
+                work.settle(self.failure)
             self.changed.notify_all()
         for work in works:
             work.call_back()

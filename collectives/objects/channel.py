@@ -33,6 +33,7 @@ from ..contract.errors import (
     GroupClosed,
     PayloadUnreadable,
     PeerLost,
+    fresh_copy,
 )
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import Kind, Operation
@@ -205,7 +206,7 @@ class ObjectChannel:
             output = work.read(values)
         with self._in_flight.changed:
             if self._in_flight.failure is not None:
-                raise self._in_flight.failure
+                raise fresh_copy(self._in_flight.failure)
             self._in_flight.works.popleft()
             work._output = output
             work.settle(failure)

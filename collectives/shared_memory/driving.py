@@ -18,7 +18,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 
-from ..contract.errors import CollectiveError, GroupAborted
+from ..contract.errors import CollectiveError, GroupAborted, fresh_copy
 from ..contract.operation import Operation
 from ..contract.work import SettledWork
 from .segment import SharedSegment
@@ -162,7 +162,7 @@ class DrivenQueue(ABC):
 
     def _finish_all(self, error: CollectiveError) -> None:
         if self._end is None:
-            self._end = error
+            self._end = fresh_copy(error)  # The frames of its traceback keep what they have.
         for work in self._pending():
             self._finish(work, self._end)
         self._notify()

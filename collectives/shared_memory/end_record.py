@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import threading
 import time
@@ -22,7 +21,7 @@ class EndRecord:
     kernel releases if the writer dies.
     """
 
-    def __init__(self, memory: mmap.mmap, words: memoryview, at: int, descriptor: int) -> None:
+    def __init__(self, memory: memoryview, words: memoryview, at: int, descriptor: int) -> None:
         self._memory = memory
         self._words = words
         self._at = at
@@ -35,7 +34,7 @@ class EndRecord:
             fence()
         at = self._at
         length = int.from_bytes(self._memory[at : at + 8], "little")
-        return error_from_json(self._memory[at + 8 : at + 8 + length].decode())
+        return error_from_json(bytes(self._memory[at + 8 : at + 8 + length]).decode())
 
     def write(self, error: CollectiveError) -> bool:
         """Write `error` unless there is a record already. Returns False after `close`."""

@@ -127,7 +127,7 @@ class Sharing:
                 if rank != self._rank and (rank, place.inode) not in self._mapped:
                     file = mapped(self._segment.pids[rank], place)
                     self._mapped[rank, place.inode] = file
-        except (OSError, RuntimeError):
+        except OSError:
             return False  # A limit of this process, say on open files or on its address space.
         return True
 
@@ -180,8 +180,6 @@ class Sharing:
     def _end(self, tick: int) -> Body:
         """The last tick: this rank has read all that it needs, and what it has read was right."""
         self._segment.fence()
-        failure = self._segment.failure()
-        if failure is not None:
-            raise failure
+        self._segment.raise_failure()
         self._segment.publish(tick)
         yield tick

@@ -145,18 +145,14 @@ class Lane(DrivenQueue):
                 tick = work.awaited_tick
                 if not segment.reached(tick):
                     if not block:
-                        failure = segment.failure()
-                        if failure is not None:
-                            raise failure
+                        segment.raise_failure()
                         return False
                     operation = work.operation
                     give_up_at = operation.issued_at + operation.timeout_s
                     segment.wait(tick, operation, give_up_at, spin)
                 if tick < work.first_tick:
                     # Ticks from before the generation's end must not let this work succeed.
-                    failure = segment.failure()
-                    if failure is not None:
-                        raise failure
+                    segment.raise_failure()
                     work.operation.state = STARTED
                     segment.sign(work.operation)
                 elif tick == work.first_tick:

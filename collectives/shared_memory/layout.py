@@ -17,6 +17,8 @@ from __future__ import annotations
 import errno
 import os
 
+import torch
+
 from ..contract.call_site import SITE_BYTES
 
 MAGIC = 0x43484F5255534C31  # "CHORUSL1"
@@ -98,6 +100,21 @@ def open_memory(pid: int, descriptor: int) -> int:
         os.close(opened)
         raise OSError(errno.EINVAL, f"descriptor {descriptor} of process {pid} is no such memory")
     return opened
+
+
+def mapped_file(descriptor: int) -> torch.Tensor:
+    """The whole file, (nbytes,) uint8, mapped without a descriptor of its own: Python's mmap has
+    one, open until the last tensor that views the memory is gone. Raises OSError."""
+    nbytes = os.fstat(descriptor).st_size
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        whole = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        # By way of NumPy it is one that torch.multiprocessing copies before it shares it; it cannot
+        # send this one, whose descriptor it does not have.
+        return torch.from_numpy(whole.numpy())
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise OSError(errno.ENOMEM, f"{nbytes} bytes cannot be mapped: {reason}") from error
 
 
 def _page_aligned(nbytes: int) -> int:

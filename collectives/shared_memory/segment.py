@@ -23,8 +23,6 @@ Publishing relies on stores becoming visible in program order. x86 guarantees th
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import select
 import struct
@@ -61,8 +59,8 @@ from .layout import (
     STATE,
     TICK,
     block_at,
-    bytes_needed,
     channel_at,
+    mapped_file,
     record_start,
     rings_start,
     sites_start,
@@ -96,15 +94,15 @@ class SharedSegment:
         self.generation = generation
         self.slot_bytes = slot_bytes
         self.pids = pids
-        self._map = mmap.mmap(descriptor, bytes_needed(self.size, slot_bytes))
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._bytes = mapped_file(descriptor)
+        self._address = self._bytes.data_ptr()
+        self._map = self._bytes.numpy().data
         self._sites_at = sites_start(self.size)
-        self._words = memoryview(self._map)[: self._sites_at].cast("Q")
+        self._words = self._map[: self._sites_at].cast("Q")
         self.waits = Waits(self._words, rank, self.size)
         self._record = EndRecord(self._map, self._words, record_start(self.size), descriptor)
         self._slots_at = slots_start(self.size)
         self._rings_at = rings_start(self.size, slot_bytes)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
         blocks = [block_at(r) for r in range(self.size)]
         self._block = blocks[rank]
@@ -273,9 +271,7 @@ class SharedSegment:
 
     def _check(self, tick: int, operation: Operation | str, give_up_at: float) -> list[int]:
         """The late ranks. Raises if a late rank is gone, or the generation or the time is over."""
-        failure = self.failure()
-        if failure is not None:
-            raise failure
+        self.raise_failure()
         if self._look is not None:
             self._look()
         late = [peer for peer, at in self._peers if self._words[at] < tick]
@@ -421,7 +417,7 @@ class SharedSegment:
         if not last.kind:
             return "nothing yet"
         at = self._sites_at + (2 * rank + (last.sequence & 1)) * SITE_BYTES
-        site = self._map[at : at + SITE_BYTES].rstrip(b"\0").decode(errors="replace")
+        site = bytes(self._map[at : at + SITE_BYTES]).rstrip(b"\0").decode(errors="replace")
         if last.kind == Kind.COMPARISON:
             return site  # A comparison stands for another operation, which its site names.
         name = f"{Kind(last.kind).name.lower()} #{last.sequence}"
@@ -432,6 +428,13 @@ class SharedSegment:
     def failure(self) -> CollectiveError | None:
         """The error that ended the generation, if one did."""
         return self._record.read() if self._words[ABORT_WORD] else None
+
+    def raise_failure(self) -> None:
+        """Raise the error that ended the generation, if one did."""
+        if self._words[ABORT_WORD]:
+            # No frame may have it as a variable: its traceback has the frames, and with them the
+            # tensors of operations, until the search for cycles finds them.
+            raise self._record.read()
 
     def abort(self, error: CollectiveError) -> CollectiveError:
         """End the generation for all ranks; returns the error that stands, maybe an earlier one."""

@@ -1,8 +1,8 @@
 """Tensors whose memory the other ranks of the host can map, so that they read it in place.
 
-Each has a nameless file of its own (memfd). Its descriptor, and a second one of Python's mapping,
-stay open as long as the tensor's memory is in use; the others open it through /proc, and map it
-when they first read from it. So such a tensor belongs to no group and to no generation: it outlives
+Each has a nameless file of its own (memfd). Its descriptor stays open as long as the tensor's
+memory is in use; the others open it through /proc, and map it when they first read from it. So
+such a tensor belongs to no group and to no generation: it outlives
 the groups that have moved it.
 
 What is known of the memory hangs on torch's storage, which all views of the tensor share.
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 from typing import NamedTuple
 
 import torch
+
+from .layout import mapped_file
 
 _ON_STORAGE = "_chorusline_symmetric_memory"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -89,13 +90,13 @@ def make_symmetric(numel: int, dtype: torch.dtype) -> torch.Tensor:
     try:
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, nbytes)
-        mapped = mmap.mmap(descriptor, nbytes)
-        tensor = torch.frombuffer(mapped, dtype=dtype)
-        memory = SymmetricMemory(os.dup(descriptor), nbytes, tensor.data_ptr())
-    finally:
+        tensor = mapped_file(descriptor)
+    except OSError:
         os.close(descriptor)
+        raise
+    memory = SymmetricMemory(descriptor, nbytes, tensor.data_ptr())
     setattr(tensor.untyped_storage(), _ON_STORAGE, memory)
-    return tensor
+    return tensor.view(dtype)
 
 
 def place_of(tensor: torch.Tensor) -> Place:
@@ -106,14 +107,12 @@ def place_of(tensor: torch.Tensor) -> Place:
 
 def mapped(pid: int, place: Place) -> torch.Tensor:
     """The whole file of a tensor in process `pid`, as (nbytes,) uint8; without a descriptor of its
-    own. Raises OSError or RuntimeError."""
+    own. Raises OSError."""
     descriptor = os.open(f"/proc/{pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
         if found.st_ino != place.inode:
             raise OSError(errno.ESTALE, f"descriptor {place.descriptor} is another file now")
-        path = f"/proc/self/fd/{descriptor}"
-        storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=found.st_size)
-        return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+        return mapped_file(descriptor)
     finally:
         os.close(descriptor)
