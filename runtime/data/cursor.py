@@ -24,6 +24,7 @@ from typing import Any
 
 from chorusline.actors.errors import StreamLost
 
+from ..process.step_boundary import boundary
 from .dealer import Dealt
 from .dealing import Hands, left_of
 from .number_set import MOST, NumberSet, set_of
@@ -169,10 +170,12 @@ class Cursor:
         for epoch in range(first, num_epochs):
             self._enter(epoch)
             self.epoch_under_way = epoch
+            boundary().epoch = epoch + 1
             try:
                 yield epoch
             finally:  # Also when the function leaves the loop.
                 self.epoch_under_way = None
+                boundary().epoch = 0
         self._enter(max(first, num_epochs))  # The last epoch is over.
 
     def _enter(self, epoch: int) -> None:

@@ -185,10 +185,12 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         has_others = bool(self._sync_norms) or (self._join is not None and self._join.is_following)
         launch_waits = self.group.waits_on_issue or self._reducer.on_launched is not None
         self._reducer.launches_early = not (has_others and launch_waits)
+        boundary().draws_begin()
         return time.monotonic()
 
     @_disable_dynamo
     def _after_forward(self, output: Any, began_at: float) -> None:
+        boundary().draws_end()
         if self._reducer.clock is not None:
             self._reducer.clock.forward_ran(began_at)
         for leaf in tensors_of(output):

@@ -143,7 +143,7 @@ def unlike_values(tensors: Sequence[torch.Tensor], group: Group) -> tuple[int, l
     flat = [
         (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous() for t in tensors
     ]
-    sums = [t.view(_WHOLE[t.element_size()]).sum(dtype=torch.int64) for t in flat]
+    sums = [t.view(_WHOLE[t.element_size()]).sum(dtype=torch.int64).to(group.device) for t in flat]
     everybody = all_gather_row(group, torch.stack(sums).tolist())
     for number, by_rank in enumerate(zip(*everybody, strict=True)):
         unlike = [rank for rank, bits in enumerate(by_rank) if bits != by_rank[0]]

@@ -56,6 +56,9 @@ class Agreement:
     cursors: by rank, how many samples it has taken of each iteration; empty if not counted.
     notes: by Note, how many ranks note it; empty where nobody asked.
     standings: by rank; empty where nobody asked.
+    epochs: by rank, the epoch of `ctx.epochs` that it is in, counted from 1; 0: none.
+    draws: by rank, a digest of the generators with which its first forward pass has drawn random
+        numbers; 0: it has drawn none, or it has said so before.
     """
 
     live: tuple[int, ...]
@@ -66,6 +69,8 @@ class Agreement:
     cursors: tuple[tuple[int, ...], ...] = ()
     notes: tuple[int, ...] = ()
     standings: tuple[Standing, ...] = ()
+    epochs: tuple[int, ...] = ()
+    draws: tuple[int, ...] = ()
 
     @property
     def num_contributing(self) -> int:
@@ -82,16 +87,16 @@ NOTES_AT = 4
 
 _VOTES, _WEIGHT, _WEIGHING, _ASKING = range(NOTES_AT)
 _HEAD = NOTES_AT + len(Note)
-_OF_RANK = 4
-"""A rank's standing, and whether it may go on."""
+_OF_RANK = 6
+"""A rank's standing, whether it may go on, its epoch, and its digest."""
 _LOW = 1 << 23
 """A cursor travels as two numbers, since float32 counts only to 2^24."""
 
 
 def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int:
     """The length of a vote: the number of votes, the weight, the number of weighing ranks and of
-    ranks that ask for a stop; the notes; standing and has_next per rank; used per parameter; two
-    numbers per cursor and rank."""
+    ranks that ask for a stop; the notes; standing, has_next, epoch and digest per rank; used per
+    parameter; two numbers per cursor and rank."""
     return _HEAD + _OF_RANK * num_ranks + num_parameters + 2 * num_cursors * num_ranks
 
 
@@ -107,6 +112,8 @@ def vote_of(
     cursors: Sequence[int] = (),
     num_cursors: int = 0,
     notes: Sequence[Note] = (),
+    epoch: int = 0,
+    draws: int = 0,
 ) -> list[float]:
     """The vote of `rank`: vote_numel numbers. It is made on the host, and goes up in one copy.
 
@@ -117,6 +124,7 @@ def vote_of(
     weight: of this rank's loss; None if ranks do not weigh.
     stop: whether this rank was asked to stop.
     cursors: each below 2^47; where they are fewer than num_cursors, the rest is 0.
+    epoch, draws: of this rank, as in an Agreement; below 2^24.
     """
     first = vote_numel(num_ranks, len(used))
     vote = [0.0] * vote_numel(num_ranks, len(used), num_cursors)
@@ -135,8 +143,8 @@ def vote_of(
         vote[_ASKING] = 1.0
     for note in notes:
         vote[NOTES_AT + note] = 1.0
-    if has_next:
-        vote[_HEAD + 3 * num_ranks + rank] = 1.0
+    beside = float(has_next), float(epoch), float(draws)
+    vote[_HEAD + 3 * num_ranks + rank : _HEAD + _OF_RANK * num_ranks : num_ranks] = beside
     if cursors:
         halves = [float(half) for cursor in cursors for half in divmod(cursor, _LOW)]
         at = first + 2 * rank * num_cursors
@@ -196,6 +204,9 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         )
     numbers = values[len(values) - 2 * num_cursors * num_ranks :] if num_cursors else []
     halves = zip(numbers[::2], numbers[1::2], strict=True)
+    epochs, draws = (
+        tuple(map(int, values[at * num_ranks : (at + 1) * num_ranks])) for at in (4, 5)
+    )
     taken = [int(high) * _LOW + int(low) for high, low in halves]
     return Agreement(
         live=live,
@@ -203,6 +214,8 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         used=tuple(v > 0 for v in values[_OF_RANK * num_ranks : len(values) - len(numbers)]),
         weight=weight if live else 0.0,
         standings=standings,
+        epochs=epochs,
+        draws=draws,
         stop=num_asking > 0,
         notes=tuple(map(int, total[NOTES_AT:_HEAD])),
         cursors=tuple(

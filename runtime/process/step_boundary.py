@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -25,9 +26,11 @@ from chorusline.actors.errors import Interrupted
 from chorusline.actors.run_status import RunStatus
 from chorusline.actors.worker.memory import device_memory_bytes
 from chorusline.collectives import Group
+from chorusline.collectives.contract.call_site import users_level
 
 from .agreement import Agreement, Note
 from .between_runs import between_runs
+from .random_state import digest_of_generators
 
 MEMORY_LOOK_S = 0.5
 """Seconds between two looks at the GPU's memory."""
@@ -69,6 +72,16 @@ class Boundary:
         """Whether this rank would take a worker in behind the step under way."""
         self.takes_in = False
         """Whether all ranks do so, at the coming boundary (recovery/arrivals.py)."""
+        self.epoch = 0
+        """The epoch of `ctx.epochs` that the function is in, counted from 1; 0: it is in none."""
+        self.draws = 0
+        """The state of the generators, as a digest, with which the first forward pass has drawn;
+        0: it has drawn nothing, or no rank asks any more."""
+        self.watches_draws = False
+        """Whether this is the first step of a run. In its own process: ranks in threads share the
+        generators."""
+        self._before_draws = 0
+        self._has_told_epochs = False
         self._stop_is_agreed = False
         self._looked_at = 0.0  # at the GPU's memory, in time.monotonic() seconds
         self._has_trained = False
@@ -82,6 +95,7 @@ class Boundary:
         self.takes_in = agreement.says(Note.TAKES_IN) == group.size
         if not (ends_step and agreement.live):
             return
+        self._tell(agreement, group.rank)
         between_runs().begin_applying(group)
         self.steps.taken += 1
         self.was_live = group.rank in agreement.live
@@ -92,6 +106,44 @@ class Boundary:
             one.agreed = one.taken
         if group.device.type == "cuda":
             self._look_at_memory(group)
+
+    def _tell(self, agreement: Agreement, rank: int) -> None:
+        """Warn, on one rank and once, of what no step can show: each alone is right."""
+        self.watches_draws, self.draws = False, 0
+        live = agreement.live
+        if rank != live[0] or not agreement.epochs:
+            return
+        draws = {r: agreement.draws[r] for r in live if agreement.draws[r]}
+        alike = [r for r, one in draws.items() if [*draws.values()].count(one) > 1]
+        epochs = {r: agreement.epochs[r] - 1 for r in live if agreement.epochs[r]}
+        if alike:
+            warnings.warn(
+                f"ranks {alike} draw the same random numbers, as after the same seed on each: "
+                "dropout, and whatever else the model draws, is the same on all of them. Write "
+                "ctx.seed(seed), with which models begin alike and each rank draws its own numbers "
+                "from the first batch on; or torch.manual_seed(seed + ctx.rank) after the model is "
+                "wrapped",
+                stacklevel=users_level(),
+            )
+        if len(set(epochs.values())) > 1 and not self._has_told_epochs:
+            self._has_told_epochs = True
+            by_rank = ", ".join(f"rank {r}: {epoch}" for r, epoch in epochs.items())
+            warnings.warn(
+                f"this step has gradients of different epochs ({by_rank}): the ranks have "
+                "different numbers of batches, and go on to the next epoch without the others. "
+                "Write `with chorusline.Join([model, optimizer]):` around the loop over an epoch's "
+                "batches",
+                stacklevel=users_level(),
+            )
+
+    def draws_begin(self) -> None:
+        """The forward pass of a model begins."""
+        watches = self.watches_draws and not self.draws and torch.is_grad_enabled()
+        self._before_draws = digest_of_generators() if watches else 0
+
+    def draws_end(self) -> None:
+        if self._before_draws and self._before_draws != digest_of_generators():
+            self.draws = self._before_draws
 
     def change_ranks(self) -> None:
         """The ranks have other numbers now, and workers that were to come in wait again."""
@@ -176,6 +228,7 @@ def entered(steps: RunStatus) -> Iterator[None]:
     """Make a new Boundary over `steps` the process's current one, inside a with-block."""
     global _current
     before, _current = _current, Boundary(steps)
+    _current.watches_draws = True
     try:
         yield
     finally:

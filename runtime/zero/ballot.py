@@ -54,6 +54,7 @@ class Vote:
     num_samples: lengths of the datasets that the rank iterates, the outermost first; 0: unknown.
     stop: the rank was asked to stop all ranks after this step.
     notes: about the backward passes of the step.
+    epoch, draws: as in an Agreement.
     digests: of what this rank keeps (digest_checks.py); None where they are not compared.
     """
 
@@ -69,6 +70,8 @@ class Vote:
     num_samples: Sequence[int] = ()
     stop: bool = False
     notes: Sequence[Note] = ()
+    epoch: int = 0
+    draws: int = 0
     exact_norm: Sequence[float] = ()
     digests: torch.Tensor | None = None
 
@@ -135,6 +138,8 @@ class Ballot:
             cursors=vote.cursors,
             num_cursors=self._num_cursors,
             notes=vote.notes,
+            epoch=vote.epoch,
+            draws=vote.draws,
         )
         self._numel = len(numbers)
         numbers += vote.exact_norm

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,11 +31,13 @@ import torch
 from chorusline.actors.errors import ends_a_generation
 from chorusline.actors.fault_plan import Faults, Instant
 from chorusline.actors.messages import Progress
-from chorusline.collectives import CollectiveError, Group
+from chorusline.collectives import CollectiveError, CollectiveMismatch, Group
+from chorusline.collectives.contract.call_site import users_level
 
 from ..data_parallel.engine import ModelEngine
 from ..data_parallel.gradients.gradient_bucket import GradientBucket
 from ..data_parallel.gradients.reducer import Reducer
+from ..data_parallel.same_model import unlike_values
 from ..join.join import GroupJoinable
 from ..process.agreement import Agreement
 from ..process.between_runs import between_runs
@@ -50,6 +53,11 @@ from .shards.parameter_shard import ParameterShard
 from .shards.shard_state import Inventory, ShardState
 from .shards.shardable_optimizers import ELEMENTWISE
 from .summed_steps import SummedSteps
+
+_OF_THE_MODEL = (
+    "Give it the model, ZeroRedundancyOptimizer(model, ...), or parameters of the module that was "
+    "wrapped: a copy of the module, or one that was made again, has others."
+)
 
 
 class Face(torch.optim.Optimizer, GroupJoinable):
@@ -260,6 +268,8 @@ class OptimizerEngine:
         outcome = self.see(payload, is_live)
         if self.reducer is None:
             self._check_gradients(outcome.agreement)
+        if self.model is None and not self.face.num_steps:
+            self._check_reduced(outcome.agreement)
         gathers = self.apply(outcome)  # (4), and (5) begins
         for gather in gathers:
             gather.wait()
@@ -344,6 +354,8 @@ class OptimizerEngine:
             num_samples=boundary().num_samples,
             stop=boundary().steps.stop_is_wanted,
             notes=[*(self.reducer.notes() if self.reducer else ()), *boundary().notes()],
+            epoch=boundary().epoch,
+            draws=boundary().draws,
             digests=self._digests.vote(),
         )
 
@@ -426,6 +438,31 @@ class OptimizerEngine:
                 )
                 self.group.abort(error)  # The others wait for this rank's parameters.
                 raise error
+
+    def _check_reduced(self, agreement: Agreement) -> None:
+        """Raises CollectiveMismatch, on all ranks, if the gradients that nothing here reduces are
+        not the same on all ranks; warns if there are none. In the first step only."""
+        used = [
+            p for p, is_used in zip(self.shard.parameters, agreement.used, strict=True) if is_used
+        ]
+        if agreement.live and not used and self.group.rank == agreement.live[0]:
+            warnings.warn(
+                "step() changes nothing: no parameter of this ZeroRedundancyOptimizer has a "
+                f"gradient on any rank. {_OF_THE_MODEL}",
+                stacklevel=users_level(),
+            )
+        grads = [p.grad for p in used if p.grad is not None]
+        if found := unlike_values(grads, self.group) if grads else None:
+            number, unlike = found
+            raise CollectiveMismatch(
+                "step()",
+                self.group.generation,
+                unlike,
+                f"the gradient of a parameter of shape {tuple(used[number].shape)} is another one "
+                f"on ranks {unlike} than on rank 0, and no DistributedDataParallel reduces it",
+                f"{_OF_THE_MODEL} If your own code makes the gradients equal, it must do so before "
+                "step().",
+            )
 
     def divisor(self, agreement: Agreement) -> float:
         """The number by which the summed gradient is divided to get the mean."""

@@ -399,6 +399,8 @@ class Reducer(Launcher):
             cursors=self._cursors() if self._cursors is not None else (),
             num_cursors=self._num_cursors,
             notes=self.earlier.notes() if used is None and self.is_live else (),
+            epoch=boundary().epoch,
+            draws=boundary().draws,
         )
 
     def _finish(self) -> None:
