@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import inspect
+import logging
 import sys
 import threading
 import traceback
@@ -117,6 +118,7 @@ class TrainingThread(Generic[Outcome]):
     def _main(self) -> None:
         import torch  # Not at the top of the file: see Worker.__init__, which has imported it.
 
+        logging.getLogger("ray._private.worker").addFilter(_blocks_a_loop)
         torch.set_num_threads(self._num_threads)
         # What the function refers to, the user's data, goes with its end.
         function, self._function = self._function, _over
@@ -159,6 +161,13 @@ class TrainingThread(Generic[Outcome]):
             self._delivered.set_exception(outcome)
         else:
             self._delivered.set_result(outcome)
+
+
+def _blocks_a_loop(record: logging.LogRecord) -> bool:
+    """Whether Ray's warning of a `ray.get` in an async actor is true: it comes in every thread of
+    the worker, and only a loop of the calling thread would be blocked."""
+    # The thread itself; get_running_loop() would raise where there is none.
+    return "inside async actor" not in str(record.msg) or asyncio._get_running_loop() is not None
 
 
 def _over() -> object:

@@ -372,7 +372,8 @@ def answer(call: Any) -> Any:
     while not ray.wait([call], timeout=SLICE_S)[0]:
         pass
     try:
-        return ray.get(call)
+        # It is there; `ray.get` would warn of blocking, where the function is an `async def`.
+        return call.future().result()
     except ActorDiedError as error:  # `Stream.close`, or its program has ended: no restart.
         raise StreamLost(
             why_gone(error), "Make a new Stream, and go on from a checkpoint if there is one"

@@ -1,10 +1,15 @@
-"""Ray's text about a death is left out for workers of a session, and for no other process."""
+"""Ray's text about a death is left out for workers of a session, and for no other process; its
+warning of a blocked event loop, where there is no loop."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import ray
 
+import chorusline as cl
 from chorusline.runtime.session.showing import rays_notices
 
 DEATH = (
@@ -27,3 +32,32 @@ def test_only_deaths_that_the_session_tells_are_left_out(monkeypatch: pytest.Mon
     for message in messages:
         ray._private.worker.print_to_stdstream({"lines": [message]}, ignore_prefix=False)
     assert printed == messages[1:]
+
+
+def gets_an_object(ctx: cl.Context, rows: cl.Stream) -> object:
+    ray._private.worker.blocking_get_inside_async_warned = False  # Ray warns once in a process.
+    return ray.get(ray.put(1))
+
+
+async def reads_a_stream(ctx: cl.Context, rows: cl.Stream) -> object:
+    ray._private.worker.blocking_get_inside_async_warned = False
+    return sum(1 for _ in ctx.shard(rows, 2))
+
+
+async def blocks_its_loop(ctx: cl.Context, rows: cl.Stream) -> object:
+    return gets_an_object(ctx, rows)
+
+
+@pytest.mark.parametrize(
+    ("train", "is_told"),
+    [(gets_an_object, False), (reads_a_stream, False), (blocks_its_loop, True)],
+)
+async def test_ray_warns_of_a_blocked_event_loop_only_where_the_function_has_one(
+    session: cl.Session,
+    capsys: pytest.CaptureFixture[str],
+    train: Callable[..., Any],
+    is_told: bool,
+) -> None:
+    with cl.Stream(range(8)) as rows:
+        await session.run(train, rows=rows)
+    assert ("blocking ray.get inside async actor" in capsys.readouterr().err) == is_told
