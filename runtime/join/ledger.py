@@ -13,8 +13,8 @@ class JoinLedger:
 
     live: this rank has data for the current step.
     has_next: this rank may take another step.
-    last_live: the ranks with data in the last step that any rank took; at the end those of them that
-        have run passes after it, if any have.
+    last_live: the ranks with data in the last step that any rank took; at the end, those that have
+        run passes after it, if any have.
     ran_after_last_step: whether any have.
     steps_taken: by rank, the number of steps.
     """
