@@ -84,7 +84,8 @@ def test_groups_that_are_made_and_ended_again_and_again_keep_nothing(
     before = held()
     for number in range(num_groups):
         generation(number, bodies[number % len(bodies)], backend)
-    assert held() == before
+    # Fewer, where threads of an earlier test's groups have ended meanwhile.
+    assert all(now <= then for now, then in zip(held(), before, strict=True))
 
 
 def test_a_tensor_that_is_kept_stays_readable_and_a_group_that_is_kept_has_no_descriptor(
