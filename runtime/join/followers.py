@@ -49,6 +49,9 @@ def _follower(number: int, each: Any, given: Sequence[Any], joinables: Sequence[
 def _check_needs_nothing(number: int, each: Any) -> None:
     """Raises TypeError for what a joined rank cannot call, as it needs an argument."""
     function = each.step if hasattr(each, "step") else each
+    if isinstance(each, torch.optim.Optimizer):
+        # A schedule has replaced the method by a function whose signature shows a `self`.
+        function = type(each).step.__get__(each)
     try:
         inspect.signature(function).bind()
     except ValueError:

@@ -433,6 +433,26 @@ def test_a_joined_rank_follows_the_schedule_of_the_live_ones(ranks_of):
     assert one == other == (scheduler.get_last_lr()[0], (0.9, 0.999), 0.5, 6)
 
 
+def plain_and_scheduled(group, lengths):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    with cl.Join([model], step_along=[optimizer, scheduler]):
+        for batch in batches_of(group.rank, lengths[group.rank], torch.float32):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    momentum = [state["momentum_buffer"] for state in optimizer.state.values()]
+    return [*(p.detach().clone() for p in model.parameters()), *momentum], scheduler.last_epoch
+
+
+def test_a_joined_rank_steps_a_plain_optimizer_that_has_a_schedule(ranks_of):
+    (first, one), (second, other) = ranks_of(2).run(plain_and_scheduled, (2, 6))
+    assert one == other == 6
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def plain_optimizer_for_two_epochs(group, lengths):
     """Not sharded: each rank has the whole optimizer, and steps it along while it shadows."""
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
