@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import platform
 import threading
+import time
 
 WEAKLY_ORDERED = platform.machine() not in ("x86_64", "AMD64")
 """Whether stores may become visible out of program order, so that `fence` is needed."""
@@ -22,7 +23,9 @@ _SYS_FUTEX = {
     **dict.fromkeys(("aarch64", "riscv64", "loongarch64"), 98),
     **dict.fromkeys(("ppc64", "ppc64le"), 221),
     "s390x": 238,
-}.get(platform.machine(), 0)
+}.get(platform.machine())
+"""The number of the call; None for a processor that is not listed, where sleepers look again."""
+_LOOK_AGAIN_S = 0.001
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _EVERYBODY = 0x7FFFFFFF
 
@@ -44,6 +47,9 @@ def sleep_on(address: int, seen: int, slice_s: float) -> None:
 
     address: of the lower 32 bits of a word. seen: the value; only its lower 32 bits are compared.
     """
+    if _SYS_FUTEX is None:
+        time.sleep(min(slice_s, _LOOK_AGAIN_S))
+        return
     _libc.syscall(
         _SYS_FUTEX,
         ctypes.c_void_p(address),
@@ -57,6 +63,8 @@ def sleep_on(address: int, seen: int, slice_s: float) -> None:
 
 def wake(address: int) -> None:
     """Wake all threads that sleep on the word at `address`."""
+    if _SYS_FUTEX is None:
+        return
     _libc_with_lock.syscall(
         _SYS_FUTEX, ctypes.c_void_p(address), _FUTEX_WAKE, _EVERYBODY, None, None, 0
     )

@@ -15,6 +15,7 @@ The file has no name and lives as long as the processes that map it; only its us
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 
 import torch
@@ -77,9 +78,7 @@ def make_memory(size: int, slot_bytes: int) -> int:
     nbytes = bytes_needed(size, slot_bytes)
     descriptor = -1
     try:
-        descriptor = os.memfd_create("chorusline", os.MFD_CLOEXEC)
-        os.fchmod(descriptor, 0o600)
-        os.ftruncate(descriptor, nbytes)
+        descriptor = nameless_file("chorusline", nbytes)
         os.pwrite(descriptor, MAGIC.to_bytes(8, "little"), 0)
     except OSError as error:
         if descriptor >= 0:
@@ -90,6 +89,21 @@ def make_memory(size: int, slot_bytes: int) -> int:
             f"{error.strerror}. See the limits on the size of files and on their number "
             "(ulimit -f, ulimit -n), and on this container's memory",
         ) from error
+    return descriptor
+
+
+def nameless_file(name: str, nbytes: int) -> int:
+    """The descriptor of a new, zeroed file in memory, which no process can make shorter: one that
+    reads its mapping would be killed by SIGBUS. Raises OSError."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, nbytes)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

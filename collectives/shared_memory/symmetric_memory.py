@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from .layout import mapped_file
+from .layout import mapped_file, nameless_file
 
 _ON_STORAGE = "_chorusline_symmetric_memory"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -86,10 +86,8 @@ def make_symmetric(numel: int, dtype: torch.dtype) -> torch.Tensor:
     nbytes = numel * dtype.itemsize
     if nbytes <= 0:
         return torch.empty(numel, dtype=dtype)
-    descriptor = os.memfd_create("chorusline-tensor", os.MFD_CLOEXEC)
+    descriptor = nameless_file("chorusline-tensor", nbytes)
     try:
-        os.fchmod(descriptor, 0o600)
-        os.ftruncate(descriptor, nbytes)
         tensor = mapped_file(descriptor)
     except OSError:
         os.close(descriptor)

@@ -267,6 +267,7 @@ def _shared_memory() -> Iterator[Finding]:
     else:
         yield Finding("shared memory", Verdict.FINE, "ranks of this host can share memory (memfd)")
         yield from _symmetric_memory()
+        yield from _exits()
     size = shutil.disk_usage("/dev/shm")
     says = f"{size.total / (1 << 30):.1f} GiB, {size.free / (1 << 30):.1f} free (Ray's objects)"
     if size.free < _LEAST_SHM_BYTES:
@@ -291,6 +292,20 @@ def _symmetric_memory() -> Iterator[Finding]:
             f"a tensor of 1 GiB that ranks read in place cannot be made: {error}; such tensors are "
             "ordinary then, and their bytes copied once more",
             "see `ulimit -f`, `ulimit -n` and `ulimit -v`",
+        )
+
+
+def _exits() -> Iterator[Finding]:
+    """Ask the kernel to say when a process ends, as ranks do of each other."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        yield Finding(
+            "lost processes",
+            Verdict.POOR,
+            "this kernel or sandbox does not say when a process ends (pidfd_open: "
+            f"{error.strerror}): ranks look in /proc, and notice a lost rank a little later",
+            "Linux 5.3 has it; allow it in the sandbox (gVisor, an older seccomp profile)",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import platform
 import subprocess
@@ -10,9 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from chorusline.collectives import FileStore
 from chorusline.collectives.contract.errors import PeerLost
+from chorusline.collectives.shared_memory import futex
+from chorusline.collectives.shared_memory.layout import make_memory
+from chorusline.collectives.shared_memory.symmetric_memory import make_symmetric, place_of
 from tests.harness.ranks import SHARED_MEMORY, Rank, Ranks, error_of
 
 
@@ -45,10 +50,13 @@ def test_a_store_that_others_may_write_is_refused(mode: int, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("machine", "number"),
-    [("x86_64", 202), ("aarch64", 98), ("riscv64", 98), ("ppc64le", 221), ("s390x", 238)],
+    [
+        *[("x86_64", 202), ("aarch64", 98), ("riscv64", 98), ("ppc64le", 221), ("s390x", 238)],
+        ("sparc64", None),
+    ],
 )
 def test_a_wait_calls_futex_and_not_another_function_of_the_kernel(
-    machine: str, number: int
+    machine: str, number: int | None
 ) -> None:
     program = (
         "import platform\n"
@@ -59,5 +67,32 @@ def test_a_wait_calls_futex_and_not_another_function_of_the_kernel(
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
-    assert int(ran.stdout) == number
+    assert ran.stdout.strip() == str(number)
     assert platform.machine() in ("x86_64", "aarch64")
+
+
+def add_without_futex(rank: Rank) -> list[float]:
+    futex._SYS_FUTEX = None
+    group = rank.group()
+    for _ in range(20):
+        tensor = torch.full((3,), float(rank.rank + 1))
+        group.all_reduce(tensor).wait()
+    return tensor.tolist()
+
+
+def test_ranks_on_a_processor_whose_futex_is_not_known_meet_and_compute(tmp_path: Path) -> None:
+    with Ranks(add_without_futex, 2, tmp_path, SHARED_MEMORY) as ranks:
+        assert ranks.results() == [[3.0] * 3] * 2
+
+
+@pytest.mark.parametrize("length", [0, 1 << 30])
+def test_no_process_can_cut_or_grow_the_memory_that_ranks_have_mapped(length: int) -> None:
+    tensor, memory = make_symmetric(1000, torch.float32), make_memory(2, 1 << 16)
+    try:
+        for descriptor in (memory, place_of(tensor).descriptor):
+            with pytest.raises(PermissionError):
+                os.truncate(f"/proc/self/fd/{descriptor}", length)
+            with pytest.raises(PermissionError):
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    finally:
+        os.close(memory)

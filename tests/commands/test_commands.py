@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import errno
 import io
 import json
 import os
@@ -31,7 +32,7 @@ from chorusline.runtime.commands.arguments import keywords, script_and_function,
 from chorusline.runtime.commands.bench import Row, bus_factor, nbytes, table
 from chorusline.runtime.commands.bench import WrongUsage as WrongCase
 from chorusline.runtime.commands.command_line import main
-from chorusline.runtime.commands.doctor import Verdict, _ray
+from chorusline.runtime.commands.doctor import Verdict, _exits, _ray
 from chorusline.runtime.commands.status import _show, survey
 from chorusline.runtime.commands.visible_gpus import traps
 from tests import ROOT
@@ -482,6 +483,20 @@ def test_the_doctor_tells_the_mend_of_what_is_wrong_and_exits_with_1(
     assert "`ray start --head` there" in wrong["RAY_ADDRESS"]
     assert "RAY_AUTH_MODE=disabled" in wrong["ray's"]
     assert told.endswith("4 things prevent running here\n")
+
+
+def test_the_doctor_tells_that_a_kernel_does_not_say_when_a_process_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert list(_exits()) == []
+
+    def refused(pid: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    [found] = _exits()
+    assert "pidfd_open: Function not implemented" in found.says
+    assert found.verdict is Verdict.POOR
 
 
 @pytest.mark.parametrize("mode", ["disabled", ""])
