@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ cloudpickle.register_pickle_by_value(tests)
 
 NUM_GPUS = 3  # as Ray is told; they stand in for real ones (tests/harness/stand_in_gpu)
 NUM_CPUS = 5  # as Ray counts them, one for the session that stands; the machine may have fewer
-_LEAK_PATIENCE_S = 10.0
+_LEAK_PATIENCE_S = 30.0
+_most_of_module: defaultdict[str, Counter[str]] = defaultdict(Counter)  # at the start of a test
 _OF_RAY_DATA = {"_StatsActor", "_AutoscalingCoordinatorActor"}  # It has them stay.
 
 
@@ -89,11 +90,12 @@ async def _nothing_left_behind(request: pytest.FixtureRequest) -> AsyncIterator[
     if "cluster" not in request.fixturenames:
         yield
         return
-    before = _alive()
-    for kind, count in list(before.items()):  # The process of an actor may come after the actor.
-        if kind.startswith("actor "):
-            process = kind.replace("actor", "process", 1)
-            before[process] = max(before[process], count)
+    # The process of an actor may come after the actor; and where a test begins, a session of
+    # several tests may still lack a worker or a driver that it will have again.
+    now = _alive()
+    now |= {kind.replace("actor", "process", 1): now[kind] for kind in now if "actor" in kind}
+    before = _most_of_module[request.module.__name__]
+    before |= now
     yield
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     assert not tasks, f"tasks are left behind: {tasks}"
