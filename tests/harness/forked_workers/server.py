@@ -6,7 +6,6 @@ there is one fork for each such environment, made when a worker first wants it.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -75,7 +74,12 @@ def serve_one(requests: socket.socket, first: dict[str, Any]) -> None:
     gc.freeze()
     while True:
         ready, _, _ = select.select([requests], [], [], IDLE_S)
-        got = receive(requests) if ready else None
+        if not ready:
+            if has_children():
+                continue
+            # Requests from before are answered; a later one is an error, and gets another fork.
+            requests.shutdown(socket.SHUT_RD)
+        got = receive(requests)
         if got is None:
             os._exit(0)
         request, fds = got
@@ -86,6 +90,14 @@ def serve_one(requests: socket.socket, first: dict[str, Any]) -> None:
         os.write(fds[3], b"%d" % child)
         for fd in fds:
             os.close(fd)
+
+
+def has_children() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def become(request: dict[str, Any], fds: list[int]) -> None:
@@ -114,9 +126,6 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Who has ended is gone at once.
-    # Workers stay descendants of the tests when the fork that made them has been idle and has ended
-    # (prctl's PR_SET_CHILD_SUBREAPER): tests/with_ray.py counts those.
-    assert ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0) == 0
     listening.bind(address)
     listening.listen(64)
     serve_all(listening)
