@@ -204,6 +204,11 @@ class Driver(StoreActor):
         lost = {one.worker_id for one in todo if isinstance(one, instructions.DismissRank)}
         if isinstance(event, events.WorkerDied):
             lost.add(event.worker_id)
+        self._note_lost(lost)
+
+    def _note_lost(self, worker_ids: Iterable[str]) -> None:
+        """Have the seats of these workers filled, once for each."""
+        lost = set(worker_ids) - {worker_id for _, worker_id in self._lost}
         if lost:
             members = self._membership.snapshot(0).members
             self._lost += [
@@ -259,6 +264,9 @@ class Driver(StoreActor):
             return
         # The notice comes again: if the ranks could not go on now, perhaps they can then.
         members = self._membership.snapshot(0).members
+        # A worker without a rank does not get one any more. The driver before this one may have
+        # dismissed it and died before the session heard that its seat is empty.
+        self._note_lost(self._membership.without_rank(who))
         running = [one for one, state in members if state is messages.MemberState.RUNNING]
         ids = [one.worker_id for one in running if one.worker_id in self._workers]
         said = await self.readiness(run, ids)

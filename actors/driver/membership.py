@@ -115,6 +115,20 @@ class Membership:
             tuple((member.info, member.state) for _, member in sorted(self._members.items())),
         )
 
+    def without_rank(self, who: str) -> list[str]:
+        """Ids of the idle workers without a rank in the run in progress, if they are the worker
+        `who`, or are on the node `who`."""
+        if self._run is None:
+            return []
+        ranks = {id(member) for member in self._run.members}
+        return [
+            member.info.worker_id
+            for member in self._members.values()
+            if member.state is MemberState.READY
+            and id(member) not in ranks
+            and who in (member.info.worker_id, member.info.node_id)
+        ]
+
     def handle(self, event: Event) -> list[Instruction]:
         run = self._run
         match event:

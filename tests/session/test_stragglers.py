@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 import chorusline as cl
 from benchmarks.invariance_training import digest
+from chorusline.actors.crew.crew import Crew
 from chorusline.runtime.data import stragglers
 from tests.harness.arrivals import FEW
 
@@ -72,6 +75,31 @@ async def test_a_straggler_leaves_and_another_worker_has_its_seat(
         [(_, parameters, state, _)] = await alone.run(train, folder=tmp_path, epochs=epochs)
     assert {one[1] for one in told} == {parameters}
     assert told[0][2] == state
+
+
+async def test_a_straggler_is_replaced_although_the_driver_that_dismissed_it_is_killed(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, killed = Crew._take_from_reserve, []
+
+    async def killed_before(crew: Crew, seat: int) -> Any:
+        """The straggler's seat is about to be filled when the driver is killed."""
+        if not killed and (tmp_path / "slow").exists():
+            await asyncio.sleep(1.0)  # By then it is idle: nothing says that it has left.
+            killed.append(crew._driver)
+            ray.kill(crew._driver)
+            await asyncio.sleep(60)  # It is cancelled, since the driver is gone.
+        return await take(crew, seat)
+
+    monkeypatch.setattr(Crew, "_take_from_reserve", killed_before)
+    async with cl.Session(
+        2, spares=1, max_failures=None, replace_stragglers=True, resources_per_worker=FEW
+    ) as session:
+        told = await session.run(train, folder=tmp_path)
+    slow = int((tmp_path / "slow").read_text())
+    assert killed
+    assert len(told) == 2 and slow not in {pid for pid, *_ in told}
+    assert told[0][-1] < _MOST_EPOCHS
 
 
 def test_replacing_needs_runs_that_go_on() -> None:
