@@ -6,7 +6,7 @@ failure to their other ranks. A parent ends its children and a child its parent:
 group is lost to all, and a rank that stopped in one group will not come to the next operation of
 another. For groups that fail independently, call `Group.create` once for each.
 
-Closing a group is no failure: it closes the groups made of it, and no others.
+Closing a group is not a failure: it closes the groups made of it, and no others.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
 
     A failure on any rank (a death, a timeout, a mismatch, `abort`) ends the group for all ranks:
     pending and later works raise the same error everywhere, naming the culprits. An ended group
-    stays ended; the ranks that are left form a new group with the next generation number.
+    stays ended; the surviving ranks make a new group with the next generation number.
 
     rank, size: the number of this process, and of all processes.
     generation: number of the membership.
@@ -176,7 +176,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         signed with it, and between hosts their objects as well: stores/signed_store.py.
 
         Raises StoreTimeout naming the ranks that did not come within `timeout_s`, SecretMismatch if
-        ranks have not the same secret. After a timeout the ranks may call it again, at different
+        the ranks have different secrets. After a timeout the ranks may call it again, at different
         times; those that call again meet.
         """
         rank, size = _checked_place(rank, size)
@@ -199,7 +199,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
             device = torch.device(device)
         except (RuntimeError, TypeError) as error:
             reason = str(error).splitlines()[0]
-            raise type(error)(f"device {device!r} is none that torch knows: {reason}") from None
+            raise type(error)(f"torch does not know the device {device!r}: {reason}") from None
         chosen = backend_for(backend, device)
         communicator, rendezvous, seal = meet(
             chosen,
@@ -261,18 +261,18 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         `reduce_scatter` or `all_gather` of more than 4 MiB copies nothing into memory between them,
         if there is a core for each rank. The results are the same, bit for bit.
 
-        It is this rank's alone to write, needs no other rank to make it, and may be used with any
-        group, also one of a later generation. Between hosts, on GPUs, and where the limits of the
-        process allow no such memory (`chorusline doctor`), it is an ordinary tensor on the group's
-        device. A forked process shares its memory. Raises RuntimeError for a negative `numel`.
-        torch has the same word for tensors on GPUs.
+        Only this rank writes to it. A rank makes it without the other ranks, and may use it with
+        any group, including one of a later generation. Between hosts, on GPUs, and where the limits
+        of the process allow no such memory (`chorusline doctor`), it is an ordinary tensor on the
+        group's device. A forked process shares its memory. Raises RuntimeError for a negative
+        `numel`. torch uses the same name for such tensors on GPUs.
         """
         return self._communicator.empty_symmetric(numel, dtype)
 
     def coalesce(self, *, timeout_s: float | None = None) -> Coalesced:
         """A block whose operations are one work: `with group.coalesce() as work:`.
 
-        Messages may stand in any order; collectives stand in the same order on all ranks.
+        Messages may be in any order; collectives are in the same order on all ranks.
 
         `with` launches the operations at its end; call `work.wait()` or `await work` after it.
         `async with` also awaits at its end. Every rank issues the same operations in its block. On
@@ -379,7 +379,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
 
     @property
     def has_misled(self) -> bool:
-        """Whether this program has gone on behind `Work.wait()` of an operation (of the last 512)
+        """Whether this program has continued after `Work.wait()` of an operation (of the last 512)
         that has not succeeded, in this group or one of its family. On a GPU `wait()` returns before
         that is known; what was computed since may come from an operation that was stopped."""
         return self._family.has_misled
@@ -457,8 +457,8 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{kind.name.lower()}: this group belongs to process {self._pid}, and this is a "
-                f"fork of it, process {os.getpid()}, which is no rank and has none of its threads; "
-                "call Group.create after the fork"
+                f"fork of it, process {os.getpid()}, which is not a rank and has none of its "
+                "threads; call Group.create after the fork"
             )
         if self._closed:
             raise GroupClosed(kind.name.lower(), self.generation)
@@ -466,8 +466,8 @@ class Group(HostReads, ObjectCollectives, Subgroups):
             raise UnsupportedOperation(
                 f"{kind.name.lower()} in a CUDA graph",
                 self.backend,
-                "a replayed graph would run it behind the back of the deadlines and the error of "
-                "its group; capture the computation only, and issue collectives between replays",
+                "a replayed graph would run it without the deadlines and the errors of its "
+                "group; capture the computation only, and issue collectives between replays",
             )
         block = self._block_here()
         usual_s = self.timeout_s if block is None else block.operation.timeout_s

@@ -85,7 +85,7 @@ class KeptResults:
     def begin_body(self) -> None:
         """The body of an epoch begins."""
         if self._is_in_body:
-            self.spoil("it has a loop over ctx.epochs in another one")
+            self.spoil("it has a loop over ctx.epochs inside another one")
         self._num_bytes -= sum(map(_num_bytes, self._body))
         self._is_in_body, self._body = True, []
 
@@ -114,8 +114,8 @@ class KeptResults:
         self._num_bytes += tensor.nbytes + _BYTES_OF_ONE
         if self._num_bytes > MOST_BYTES:
             self.spoil(
-                f"its collectives before its first step have given more than {MOST_BYTES >> 20} "
-                "MiB, which are kept for a worker that comes"
+                f"its collectives before its first step returned more than {MOST_BYTES >> 20} "
+                "MiB, the most that is kept for a new worker"
             )
             return None
         (self._body if self._is_in_body else self._outside).append(kept)

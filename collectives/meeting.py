@@ -1,9 +1,9 @@
-"""How the ranks of a group meet in a store, also after some of them have given up.
+"""How the ranks of a group meet in a store, even after some of them have given up.
 
 Each `Group.create` is an attempt with a number, which each rank counts for itself; so two groups
 of one name and generation are distinguished. A rank that times out marks its attempt as given up.
-A rank that comes to such an attempt, or waits in it, goes on to the next one. So ranks that call
-again meet, however often each of them has tried.
+A rank that comes to such an attempt, or waits in it, continues with the next one. So ranks that
+call again meet, however often each of them has tried.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def meet(
             raise StoreTimeout(
                 [keys[other] for other in absent] or error.keys,
                 timeout_s,
-                f"{who} of {size} did not come to generation {generation} of group "
-                f"{name!r}. Check that they run, and that all use the same store, size, name and "
+                f"{who} of {size} did not come to generation {generation} of group {name!r}. "
+                "Check that they run, and that all use the same store, size, name and "
                 "generation; ranks that call again meet each other",
             ) from error
         except Exception as error:

@@ -25,7 +25,10 @@ def neutral_element(op: ReduceOp, dtype: torch.dtype) -> complex:
     if op is ReduceOp.PRODUCT:
         return 1
     if op is ReduceOp.AVG:
-        raise ValueError("AVG counts the ranks, so no number is neutral to it")
+        raise ValueError(
+            "AVG counts the ranks, so a rank without data cannot take part in it; use SUM, and "
+            "divide by the SUM of ones"
+        )
     if dtype == torch.bool:
         return op in (ReduceOp.BAND, ReduceOp.MIN)
     if op is ReduceOp.BAND:
@@ -46,7 +49,7 @@ def why_not_without(kind: Kind, detail: int, absent: Collection[int]) -> str | N
     if kind >= Kind.BROADCAST_OBJECT_LIST:
         return "objects have no neutral element; send tensors"
     if kind in (Kind.SEND, Kind.RECV):
-        return "only two ranks know of a message; use a collective"
+        return "a message is known to its two ranks only; use a collective"
     if kind in _ROOTED and detail in absent:
         return f"rank {detail}, its root, is one of them; choose the root among the others"
     if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE) and (

@@ -28,7 +28,7 @@ from .stores.store import Store
 
 class CannotRehearse(BaseException):
     """The function cannot run by itself up to its first step; the text says why. It unwinds the
-    function, and is no Exception, so that only the runtime catches it."""
+    function, and is not an Exception, so that only the runtime catches it."""
 
 
 class RehearsalGroup(Group):
@@ -63,7 +63,8 @@ class RehearsalGroup(Group):
 
     @property
     def refusal(self) -> str:
-        """Why an operation could not be answered, also if the function has gone on; else empty."""
+        """Why an operation could not be answered, even if the function has continued; else
+        empty."""
         communicator = self._communicator
         assert isinstance(communicator, _Rehearsing)
         return communicator.refusal
@@ -80,7 +81,7 @@ class RehearsalGroup(Group):
         self._refuse(f"it calls {operation} before its first step")
 
     def another_store(self) -> Store:
-        self._refuse("it makes an agreement with the other ranks before its first step")
+        self._refuse("it agrees on something with the other ranks before its first step")
 
     def connect_child(self, *_: Any, **__: Any) -> Self:
         self._refuse("it makes another group of the ranks before its first step")
@@ -181,7 +182,9 @@ class _Rehearsing(Communicator):
     def _of_a_rank(self, operation: Operation) -> NoReturn:
         self._check()
         kind = Kind(operation.kind).name.lower()
-        self.refuse(f"it calls {kind} before its first step, which gives each rank something else")
+        self.refuse(
+            f"it calls {kind} before its first step, whose result differs from rank to rank"
+        )
 
     def abort(self, error: CollectiveError) -> None:
         self._failure = self._failure or error

@@ -83,8 +83,10 @@ class Subgroups(ABC):
 
     @says(
         timeout="a new group has the timeout_s of its group; pass timeout_s= to an operation",
-        backend="a new group has the backend of its group; Group.create(store, rank, size, "
-        "backend=...) makes a group of its own",
+        backend=(
+            "a new group has the backend of its group; Group.create(store, rank, size, "
+            "backend=...) makes an independent group"
+        ),
         pg_options="there are none; leave it out",
         use_local_synchronization="all ranks of this group call new_group(); leave it out",
         group_desc="write name=",
@@ -230,7 +232,7 @@ class Subgroups(ABC):
         )
 
     def _channel_group(self, operation: Operation) -> tuple[Self, RecorderOnBehalf]:
-        """The CPU group of the same ranks behind the `ObjectChannel`, and its recorder.
+        """The CPU group of the same ranks for the `ObjectChannel`, and its recorder.
 
         operation: the first operation that needs the group; its deadline applies.
         """

@@ -33,7 +33,7 @@ def reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceO
         output.copy_(parts[0])
         return
     if output.dtype in _HALF and (len(parts) > 2 or op is ReduceOp.AVG):
-        # Rounding after every addition loses half the bits over 8 ranks, and the sum behind an
+        # Rounding after every addition loses half the bits over 8 ranks, and the sum after an
         # average overflows float16 long before the average does.
         total = parts[0].float()
         for part in parts[1:]:

@@ -99,7 +99,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def barrier(self, operation: Operation) -> Work:
-        """The work is done on no rank before all ranks have issued it."""
+        """Wait until all ranks have issued it."""
 
     @abstractmethod
     def abort(self, error: CollectiveError) -> None:
@@ -114,7 +114,7 @@ class Communicator(ABC):
 
     def gone(self) -> dict[int, str]:
         """The ranks known to be lost, and how each was lost, where the transport can see that
-        without an operation. No operation need be waiting for them."""
+        without an operation. No operation has to wait for them."""
         return {}
 
     def watching(
@@ -136,8 +136,7 @@ class Communicator(ABC):
         """Call `callback(ranks, since)`, as in `show_waits`, when this rank waits here."""
 
     def turn(self) -> None:
-        """The ranks turn to another task, as all of them do equally often: who rested until now
-        does so no longer."""
+        """All ranks turn to another task; a rank that rested until now issues collectives again."""
 
     def rest(self, operations: int) -> None:
         """Tell the other ranks, where the transport can, that this one issues nothing more before

@@ -9,8 +9,8 @@ LONGEST_S = 366 * 86400.0
 
 
 def checked_seconds(given: object, name: str = "timeout_s") -> float:
-    """A deadline in seconds. Raises TypeError for what is no time, ValueError for one that is not
-    positive, or is longer than a year; both name the argument."""
+    """A deadline in seconds. Raises TypeError for what is not a time, ValueError for one that is
+    not positive, or is longer than a year; both name the argument."""
     if isinstance(given, timedelta):
         given = given.total_seconds()
     if isinstance(given, bool) or not isinstance(given, int | float):

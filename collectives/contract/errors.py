@@ -84,8 +84,8 @@ class StaleStore(ChoruslineError, RuntimeError):
     def __str__(self) -> str:
         return (
             f"{self.path} was left behind by an earlier run, made by {self.made_by}: no process "
-            "that used it is alive, and its keys would mislead this run. Remove it "
-            f"(rm {shlex.quote(self.path)}) and start all ranks again, or give every run a path of "
+            "that used it is alive, and its keys would mislead this run. Remove it (rm "
+            f"{shlex.quote(self.path)}) and start all ranks again, or give every run a path of "
             "its own"
         )
 
@@ -104,8 +104,8 @@ class SecretMismatch(ChoruslineError, RuntimeError):
     def __str__(self) -> str:
         return (
             f"{self.what} {self.detail}, so it was not read. Pass the same secret on all ranks "
-            "(CHORUSLINE_SECRET, or secret=); if all have it, a stranger has reached the store's "
-            "port or a rank's"
+            "(CHORUSLINE_SECRET, or secret=); if all have it, somebody else has reached the port "
+            "of the store or of a rank"
         )
 
 
@@ -125,13 +125,13 @@ SAME_ORDER = (
     "Every rank must issue the same collectives in the same order, with equal sizes and dtypes."
 )
 ALL_ARRIVE = (
-    "Ranks that may run out of data at different steps belong inside Join(); if steps are only "
-    "slow, raise the timeout (timeout_s)."
+    "If ranks may run out of data at different steps, put the loop inside Join(); if steps are "
+    "only slow, raise the timeout (timeout_s)."
 )
 
 ALL_OR_NONE = (
-    "A collective is called on all ranks or on none, also a gradient's: loops over batches of "
-    "different number belong inside Join(), and ctx.reduce, ctx.save or a barrier outside of "
+    "Every rank must make the same collective calls, including those of backward(). Put a loop "
+    "over uneven batches inside Join(), and call ctx.reduce, ctx.save and ctx.barrier outside of "
     "`if ctx.rank == 0:`."
 )
 
@@ -152,7 +152,7 @@ class CollectiveTimeout(CollectiveError):
         late = (
             f"ranks {self.ranks} did not arrive within {self.timeout_s:g} s"
             if self.ranks
-            else f"it was not over within {self.timeout_s:g} s"
+            else f"it did not end within {self.timeout_s:g} s"
         )
         return f"{self.operation} in generation {self.generation}: {late}{where}. {self.remedy}"
 
@@ -191,15 +191,15 @@ class PeerLost(CollectiveError):
     def __str__(self) -> str:
         gone = f"ranks {self.ranks}" if self.ranks else "other ranks"
         return (
-            f"{self.operation} in generation {self.generation}: {gone} are gone "
-            f"({self.detail}). The group cannot be used any more; form a new one of those that "
-            "are left."
+            f"{self.operation} in generation {self.generation}: {gone} are gone ({self.detail}). "
+            "This group can no longer be used; make a new one of the ranks that are left."
         )
 
 
 @dataclass(eq=False, repr=False)
 class GroupAborted(CollectiveError):
-    """`ranks` ended the generation (empty: the driver); `reason` says why, `traceback` where."""
+    """Raised on every rank when a rank (or the driver: `ranks` is empty) ends the group.  `reason`
+    says why; `traceback` shows where."""
 
     operation: str = field(default="group", init=False)
     reason: str
@@ -226,7 +226,7 @@ class GroupClosed(CollectiveError):
 
 @dataclass(eq=False, repr=False)
 class PayloadUnreadable(CollectiveError):
-    """`ranks` could not unpickle what they were sent. The group lives on.
+    """`ranks` could not unpickle what they were sent. The group stays usable.
 
     All ranks raise it; of a message between two ranks, only the receiver does.
     detail: which rank could not read whose payload, and why. traceback: from the first of `ranks`.
@@ -238,7 +238,7 @@ class PayloadUnreadable(CollectiveError):
     def __str__(self) -> str:
         text = (
             f"{self.operation} in generation {self.generation}: {self.detail}. Send objects whose "
-            "classes every rank can import, in equal versions."
+            "classes every rank can import, in the same versions."
         )
         return f"{text}\n\n{self.traceback}" if self.traceback else text
 

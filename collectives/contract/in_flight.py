@@ -33,7 +33,7 @@ class PendingWork(SettledWork):
             )
         try:
             with changed:
-                while not self.done:  # Not for ever: the communicator enforces the deadline.
+                while not self.done:  # Not forever: the communicator enforces the deadline.
                     changed.wait()
         except BaseException as error:  # An interrupt: the other ranks wait for this one.
             self._end_generation(f"{type(error).__name__} during {self.operation}")

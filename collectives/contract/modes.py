@@ -51,7 +51,7 @@ def refuse_fake_mode() -> None:
     """Raise TypeError under FakeTensorMode, in which no operation has data."""
     if torch._C._get_dispatch_mode(_FAKE) is not None:
         raise TypeError(
-            "FakeTensorMode is on, in which tensors have no data that ranks could exchange; run "
+            "FakeTensorMode is on, and its tensors have no data that ranks could exchange; run "
             "the operation outside of it"
         )
 

@@ -140,7 +140,7 @@ class Operation:
     span: its range in a profiler, if one runs.
     shapes: of the caller's tensors, at debug level DETAIL.
     peer, tag: of a send or recv. A recv from any source has ANY_RANK until the source is known.
-    relied_on: a stream was ordered behind it, for a program that goes on before its end is known.
+    relied_on: a stream was ordered after it, for a program that continues before its end is known.
     finish: copies from staging memory to tensors that could not be used directly. The transport
         calls it between the arrival of the data and the end of the work; on CUDA, with the
         communicator's stream current, which it records on `finish.tensors`. None after the end:

@@ -1,6 +1,6 @@
 """What a caller writes out of habit from torch.distributed, and what to write here instead.
 
-Python's TypeError for an unknown argument names the argument and no mend. Functions with the
+Python's TypeError for an unknown argument names the argument and no remedy. Functions with the
 decorators of this file say in it what to write. The texts are looked up only when a call has
 failed; until then the decorator `tensor_operation` costs nothing beside leaving torch's modes.
 """
@@ -29,22 +29,28 @@ _OF_OPERATIONS = {
     "timeout": "write timeout_s=, in seconds",
     "group_src": "write src= or root=, which count the ranks of this group",
     "group_dst": "write dst=, which counts the ranks of this group",
-    TOO_MANY: "the arguments behind those are keywords; the group is the one whose method this is, "
-    "and every operation returns a Work, so neither group nor async_op is an argument",
+    TOO_MANY: (
+        "the arguments after those are keyword-only. This is a method of its group, and every "
+        "operation returns a Work, so there are no arguments group and async_op"
+    ),
 }
 
 _METHODS = {
     "isend": "send() returns a Work at once; wait() for it, or await it",
     "irecv": "recv() returns a Work at once; wait() for it, or await it",
-    "batch_isend_irecv": "write `with group.coalesce() as work:`, send() and recv() in the block, "
-    "and work.wait() behind it",
+    "batch_isend_irecv": (
+        "write `with group.coalesce() as work:`, send() and recv() in the block, and work.wait() "
+        "after it"
+    ),
     "all_gather_into_tensor": "write all_gather(output, input), which takes a tensor or a list",
     "all_gather_single": "write all_gather(output, input), which takes a tensor or a list",
     "reduce_scatter_tensor": "write reduce_scatter(output, input), which takes a tensor or a list",
     "reduce_scatter_single": "write reduce_scatter(output, input), which takes a tensor or a list",
     "all_to_all_single": "write all_to_all(output, input), which takes tensors or lists",
-    "allreduce": "write all_reduce(tensor). torch.distributed's functions take its own process "
-    "groups, which ctx.init_torch_distributed() makes, and no chorusline Group",
+    "allreduce": (
+        "write all_reduce(tensor). The functions of torch.distributed take process groups of "
+        "torch, which ctx.init_torch_distributed() makes, and not a chorusline Group"
+    ),
     "get_rank": "write rank",
     "get_world_size": "write size",
     "world_size": "write size",
@@ -68,22 +74,25 @@ _FUNCTIONS = {
     "is_initialized": "in a train function ctx.group is always there; elsewhere, a Group is "
     "connected as soon as Group.create has returned it",
     "is_available": "importing chorusline is enough",
-    "is_nccl_available": "`chorusline doctor` says what a machine has",
-    "is_gloo_available": "Gloo is always there; `chorusline doctor` says what a machine has",
-    "is_mpi_available": "there is no MPI backend; `chorusline doctor` says what a machine has",
-    "is_torchelastic_launched": "there is no such launcher; a function runs on the ranks of a "
-    "Session, whose context is its first argument",
+    "is_nccl_available": "`chorusline doctor` shows what a machine has",
+    "is_gloo_available": "Gloo is always there; `chorusline doctor` shows what a machine has",
+    "is_mpi_available": "there is no MPI backend; `chorusline doctor` shows what a machine has",
+    "is_torchelastic_launched": (
+        "there is no such launcher; a Session runs a function on its ranks, and passes it a "
+        "Context as the first argument"
+    ),
     "Backend": "name a backend by its string; register_backend(name, factory, devices) adds one",
     "reduce_op": "write ReduceOp",
     "spawn": "write cl.run(function, num_workers=4), which calls function(ctx) on every rank",
     "launch": "write `chorusline run --workers 4 script.py`, as with torchrun",
     "init_process_group": "a session connects its ranks (ctx.group); without one, write "
     "Group.create(store, rank, size) or Group.from_url('env://')",
-    "destroy_process_group": "a session closes its group; write group.close() for one of your own",
+    "destroy_process_group": "a session closes its group; write group.close() for your own group",
     "new_group": "write ctx.group.new_group(ranks)",
     "P2POp": _METHODS["batch_isend_irecv"],
-    "DistributedSampler": "write ctx.shard(dataset, batch_size, epoch=epoch), which deals out "
-    "every sample once",
+    "DistributedSampler": (
+        "write ctx.shard(dataset, batch_size, epoch=epoch), which gives every sample to one rank"
+    ),
 }
 """By name of torch.distributed, what to write for a function of the module."""
 
@@ -102,7 +111,7 @@ def instead_of_function(name: str, is_method: bool) -> str:
         return f": {_FUNCTIONS[name]}"
     if name.endswith(_MULTI_GPU):
         one = name.removesuffix(_MULTI_GPU)
-        return f": a rank has one GPU; start a rank for each, and write ctx.group.{one}(tensor)"
+        return f": a rank has one GPU; start a rank for each GPU, and write ctx.group.{one}(tensor)"
     if name in _METHODS:
         return f": of a group (ctx.group in a train function) {_METHODS[name]}"
     if is_method:

@@ -41,7 +41,7 @@ class Work(ABC):
     waiting raise the operation's error. The tensors are undefined until the work is done, and
     after an error.
 
-    On CUDA `wait()` orders the current stream behind the work, as in torch, and returns before
+    On CUDA `wait()` orders the current stream after the work, as in torch, and returns before
     the GPU has finished; `wait_on_host()` and `await` return when the host may read the data.
 
     A transport implements the methods at the end. A thread that ends works must hold no lock of
@@ -62,14 +62,14 @@ class Work(ABC):
     def wait(self, timeout: None = None) -> Any:
         """Block until done and return the result. The operation's deadline counts from its issue.
 
-        timeout: refused, since a rank cannot give up alone; pass timeout_s to the operation.
+        timeout: not supported, since a rank cannot give up alone; pass timeout_s to the operation.
 
         Raises CollectiveTimeout, CollectiveMismatch, PeerLost, GroupAborted or GroupClosed.
         """
         if timeout is not None:
             raise TypeError(
-                "wait() takes no timeout: the deadline of an operation counts from its issue, on "
-                "all ranks. Pass timeout_s=, in seconds, to the operation, or to the group"
+                "wait() takes no timeout: the deadline of an operation starts when it is issued, "
+                "on all ranks. Pass timeout_s=, in seconds, to the operation, or to the group"
             )
         try:
             self._block()
@@ -80,8 +80,8 @@ class Work(ABC):
 
     def wait_on_host(self) -> Any:
         """`wait()`, after which the host may read the data: on CUDA too it returns when the work is
-        done. Behind `wait()`, a read such as `tolist()` would also come back when a failure ends
-        the GPU's kernel, with whatever is there, and no error.
+        done. After `wait()` alone, a read such as `tolist()` would return even when a failure has
+        ended the GPU's kernel, with undefined values and no error.
 
         Raises what `wait()` raises.
         """
@@ -94,7 +94,7 @@ class Work(ABC):
 
     def order_stream(self) -> None:
         """`wait()`, for a caller that learns in another way how the work has ended, before anything
-        counts that was computed behind it (`Group.has_misled`)."""
+        that was computed after it is used (`Group.has_misled`)."""
         self._block()
 
     def _complete_future(self) -> None:
@@ -136,8 +136,8 @@ class Work(ABC):
 
         The other ranks issue the operation too, and cannot finish it without this rank. All of
         them raise GroupAborted that names this rank, the operation and the calling line.
-        Returns False, and does nothing, if the work has ended already, which on CUDA `wait()` does
-        not tell.
+        Returns False, and does nothing, if the work has ended already; on CUDA it may end after
+        `wait()` has returned.
         """
         if self.is_completed():
             return False

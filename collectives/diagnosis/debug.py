@@ -72,7 +72,7 @@ def is_informing() -> bool:
 
 
 def inform(text: str, *arguments: object) -> None:
-    """Log at INFO, also in a program that has not configured logging."""
+    """Log at INFO, even in a program that has not configured logging."""
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
     if logger.level == logging.NOTSET:

@@ -17,7 +17,7 @@ TOLD_AFTER_S = 5.0
 
 class Lateness:
     """Of one rank in one group: it warns of the first late arrival only, and only if it is the
-    lowest rank that waits. A group whose ranks often wait for each other is told so once."""
+    lowest rank that waits. A group whose ranks often wait for each other logs it once."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -38,8 +38,8 @@ class Lateness:
             return
         at = f" at {site}" if (site := operation.site()) else ""
         logger.warning(
-            "%s%s has waited %.0f s for ranks %s: %s. After %g s (timeout_s) it fails. If steps "
-            "are only slow, do nothing; this is said once",
+            "%s%s has waited %.0f s for ranks %s: %s. After %g s (timeout_s) it fails. If your "
+            "steps are only slow, ignore this; it is logged once",
             operation,
             at,
             time.monotonic() - operation.issued_at,

@@ -170,7 +170,7 @@ class ObjectCollectives(ABC):
         map_location: MapLocation = None,
         timeout_s: float | None = None,
     ) -> ObjectWork:
-        """The result on rank r is `objects[r]` of rank `root`; a copy, also on `root`.
+        """The result on rank r is `objects[r]` of rank `root`: a copy, even on `root`.
 
         objects: one per rank on `root`; ignored elsewhere.
         Every rank unpickles what rank `root` sent to it.

@@ -40,7 +40,7 @@ Script = Generator[Work, None, Any]
 class ScriptedWork(SettledWork):
     """Works that are issued one after the other, each when the one before has succeeded.
 
-    The script runs in the thread that detects that it can go on; never in two threads at once.
+    The script runs in the thread that detects that it can continue; never in two threads at once.
     abort: ends the generation on all ranks.
     """
 
@@ -241,7 +241,7 @@ class ObjectMessages:
     def _mismatch(self, operation: Operation, count: int) -> CollectiveMismatch:
         rank, source = self._communicator.rank, operation.peer
         detail = f"rank {source} sent {count} objects and rank {rank} expects {operation.numel}"
-        remedy = "The lists of both ranks must be of one length."
+        remedy = "The lists of both ranks must have the same length."
         error = CollectiveMismatch(
             str(operation), operation.generation, sorted({rank, source}), detail, remedy
         )

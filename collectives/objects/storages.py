@@ -1,6 +1,6 @@
 """Storages in pickles: each one once, however many tensors are views of it.
 
-torch pickles a tensor with the whole storage behind it. So the list of samples that
+torch pickles a tensor with the whole storage under it. So the list of samples that
 `list(zip(X, Y))` makes of two tensors would become as many copies of both. Here every view that is
 pickled by one pickler refers to the same storage, and is a view of one storage again when it is
 unpickled: what is written through one is read through the other, as before.

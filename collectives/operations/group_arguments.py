@@ -82,7 +82,7 @@ class GroupArguments(ABC):
     def _check_peer(self, rank: int, name: str) -> None:
         self._check_rank(rank, name)
         if rank == self.rank:
-            raise ValueError(f"{name} is {rank}, this rank itself; name another one")
+            raise ValueError(f"{name} is {rank}, this rank itself; name another rank")
 
     def _check_source(self, src: int | None) -> int:
         """The peer of a recv from `src`."""

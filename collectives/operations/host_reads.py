@@ -3,10 +3,10 @@
 On a GPU the host must not wait for each copy. It writes into pinned memory, from which the copy
 goes up in the order of the stream. What comes back goes down to pinned memory on the communicator's
 stream, as the last part of the operation. So one wait is enough, for the operation and for the
-copy, and it is `Work.wait_on_host`: behind any other wait an operation that was stopped would be
+copy, and it is `Work.wait_on_host`: after any other wait an operation that was stopped would be
 read as if it had succeeded. `Reading.tolist` is the one place where such numbers are read.
 
-Host memory is taken anew each time. torch gives it out again when no copy uses it any more, so a
+Host memory is allocated each time. torch gives it out again when no copy uses it any more, so a
 copy that an abort has held up comes to no memory of a later operation.
 """
 
@@ -42,7 +42,7 @@ def device_numbers(
 class Reading:
     """An operation in flight whose result the host will read.
 
-    work: of the operation; behind `work.wait()` the device may use the tensor that it writes.
+    work: of the operation; after `work.wait()` the device may use the tensor that it writes.
     """
 
     def __init__(self, work: Work, on_host: torch.Tensor) -> None:

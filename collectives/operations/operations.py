@@ -1,9 +1,10 @@
 """The tensor operations of a `Group`: their arguments, checked and documented.
 
 Names of operations, their meanings and the order of their positional arguments are those of
-torch.distributed; a few arguments have names of our own (contract/torch_words.py tells a caller),
-and those that torch has behind `group` do not exist. Where torch has one function for a list of
-tensors and one for a single tensor (all_gather and all_gather_into_tensor), there is one method
+torch.distributed; a few arguments have names of our own (contract/torch_words.py names them to a
+caller), and those that torch has after `group` do not exist. Where torch has one function for a
+list of tensors and one for a single tensor (all_gather and all_gather_into_tensor), there is one
+method
 here, and the type of the argument chooses: a list or tuple has one tensor per rank; a tensor holds
 the parts of all ranks in rank order, each as a contiguous range.
 
@@ -184,11 +185,9 @@ class Operations(GroupArguments):
         )
         return self._issued(self._communicator.broadcast(operation, flat, root), tensor)
 
-    @tensor_operation(
-        device_ids="a group has one device, and its barrier needs no other; leave it out"
-    )
+    @tensor_operation(device_ids="a group has one device, and its barrier uses that; leave it out")
     def barrier(self, *, timeout_s: float | None = None) -> Work:
-        """The work is done on no rank before every rank has issued it."""
+        """Wait until every rank has called barrier()."""
         operation = self._begin(Kind.BARRIER, 0, -1, -1, timeout_s, 0)
         return self._issued(self._communicator.barrier(operation))
 
@@ -387,7 +386,9 @@ class Operations(GroupArguments):
             )
         if isinstance(output, list | tuple):
             if output_split_sizes is not None or input_split_sizes is not None:
-                raise ValueError("split sizes are for tensors; with lists, tensors say their sizes")
+                raise ValueError(
+                    "split sizes are for tensors; in lists, the tensors have their own sizes"
+                )
             outputs = self._checked_list(output, "output", written=True)
             inputs = self._checked_list(input, "input", written=False)
             dtype_of, other = outputs[0], inputs[0]

@@ -1,10 +1,10 @@
-"""Tensors that are wrappers: what is behind them, or the error that says what to pass instead.
+"""Tensors that are wrappers: what is inside them, or the error that says what to pass instead.
 
 The memory of a wrapper is not its own: it lies in tensors that it holds, or there is none. A
 transport that took it for a tensor would read memory that means nothing, or fail in a thread where
 that ends the generation for all. So wrappers are found before anything is issued. For torch's own
 backends an operator is dispatched to the class of the wrapper; that is done by our process group
-(torch_backend/dispatcher.py), and not by a `Group`, whose operations are no operators of torch.
+(torch_backend/dispatcher.py), and not by a `Group`, whose operations are not operators of torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def unwrapped(value: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def check_memory(tensor: torch.Tensor, name: str) -> None:
-    """Raise TypeError if a tensor of torch's own class has elements and no memory."""
+    """Raise TypeError if a tensor of torch.Tensor itself has elements and no memory."""
     try:
         if tensor.data_ptr() or not tensor.numel():
             return
@@ -55,10 +55,10 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
 
 def _mend(kind: type) -> str:
     if kind.__name__ == "DTensor":
-        return "of which each rank holds a part; pass .to_local(), or redistribute it"
+        return "of which each rank holds only a part; pass .to_local(), or redistribute it"
     if kind.__name__ == "FakeTensor":
         return "which has no data; run the operation outside of FakeTensorMode"
     return (
-        "a wrapper around other tensors, whose own memory holds nothing; pass the tensors that it "
-        "holds, each in an operation of its own"
+        "a wrapper around other tensors, and has no data itself; pass the tensors inside it, "
+        "each in an operation of its own"
     )

@@ -348,7 +348,7 @@ class SharedMemoryCommunicator(Communicator):
     ) -> Work:
         """Issue an operation on tensors that may be symmetric. num_ticks: of `through`."""
         choose = self._sharing.choose
-        more = num_ticks + 2  # Those in which the ranks tell what they have.
+        more = num_ticks + 2  # Those in which the ranks say what they have.
         return self._issue(operation, more, choose, tensor, through, in_place)
 
     def _even_part(self, tensor: torch.Tensor) -> int:
@@ -363,7 +363,7 @@ class SharedMemoryCommunicator(Communicator):
 
 def _part(flat: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """`count` elements from `start` on. A view takes as long as the copy of a small tensor, so that
-    the whole is no view."""
+    the whole is not a view."""
     return flat if count == flat.numel() else flat.narrow(0, start, count)
 
 
@@ -380,7 +380,7 @@ def connect_shared_memory(
     timeout_s: float,
     look: Callable[[], None] | None = None,
 ) -> SharedMemoryCommunicator:
-    """Join the segment behind `descriptor`. pids: the process of each rank. timeout_s: to meet.
+    """Join the segment of `descriptor`. pids: the process of each rank. timeout_s: to meet.
     look: as in `SharedSegment.meet`."""
     segment = SharedSegment(descriptor, pids, rank, generation, SLOT_BYTES)
     return SharedMemoryCommunicator(segment, timeout_s, look)

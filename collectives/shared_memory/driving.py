@@ -92,7 +92,8 @@ class DrivenQueue(ABC):
                     self._driver = threading.get_ident()
                 self._drive(work)
             except BaseException as error:
-                # An interrupt, also while waiting for the turn: the other ranks wait for this one.
+                # An interrupt, or one while waiting for the turn: the other ranks wait for this
+                # one.
                 self.abort(self._interrupted(work.operation, error))
                 raise
             finally:

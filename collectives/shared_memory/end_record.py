@@ -62,7 +62,7 @@ class EndRecord:
             self._descriptor = -1
 
     def _exclude_others(self) -> None:
-        """Lock the file; go on without the lock if a stopped rank holds it for _LOCK_S."""
+        """Lock the file; continue without the lock if a stopped rank holds it for _LOCK_S."""
         give_up_at = time.monotonic() + _LOCK_S
         while True:
             try:

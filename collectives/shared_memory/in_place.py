@@ -1,7 +1,7 @@
 """Collectives on symmetric memory: each rank reads the others' tensors where they lie.
 
 The bodies are those of lane.py. An operation begins with one tick in which the ranks show where
-their tensors lie; so all of them choose the same way, also where the tensors of some ranks are
+their tensors lie; so all of them choose the same way, even where the tensors of some ranks are
 ordinary. Ranks that all have ordinary tensors lose nothing: that tick is then the first one of the
 way through the slots (algorithms.py).
 
@@ -103,7 +103,7 @@ class Sharing:
         self, tick: int, places: Sequence[Place]
     ) -> Generator[int, None, tuple[int, Files | None]]:
         """The next tick, and the files of all ranks; None if a rank cannot map them, which costs
-        the tick in which they tell."""
+        the tick in which they say so."""
         key = tuple(place.inode for place in places)
         if key not in self._known:
             segment = self._segment

@@ -4,7 +4,7 @@ An operation's body is a generator: it writes its part, publishes a tick, and yi
 lane resumes it when all ranks have published the tick. The lane decides how to wait:
 
 - Issuing an operation runs it in the caller's thread up to the first wait. By then a small
-  operation has published its part, and the other ranks can go on.
+  operation has published its part, and the other ranks can continue.
 - driving.py says which thread drives the rest.
 """
 
@@ -35,7 +35,7 @@ class LaneWork(DrivenWork):
 
     make_body: makes the body from its first tick and `arguments`, when all earlier works have
         ended.
-    num_ticks: how many ticks it publishes; 0 if only the ranks' tables will tell.
+    num_ticks: how many ticks it publishes; 0 if only the ranks' tables will show it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LaneWork(DrivenWork):
         self.num_ticks = num_ticks
         self.body: Body | None = None
         self.first_tick = 0
-        self.awaited_tick = 0  # the body goes on when all ranks have published this tick
+        self.awaited_tick = 0  # the body continues when all ranks have published this tick
 
     def start(self, first_tick: int) -> None:
         self.first_tick = first_tick
@@ -63,7 +63,7 @@ class LaneWork(DrivenWork):
     def has_said_all(self) -> bool:
         """Whether this rank has published its last tick, so that no rank waits for it."""
         if self.body is None:
-            return False  # It stands behind another work.
+            return False  # It waits for a work before it.
         return self.num_ticks > 0 and self.awaited_tick == self.first_tick + self.num_ticks - 1
 
     def _look(self) -> bool:

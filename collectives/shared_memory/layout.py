@@ -86,8 +86,8 @@ def make_memory(size: int, slot_bytes: int) -> int:
         raise OSError(
             error.errno,
             f"no memory of {nbytes} bytes to share between the {size} ranks of this host: "
-            f"{error.strerror}. See the limits on the size of files and on their number "
-            "(ulimit -f, ulimit -n), and on this container's memory",
+            f"{error.strerror}. Check the limits on the size and number of files (ulimit -f, "
+            "ulimit -n), and the memory limit of this container",
         ) from error
     return descriptor
 

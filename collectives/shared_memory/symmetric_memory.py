@@ -40,7 +40,7 @@ NOWHERE = Place(0, 0, 0)
 
 
 class SymmetricMemory:
-    """The file behind a tensor's storage. It goes with the storage, its pages at once."""
+    """The file under a tensor's storage. It goes with the storage, its pages at once."""
 
     def __init__(self, descriptor: int, nbytes: int, address: int) -> None:
         """address: where this process has mapped the file."""
@@ -74,7 +74,7 @@ class SymmetricMemory:
 
 def empty_symmetric(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor, (numel,), on the CPU, that other processes of this host can map; an ordinary one
-    where the limits of this process allow no such memory, which `doctor` tells."""
+    where the limits of this process do not allow such memory (`doctor` shows it)."""
     try:
         return make_symmetric(numel, dtype)
     except OSError:

@@ -34,13 +34,13 @@ class FileStore(DictStore):
     inherited by fork raises ValueError.
 
     Ranks act on what a store says, so only the user who runs them may write it. A file of another
-    user, or one that other users may write, raises PermissionError; a link, and anything but a
-    plain file, raises ValueError.
+    user, or one that other users may write, raises PermissionError; a link, or anything that is not
+    a regular file, raises ValueError.
 
     Each open store holds two kernel locks, on bytes of the file:
     - _LIFE, shared, while the store is open. The kernel releases it when the process ends, however
-      it ends. So no pids are compared, which recur after a while, after a reboot, and in another
-      container.
+      it ends. So no pids are compared, which are reused after a while, after a reboot, and in
+      another container.
     - _TURN, exclusive, for one write.
     """
 
@@ -83,7 +83,7 @@ class FileStore(DictStore):
             try:
                 self._check_owner(os.fstat(file))
                 with _turn(file, self.path):
-                    if _is_at(file, self.path):  # False if its last user has removed it meanwhile.
+                    if _is_at(file, self.path):  # False if its last user has removed it in between.
                         self._join(file)
                         return file
             except BaseException:
@@ -94,7 +94,8 @@ class FileStore(DictStore):
     def _check_owner(self, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
             raise ValueError(
-                f"path {str(self.path)!r} is no plain file; a FileStore needs a path of its own"
+                f"path {str(self.path)!r} is not a regular file; a FileStore needs a path of its "
+                "own"
             )
         if found.st_uid != os.geteuid():
             raise PermissionError(
@@ -142,7 +143,10 @@ class FileStore(DictStore):
 
     def _hint(self) -> str:
         if os.fstat(self._file).st_nlink == 0:
-            return f"{self.path} was removed meanwhile; opening it now makes another store"
+            return (
+                f"{self.path} was removed while this store was open; a FileStore that opens it "
+                "now is another store"
+            )
         return f"the store is {self.path}, made by {self._made_by}"
 
     def _refresh(self) -> None:
@@ -203,7 +207,7 @@ def _turn(file: int, path: Path, patience_s: float = _TURN_S) -> Iterator[None]:
         if pause_s is None:
             raise StoreLost(
                 "write",
-                f"another process has kept the lock of {path} for {patience_s:g} s, so it must "
+                f"another process has held the lock of {path} for {patience_s:g} s, so it must "
                 f"have been stopped during a write. `fuser {path}` shows who has it open",
             )
         time.sleep(pause_s)

@@ -87,7 +87,9 @@ def store_from_url(
     said = _parameters(url, parts)
     listen = said.pop("listen", None)
     if listen is not None and parts.scheme == "file":
-        raise ValueError(f"url {url!r} names a file, at which nobody listens; leave out listen")
+        raise ValueError(
+            f"url {url!r} names a file, which needs no address to listen at; leave out listen"
+        )
     if parts.scheme == "env":
         said = _environment(url) | said
     rank = _settled("rank", rank, "rank", said, url)
@@ -219,7 +221,7 @@ def _tcp_store(
         return StoreFromTorch(store, server)
 
     try:
-        # A server of another kind would block torch for ever.
+        # A server of another kind would block torch forever.
         store = Caller().call(timeout_s + _GRACE_S, connect)
     except NoAnswer:
         reason = f"it did not answer within {timeout_s + _GRACE_S:g} s"
@@ -232,14 +234,14 @@ def _tcp_store(
         return PrefixStore(f"chorusline/{attempt}", store)
     if hosts:
         remedy = (
-            "Choose a port that is free on this host, and a host name that means this host; behind "
-            "a gateway, where it does not, add the parameter listen=0.0.0.0 to the URL"
+            "Choose a port that is free on this host, and a host name that means this host; "
+            "behind a gateway, where it does not, add the parameter listen=0.0.0.0 to the URL"
         )
     else:
         host_is = "torchrun's agent" if agent_hosts else "rank 0"
         remedy = (
-            f"{host_is} hosts it: check that it runs, that {host!r} is its host as seen from here "
-            "and as it sees itself (it listens at that address only), and that no firewall is "
+            f"{host_is} hosts it: check that it runs, that {host!r} means its host from here and "
+            "on that host itself (it listens at that address only), and that no firewall is "
             "between"
         )
     raise StoreLost("rendezvous", f"rank {rank} has no store at {host}:{port}: {reason}. {remedy}")

@@ -108,7 +108,7 @@ class SignedStore(Store):
             now = self.store.compare_set(key, found, wanted)
             if now == wanted:
                 return total
-            found = b"" if now == found else now  # Equal: the key was deleted meanwhile.
+            found = b"" if now == found else now  # Equal: the key was deleted in between.
 
     def compare_set(self, key: Data, expected: Data, desired: Data) -> bytes:
         key, expected = encoded(key, "key"), encoded(expected, "expected")
@@ -208,7 +208,9 @@ class Seal:
         """The payload. Raises SecretMismatch if rank `rank` has not sealed it."""
         payload, tag = sealed[:-_TAG_BYTES], sealed[-_TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(payload, rank)):
-            raise SecretMismatch(f"the object from rank {rank}", "has not this group's signature")
+            raise SecretMismatch(
+                f"the object from rank {rank}", "does not have this group's signature"
+            )
         return payload
 
     def _tag(self, payload: bytes, rank: int) -> bytes:

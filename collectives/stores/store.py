@@ -61,8 +61,8 @@ def as_number(key: bytes, value: bytes) -> int:
         return int(value)
     except ValueError:
         raise ValueError(
-            f"add: the value of key {readable(key)!r} is {value[:40]!r}, which is no decimal "
-            "number; delete_key first, or count under another key"
+            f"add: the value of key {readable(key)!r} is {value[:40]!r}, which is not a decimal "
+            "number; delete the key first, or count under another key"
         ) from None
 
 

@@ -40,7 +40,7 @@ class TorchStore(AnyTorchStore):
     """A `Store` as a torch.distributed.Store, for Python and for torch's C++.
 
     Timeouts raise torch's DistStoreError. Values are any bytes, but torch passes keys to Python as
-    text, so it refuses keys that are not UTF-8.
+    strings, so keys must be UTF-8.
 
     Instances stay until `release`: C++ keeps only its own half of a store, and would call a Python
     half that is already collected.
@@ -117,10 +117,10 @@ class TorchStore(AnyTorchStore):
 class StoreFromTorch(Store):
     """A torch store (TCPStore, FileStore, HashStore, PrefixStore) as a `Store`.
 
-    The instance keeps `torch_store`, so a TCPStore that hosts a server goes on hosting it. It uses
+    The instance keeps `torch_store`, so a TCPStore that hosts a server keeps hosting it. It uses
     a clone, which other users of `torch_store` do not block. It polls, because torch's waits cannot
     be interrupted, know only whole seconds (FileStore), and block other threads (TCPStore). A
-    stopped server would block its clients for ever, so a separate thread makes every call: no
+    stopped server would block its clients forever, so a separate thread makes every call: no
     answer for 10 s, or a broken connection, raises StoreLost.
     """
 
@@ -146,7 +146,7 @@ class StoreFromTorch(Store):
 
     def add(self, key: Data, amount: int) -> int:
         key, amount = encoded(key, "key"), checked_amount(amount)
-        if self.check([key]):  # A TCPStore closes the connection if the value is no number.
+        if self.check([key]):  # A TCPStore closes the connection if the value is not a number.
             as_number(key, self.get(key))
         return int(self._call("add", self._clone.add, key, amount))
 
@@ -208,9 +208,9 @@ class StoreFromTorch(Store):
             detail = f"torch's {kind} did not answer within {_ANSWER_S:g} s"
         except dist.DistNetworkError as error:
             reason = str(error).splitlines()[0]
-            detail = f"the server of torch's {kind} cannot be reached any more: {reason}"
+            detail = f"the server of torch's {kind} can no longer be reached: {reason}"
         self._lost = StoreLost(
-            operation, f"{detail}. Check that the process that hosts it, mostly rank 0, still runs"
+            operation, f"{detail}. Check that the process that hosts it, usually rank 0, still runs"
         )
         raise self._lost
 
@@ -227,7 +227,7 @@ class NoAnswer(Exception):
 class Caller:
     """Makes calls that cannot be interrupted, in its own thread, so that the caller can give up.
 
-    After NoAnswer the thread is still in that call, and later calls queue behind it.
+    After NoAnswer the thread is still in that call, and later calls queue after it.
     """
 
     def __init__(self) -> None:

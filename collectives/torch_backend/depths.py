@@ -1,4 +1,4 @@
-"""The groups behind one process group: one for each device and depth, made when needed."""
+"""The groups of one process group: one for each device and depth, made when needed."""
 
 from __future__ import annotations
 

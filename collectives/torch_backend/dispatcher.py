@@ -11,8 +11,8 @@ group in Python is called at once, which saves the dispatcher's time, but then
 
 So a method takes a plain call itself, and hands every other one to torch's binding (1). The binding
 calls no override from within that override; it dispatches the operator (2), to wrappers and modes
-as for any backend. Behind them our kernel takes the operator (3) if the process group is ours. It
-has the key BackendSelect, the only one that stands behind modes and before the backends' kernels,
+as for any backend. After them our kernel takes the operator (3) if the process group is ours. It
+has the key BackendSelect, the only one that comes after modes and before the backends' kernels,
 so it replaces no kernel of torch, and it is installed when the first such call is made.
 """
 
@@ -130,7 +130,7 @@ def _factor(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def install() -> None:
-    """Have the operators call our kernel; torch's stay behind it for other process groups."""
+    """Have the operators call our kernel; torch's stay after it for other process groups."""
     global _library
     if _library is not None:
         return
@@ -189,7 +189,7 @@ def _all_gather_into_tensor_out(keys: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _behind() -> Any:
-    """The keys of the kernels behind ours, which are torch's own."""
+    """The keys of the kernels after ours, which are torch's own."""
     return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 

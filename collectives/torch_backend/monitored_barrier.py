@@ -19,8 +19,8 @@ class BarrierNotPassed(CollectiveTimeout):
     def __str__(self) -> str:
         return (
             f"{self.whereabouts} ({self.operation} in generation {self.generation}, "
-            f"{self.timeout_s:g} s). The generation has ended; form a new process group of those "
-            "that are left."
+            f"{self.timeout_s:g} s). The generation has ended; make a new process group of the "
+            "ranks that are left."
         )
 
 
@@ -67,7 +67,10 @@ def monitored_barrier(group: Group, timeout_s: float, wait_all_ranks: bool) -> N
 
 def _ended(group: Group, missing: list[int], timeout_s: float) -> BarrierNotPassed:
     if timeout_s <= 0:
-        text = f"Rank 0 timed out in monitoredBarrier: it had no time to hear from ranks {missing}"
+        text = (
+            "Rank 0 timed out in monitoredBarrier: it ran out of time before it heard from ranks "
+            f"{missing}"
+        )
     elif len(missing) == 1:
         text = f"Rank {missing[0]} failed to pass monitoredBarrier in {timeout_s * 1e3:g} ms"
     else:

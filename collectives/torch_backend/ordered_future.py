@@ -149,7 +149,7 @@ class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
         with self._callbacks.streams(self._devices):
             try:
                 with contextlib.suppress(BaseException):
-                    super().wait()  # On GPUs this orders the stream behind the value.
+                    super().wait()  # On GPUs this orders the stream after the value.
                 value = callback(self)
             except BaseException as error:
                 if result is not None:

@@ -31,8 +31,8 @@ def create(arguments: Any, options: Options | None) -> ChoruslineProcessGroup:
     """
     if options is not None and not isinstance(options, Options):
         raise TypeError(
-            f"pg_options must be chorusline's own Options or None, got {type(options).__name__}; "
-            "options of other backends mean nothing to this one"
+            f"pg_options must be chorusline's Options or None, got {type(options).__name__}; this "
+            "backend cannot use the options of other backends"
         )
     name = f"torch {arguments.group_id}"
     timeout_s = arguments.timeout.total_seconds()
@@ -117,8 +117,8 @@ class ChoruslineProcessGroup(TorchOperations, _TorchProcessGroup):
         raise UnsupportedOperation(
             "merge_remote_group",
             NAME,
-            "a group's membership never changes; destroy the process groups and initialise one of "
-            "all ranks",
+            "a group's membership never changes; destroy the process groups and initialise a new "
+            "one of all ranks",
         )
 
     mergeRemoteGroup = merge_remote_group

@@ -1,6 +1,6 @@
 """Lists of several tensors, where torch's operations once had one for each device of a process.
 
-Gloo still takes them: the tensors of a process count as those of so many ranks.
+Gloo still takes them: the tensors of a process count as those of as many ranks.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class ComparingCommunicator(Communicator):
             inner.close()
             absent = sorted({int(key.rsplit("/", 1)[-1]) for key in error.keys})
             detail = (
-                f"ranks {absent} of {self.size} did not come to compare operations. Check that the "
-                "debug level DETAIL is set on all ranks or on none"
+                f"ranks {absent} of {self.size} did not take part in the comparison of "
+                "operations. Check that the debug level DETAIL is set on all ranks or on none"
             )
             raise StoreTimeout(error.keys, error.waited_s, detail) from error
         except BaseException:

@@ -1,12 +1,12 @@
 """Whether a CUDA event has ended, asked without holding Python's lock.
 
-`torch.cuda.Event.query` holds it during the call, and the call may block: in the driver, behind
-another one that holds the lock of the GPU's context, such as a launch into a queue that is full of
-kernels which wait for a lost rank. Then no thread of the process could run any more, and so none
+`torch.cuda.Event.query` holds it during the call, and the call may block: in the driver, waiting
+for another one that holds the lock of the GPU's context, such as a launch into a queue that is full
+of kernels which wait for a lost rank. Then no thread of the process could run any more, and so none
 could end those kernels. ctypes gives Python's lock back around a call.
 
-Of an event's methods only `query` does that. torch gives the lock back in `record`, which blocks
-behind a full queue as a launch does, in `wait`, in `synchronize` and at an event's end (read in
+Of an event's methods only `query` does that. torch gives the lock back in `record`, which blocks on
+a full queue as a launch does, in `wait`, in `synchronize` and at an event's end (read in
 torch/csrc/cuda/Event.cpp; old versions held it in `record`). One call is left: when a tensor goes
 that `record_stream` was called for, the allocator records an event on that stream, and Python holds
 its lock around the end of a tensor. That blocks if this very event is the one too many for a queue

@@ -18,7 +18,7 @@ from ..stores.store import Store
 
 _LOOK_S = 0.05
 """Seconds between two looks into the store, while ranks wait for each other in the memory. All of
-them have come before the first look, as a rule."""
+them have come before the first look, usually."""
 
 
 def host_identity() -> str:

@@ -74,7 +74,7 @@ def look_s(operation: Operation) -> float:
 
 
 def culprits(behind: Mapping[int, StorePosition]) -> list[int]:
-    """The ranks to blame among those that are behind.
+    """The ranks to blame among those that are late.
 
     A rank that stopped while it sent has served only some of the other ranks. A rank that still
     waits in an earlier operation, for a rank that is even further behind, is not to blame.

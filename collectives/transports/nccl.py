@@ -5,7 +5,7 @@ what NCCL lacks: deadlines, one error for all ranks, and the names of the ranks 
 
 Works, the thread that watches them and the rule by which a work counts as done are in
 nccl_works.py. A work is in flight before it is launched: the first operation between two ranks
-connects them inside its launch, which a rank that never comes would block for ever.
+connects them inside its launch, which a rank that never comes would block forever.
 
 The store learns of an abort `ABORT_AFTER_S` before NCCL does, so that no rank takes the data of a
 stopped kernel for a result. NCCL's abort runs in a thread of its own and without a lock, as it may
@@ -53,7 +53,7 @@ def load_nccl() -> Any:
     except ImportError as error:
         raise ImportError(f"groups on cuda devices need CuPy: {error}. {remedy}") from error
     if not nccl.available:
-        raise ImportError(f"groups on cuda devices need NCCL, and CuPy found none. {remedy}")
+        raise ImportError(f"groups on cuda devices need NCCL, and CuPy did not find it. {remedy}")
     return nccl
 
 
@@ -321,7 +321,7 @@ class NcclCommunicator(Communicator):
                         finish()
                         used += finish.tensors
             work.ended.record(self._stream)
-            # The allocator must not hand out what this stream still reads and writes, also if the
+            # The allocator must not hand out what this stream still reads and writes, even if the
             # caller has dropped it.
             for tensor in used:
                 tensor.record_stream(self._stream)

@@ -1,6 +1,6 @@
 """Connecting the ranks of a group by NCCL, with an end: ncclCommInitRank itself has none.
 
-NCCL waits in it for every rank, and for ever if one has died. A communicator that is being made
+NCCL waits in it for every rank, and forever if one has died. A communicator that is being made
 cannot be aborted: CuPy (14.2) makes blocking ones only, and NCCL's abort would free what the thread
 inside still uses. (NCCL_COMM_BLOCKING=0 would make all communicators of the process non-blocking,
 also torch's, which do not expect it, and have NCCL start a thread for launches.)
@@ -27,8 +27,9 @@ from .nccl_codes import described
 CONNECTING = "connecting by NCCL"
 ANSWER_S = 2.5  # for a live rank to answer a roll call: several reads of the store
 _SLOW = (
-    "If the ranks are only many or slow, raise the timeout (timeout_s); else NCCL_DEBUG=INFO shows "
-    "where NCCL waits, and NCCL_SOCKET_IFNAME names the interface between hosts."
+    "If there are only many ranks, or slow ones, raise the timeout (timeout_s); otherwise "
+    "NCCL_DEBUG=INFO shows where NCCL waits, and NCCL_SOCKET_IFNAME names the interface between "
+    "hosts."
 )
 
 
@@ -98,7 +99,7 @@ class Attempt:
         after it had connected, or the mistake is on this rank."""
         reason = (
             f"NCCL could not connect on {self._device}: {described(error, self._version)}. "
-            "NCCL_DEBUG=WARN says more"
+            "NCCL_DEBUG=WARN shows more"
         )
         return roll_call.why_broken(CONNECTING, reason, ANSWER_S)
 

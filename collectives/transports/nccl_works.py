@@ -15,11 +15,11 @@ leave their positions and errors (liveness.py).
   published after that read has not stopped anything yet. The watcher makes such a read where there
   is none, for all works that have ended, so at most one for every `TRUST_S`.
 
-The host must not read results behind `wait()`, which orders the stream only: that read would come
+The host must not read results after `wait()`, which orders the stream only: that read would come
 back when this rank's own abort ends the kernel, with whatever is there. `wait_on_host()` returns
-when the work is done by the rule above, and raises its error. What a program has computed behind
-`wait()` is worthless if the work fails later; `Group.has_misled` tells that then. Stores that fail
-tell no aborts; then the votes of a step are counted (agreement.py of the runtime).
+when the work is done by the rule above, and raises its error. What a program has computed after
+`wait()` is worthless if the work fails later; `Group.has_misled` reports that then. Stores that
+fail tell no aborts; then the votes of a step are counted (agreement.py of the runtime).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class NcclWork(PendingWork):
         self.order_stream()
 
     def order_stream(self) -> None:
-        """Order the current stream behind the work; a barrier blocks the host, as in torch."""
+        """Order the current stream after the work; a barrier blocks the host, as in torch."""
         # A work with a future also blocks: the future must be complete when wait() returns.
         if self.blocks_host or self._future is not None:
             self._block_host()
@@ -213,7 +213,7 @@ class Watcher:
         found = self._ask_nccl()
         if found:
             # A peer may have died, or only its connection: the ranks that are left answer.
-            reason = f"an error of NCCL ({found})"
+            reason = f"an NCCL error ({found})"
             error = self._roll_call.why_broken(head.operation, reason, ANSWER_S)
         else:
             # One look after the deadline, ranks that arrived in time have published that.

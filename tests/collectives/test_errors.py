@@ -97,8 +97,8 @@ def test_every_collective_error_says_operation_generation_and_ranks() -> None:
 def test_a_timeout_names_ranks_whereabouts_and_remedy() -> None:
     assert str(COLLECTIVE_ERRORS[0]) == (
         "all_reduce #118 (4 float32) in generation 3: ranks [2] did not arrive within 30 s; rank 2 "
-        "is at barrier #7. Ranks that may run out of data at different steps belong inside Join(); "
-        "if steps are only slow, raise the timeout (timeout_s)."
+        "is at barrier #7. If ranks may run out of data at different steps, put the loop inside "
+        "Join(); if steps are only slow, raise the timeout (timeout_s)."
     )
 
 

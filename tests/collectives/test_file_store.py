@@ -219,7 +219,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_device_is_no_file_of_a_store() -> None:
-    with pytest.raises(ValueError, match=r"null' is no plain file"):
+    with pytest.raises(ValueError, match=r"null' is not a regular file"):
         FileStore("/dev/null")
 
 
@@ -239,7 +239,7 @@ def test_a_removed_file_is_mentioned_by_who_waits_in_vain(tmp_path: Path) -> Non
         with pytest.raises(StoreTimeout, match=r"; the store is .*store, made by process \d+ \("):
             store.wait(["other"], 0.05)
         store.path.unlink()
-        with pytest.raises(StoreTimeout, match="store was removed meanwhile; opening it now"):
+        with pytest.raises(StoreTimeout, match="store was removed while this store was open"):
             store.wait(["other"], 0.05)
         assert store.get("key") == b"1"
 
@@ -273,7 +273,7 @@ def test_a_process_stopped_amid_a_write_holds_nobody_for_ever(tmp_path: Path) ->
         file = os.open(store.path, os.O_RDWR)
         _lock(file, _TURN, 1)
         with (
-            pytest.raises(StoreLost, match=r"has kept the lock of .* for 0.1 s, so it must have"),
+            pytest.raises(StoreLost, match=r"has held the lock of .* for 0.1 s, so it must have"),
             _turn(store._file, store.path, 0.1),
         ):
             pass

@@ -132,7 +132,7 @@ def test_a_host_that_was_killed_is_a_lost_store() -> None:
     host.join()
     thread.join(10)
     assert waiting == ["freed"]
-    with pytest.raises(StoreLost, match=r"check: the server of torch's TCPStore .* mostly rank 0"):
+    with pytest.raises(StoreLost, match=r"check: the server of torch's TCPStore .* usually rank 0"):
         store.get("key")
 
 

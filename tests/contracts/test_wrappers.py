@@ -66,7 +66,7 @@ def uninitialized(use: Callable[[torch.Tensor], Any]) -> None:
 REFUSED = {
     fake: "outside of FakeTensorMode",
     in_fake_mode: "outside of it",
-    wrapper: "pass the tensors that it holds",
+    wrapper: "pass the tensors inside it",
     vmapped: "outside of the transform",
     functionalized: "outside of the transform",
     sharded: r"pass .to_local\(\)",

@@ -188,7 +188,7 @@ def refused(group, what):
     [
         ("avg", "AVG counts them; use SUM"),
         ("root", "rank 0, its root, is one of them"),
-        ("message", "only two ranks know of a message"),
+        ("message", "a message is known to its two ranks only"),
         ("object", "objects have no neutral element"),
         ("coalesced", "issue its operations one by one"),
         ("sizes", "they cannot know the sizes of the parts"),

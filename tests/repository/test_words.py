@@ -1,23 +1,34 @@
-"""Words that may not come back to the pages: each has a usual one in its place."""
+"""Words that may not come back to the pages and the product: each has a usual one in its place."""
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
 
 from tests import ROOT
+from tests.repository.test_comments import sources
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FORBIDDEN = {
     r"\b(?:go|goes|went|gone|going) on\b": "continue",
     r"\banew\b": "again",
-    r"\bmend(?:s|ed)?\b": "fix",
+    r"\bmend(?:s|ed|ing)?\b": "fix",
     r"\bfor ever\b": "forever",
     r", also (?:when|if|after)\b": "even when",
     r"\bfor want of\b": "for lack of",
     r"\bbehind (?:the |its |each |every )?(?:loop|Join|step|run|epoch|save|call|update)\b": "after",
+}
+FORBIDDEN_IN_THE_PRODUCT = FORBIDDEN | {
+    r", also (?:by|in|where|while)\b": "even where, including",
+    r"\bas a rule\b": "usually",
+    r"\bas ever\b|\bin vain\b": "as before, needlessly",
+    r"\btruth values?\b": "boolean",
+    r"\bdeal(?:s|t)? out\b|\bdealing out\b": "distribute",
+    r"(?<!\bleft )(?<!\bfar )(?<!\bfurther )\bbehind\b(?! a gateway| the other)": "after",
 }
 
 
@@ -28,17 +39,49 @@ def prose(text: str) -> str:
     return re.sub(r"`[^`\n]*`|\]\([^)]*\)|\"[^\"\n]*\"", "", "\n".join(lines))
 
 
+def prose_of_program(text: str) -> str:
+    """Its strings, docstrings and comments, without the code in them."""
+    parts = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            parts.append(token.string.lstrip("#"))
+        elif token.type == tokenize.STRING:
+            quoted = re.sub(r"\{[^{}]*\}", "{}", token.string)
+            parts.append(re.sub(r"^[a-zA-Z]*[\"']+|[\"']+$", "", quoted))
+    return re.sub(r"`[^`]*`", "", " ".join(parts))
+
+
+def forbidden_in(text: str, words: dict[str, str]) -> set[str]:
+    """What stands there, and what to write instead."""
+    text = " ".join(text.split())
+    return {
+        f"{text[max(0, word.start() - 30) : word.end() + 20]!r}: write {usual!r}"
+        for pattern, usual in words.items()
+        for word in re.finditer(pattern, text, re.IGNORECASE)
+    }
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_uses_the_usual_words(page: Path) -> None:
-    text = " ".join(prose(page.read_text()).split())
+    assert forbidden_in(prose(page.read_text()), FORBIDDEN) == set()
+
+
+@pytest.mark.parametrize("package", ("collectives",))
+def test_messages_docstrings_and_comments_use_the_usual_words(package: str) -> None:
     found = {
-        f"{word[0]!r}: write {usual!r}"
-        for pattern, usual in FORBIDDEN.items()
-        for word in re.finditer(pattern, text)
+        str(path.relative_to(ROOT)): words
+        for path in sources()
+        if path.is_relative_to(ROOT / package)
+        and (words := forbidden_in(prose_of_program(path.read_text()), FORBIDDEN_IN_THE_PRODUCT))
     }
-    assert found == set()
+    assert found == {}
 
 
 def test_prose_is_what_stands_outside_of_programs() -> None:
     page = "# go on\n\nIt\ngoes on.\n\n```\nmend\n```\n\nIt is `anew`.\n"
     assert re.search(r"goes on", prose(page)) and not re.search(r"go on|mend|anew", prose(page))
+
+
+def test_prose_of_a_program_is_its_strings_and_comments() -> None:
+    program = 'go_on = 1  # It goes\n# on.\nf"is {mend} " "behind"\n"""`anew`\nfor\never"""\n'
+    assert " ".join(prose_of_program(program).split()) == "It goes on. is {} behind for ever"

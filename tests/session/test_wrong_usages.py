@@ -406,7 +406,11 @@ WRONG: list[tuple[Callable[..., Any], type[BaseException], str]] = [
     (adds_a_layer_later, RuntimeError, r"optimizer.add_param_group"),
     (becomes_half_later, TypeError, "Convert the module before that"),
     (state_without_consolidation, RuntimeError, r"consolidate_state_dict\(to=0\)"),
-    (consolidates_on_one_rank, cl.CollectiveMismatch, "called on all ranks or on none"),
+    (
+        consolidates_on_one_rank,
+        cl.CollectiveMismatch,
+        "Every rank must make the same",
+    ),
     (takes_cuda, AssertionError, r"write .to\(ctx.device\)"),
     (goes_to_cuda, AssertionError, r"write .to\(ctx.device\)"),
     (shards_a_loader, TypeError, r"write ctx.shard\(loader.dataset, batch_size\)"),

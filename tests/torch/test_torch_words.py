@@ -37,11 +37,11 @@ TYPED = {
     "timeout": (lambda h: h.group.barrier(timeout=3), "write timeout_s=, in seconds"),
     "positions": (
         lambda h: h.group.all_reduce(h.one, cl.ReduceOp.SUM, None, True),
-        "neither group nor async_op is an argument",
+        "no arguments group and async_op",
     ),
     "torch's op": (
         lambda h: h.group.all_reduce(h.one, dist.ReduceOp.AVG),
-        "that is torch's, write chorusline.ReduceOp.AVG",
+        "that is torch's: write chorusline.ReduceOp.AVG",
     ),
     "torch's op, made": (
         lambda h: h.group.reduce_scatter(h.one, h.two, dist.ReduceOp(dist.ReduceOp.SUM)),
