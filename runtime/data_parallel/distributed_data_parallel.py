@@ -9,8 +9,6 @@ from typing import Any, Self
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chorusline.actors.errors import ends_a_generation
@@ -142,6 +140,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             has_next=self._has_next,
             is_uneven=lambda: self._join is not None,
             may_launch=lambda: self._join is None or self._join.expects_pass_of(self),
+            steps_along=lambda: self._join is not None and self._join.steps_along(self),
             cursors=recovery.cursors if recovery is not None else None,
         )
         if is_informing():
@@ -371,19 +370,6 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "whole parameters. Run all passes of a step but the last in model.no_sync()"
             )
 
-    def _watch_steps(self) -> RemovableHandle | None:
-        reducer = self._reducer
-        if not reducer.ends_steps:
-            return None
-        own = {id(parameter) for parameter in reducer.parameters}
-        earlier = reducer.earlier
-
-        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            if any(id(p) in own for group in optimizer.param_groups for p in group["params"][:1]):
-                earlier.sees_steps = earlier.has_stepped = True
-
-        return register_optimizer_step_post_hook(stepped)
-
     def _on_backward_end(self) -> None:
         if self._join:
             self._join.begin_hook(self)
@@ -458,6 +444,8 @@ class _Hook(JoinHook):
         if recovery is not None and recovery.has_gone_on:
             return  # Another rank may have been in here when the ranks changed, and be through.
         try:
+            if not reducer.is_sharded:
+                reducer.local_steps.compare(model.group)
             found = unlike_values([p.detach() for p in reducer.parameters], model.group)
         except Exception as error:
             if recovery is None or not ends_a_generation(error):
@@ -484,9 +472,9 @@ class _Hook(JoinHook):
         """Learn from a rank that took the last step whether a step followed its last pass."""
         if not join.has_followers:
             return
-        group, earlier = self._model.group, self._model._reducer.earlier
+        group, steps = self._model.group, self._model._reducer.local_steps
         has_stepped = torch.tensor(
-            [earlier.has_stepped or not earlier.sees_steps], dtype=torch.int32, device=group.device
+            [bool(steps) or not steps.have_been_seen], dtype=torch.int32, device=group.device
         )
         newest = join.newest_rank(join.ledger.last_live)
         group.broadcast(has_stepped, newest).wait_on_host()  # It is read below.

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch._compile import _disable_dynamo
 
 from chorusline.collectives import Group
 
@@ -50,6 +51,37 @@ def names_of(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
     }
 
 
+@_disable_dynamo
+def _has_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Called after each step of an optimizer in this process: the models whose parameters it has
+    note that, if their ranks step by themselves."""
+    groups = optimizer.param_groups
+    known = between_runs().stepped_by.get(optimizer)
+    num_parameters = sum([len(options["params"]) for options in groups])
+    if known is None or known[0] != num_parameters:
+        known = between_runs().stepped_by[optimizer] = num_parameters, _models_of(optimizer)
+    for reference, numbers in known[1]:
+        engine = reference()
+        if engine is None or not engine.reducer.ends_steps:
+            continue
+        # Without a gradient a step changes nothing, and no rank need take it.
+        if any(p.grad is not None for number in numbers for p in groups[number]["params"]):
+            engine.reducer.has_stepped(optimizer, numbers)
+
+
+def _models_of(
+    optimizer: torch.optim.Optimizer,
+) -> list[tuple[weakref.ref[ModelEngine], list[int]]]:
+    """The engines whose models have parameters of the optimizer, and the groups that hold them."""
+    engines = between_runs().engines
+    found: dict[int, tuple[weakref.ref[ModelEngine], list[int]]] = {}
+    for number, options in enumerate(optimizer.param_groups):
+        references = {id(r): r for p in options["params"] if (r := engines.get(p))}
+        for key, reference in references.items():
+            found.setdefault(key, (reference, []))[1].append(number)
+    return [*found.values()]
+
+
 class ModelEngine:
     """The engine of one model on one rank.
 
@@ -78,7 +110,7 @@ class ModelEngine:
         """The model in the steps of `ctx.steps`."""
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._own(reducer.parameters)
-        between_runs().count_registrations()
+        between_runs().watch(_has_stepped)
         self._num_registrations = -1
         between_runs().wrap(self)
         between_runs().models.append(weakref.ref(self))
@@ -92,6 +124,7 @@ class ModelEngine:
     def _own(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         for parameter in parameters:
             between_runs().engines[parameter] = weakref.ref(self)
+        between_runs().stepped_by.clear()
 
     @property
     def pass_pattern(self) -> PassPattern | None:
@@ -255,6 +288,7 @@ class ModelEngine:
             # Another model may wrap the same module already.
             if parameter in engines and engines[parameter]() is self:
                 del engines[parameter]
+        between_runs().stepped_by.clear()
 
     def let_go(self) -> None:
         """Called when the train function was left in the middle of a step: it begins anew, perhaps

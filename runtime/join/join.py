@@ -23,7 +23,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from chorusline.actors.errors import Interrupted
 from chorusline.collectives import Group, Work
@@ -95,10 +94,6 @@ class Joinable(ABC):
         """Whether this joinable announces its main hook; if not, the hook runs right after that of
         the joinable before it."""
         return True
-
-    def _watch_steps(self) -> RemovableHandle | None:
-        """Watch which optimizers step the joinable's parameters; the handle ends that."""
-        return None
 
     def _groups_to_follow(self) -> Sequence[Group]:
         """The joinable's groups whose collectives differ from step to step."""
@@ -244,7 +239,6 @@ class Join:
             if self._counts_steps._pattern is None:
                 self._counts_steps._pattern = PassPattern()
             self.ledger.pattern = self._counts_steps._pattern
-        self._watches: list[RemovableHandle] = []
         self._conductor = Conductor(self._followed, self.ledger, self._begun) if followed else None
         self._follows_evaluation = bool(groups)
 
@@ -264,8 +258,6 @@ class Join:
             self._boundary = boundary()
             self._boundary.joins.append(self)
             self.ledger.pattern.begin()
-            watches = [joinable._watch_steps() for joinable in self._joinables]
-            self._watches = [watch for watch in watches if watch is not None]
         return self
 
     def __exit__(
@@ -299,8 +291,6 @@ class Join:
             self._boundary.joins.remove(self)
             if self._conductor:
                 self._conductor.detach()
-            for watch in self._watches:
-                watch.remove()
             for joinable in self._joinables:
                 joinable._join = None
 

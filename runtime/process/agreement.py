@@ -57,8 +57,9 @@ class Agreement:
     notes: by Note, how many ranks note it; empty where nobody asked.
     standings: by rank; empty where nobody asked.
     epochs: by rank, the epoch of `ctx.epochs` that it is in, counted from 1; 0: none.
-    draws: by rank, a digest of the generators with which its first forward pass has drawn random
-        numbers; 0: it has drawn none, or it has said so before.
+    digests: by rank. Above 0: of the steps of plain optimizers since the vote before
+        (local_steps.py). Below 0: of the generators with which its first forward pass has drawn
+        random numbers, in a first vote, which comes after no step. 0: not to be compared.
     """
 
     live: tuple[int, ...]
@@ -70,7 +71,7 @@ class Agreement:
     notes: tuple[int, ...] = ()
     standings: tuple[Standing, ...] = ()
     epochs: tuple[int, ...] = ()
-    draws: tuple[int, ...] = ()
+    digests: tuple[int, ...] = ()
 
     @property
     def num_contributing(self) -> int:
@@ -87,15 +88,15 @@ NOTES_AT = 4
 
 _VOTES, _WEIGHT, _WEIGHING, _ASKING = range(NOTES_AT)
 _HEAD = NOTES_AT + len(Note)
-_OF_RANK = 6
-"""A rank's standing, whether it may go on, its epoch, and its digest."""
+_OF_RANK = 5
+"""A rank's standing, twice its epoch plus whether it may go on, and its digest."""
 _LOW = 1 << 23
 """A cursor travels as two numbers, since float32 counts only to 2^24."""
 
 
 def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int:
     """The length of a vote: the number of votes, the weight, the number of weighing ranks and of
-    ranks that ask for a stop; the notes; standing, has_next, epoch and digest per rank; used per
+    ranks that ask for a stop; the notes; standing, epoch with has_next, and digest per rank; used per
     parameter; two numbers per cursor and rank."""
     return _HEAD + _OF_RANK * num_ranks + num_parameters + 2 * num_cursors * num_ranks
 
@@ -113,7 +114,7 @@ def vote_of(
     num_cursors: int = 0,
     notes: Sequence[Note] = (),
     epoch: int = 0,
-    draws: int = 0,
+    digest: int = 0,
 ) -> list[float]:
     """The vote of `rank`: vote_numel numbers. It is made on the host, and goes up in one copy.
 
@@ -124,7 +125,7 @@ def vote_of(
     weight: of this rank's loss; None if ranks do not weigh.
     stop: whether this rank was asked to stop.
     cursors: each below 2^47; where they are fewer than num_cursors, the rest is 0.
-    epoch, draws: of this rank, as in an Agreement; below 2^24.
+    epoch, digest: of this rank, as in an Agreement; below 2^23 and 2^24.
     """
     first = vote_numel(num_ranks, len(used))
     vote = [0.0] * vote_numel(num_ranks, len(used), num_cursors)
@@ -143,7 +144,7 @@ def vote_of(
         vote[_ASKING] = 1.0
     for note in notes:
         vote[NOTES_AT + note] = 1.0
-    beside = float(has_next), float(epoch), float(draws)
+    beside = 2.0 * epoch + has_next, float(digest)
     vote[_HEAD + 3 * num_ranks + rank : _HEAD + _OF_RANK * num_ranks : num_ranks] = beside
     if cursors:
         halves = [float(half) for cursor in cursors for half in divmod(cursor, _LOW)]
@@ -204,18 +205,16 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         )
     numbers = values[len(values) - 2 * num_cursors * num_ranks :] if num_cursors else []
     halves = zip(numbers[::2], numbers[1::2], strict=True)
-    epochs, draws = (
-        tuple(map(int, values[at * num_ranks : (at + 1) * num_ranks])) for at in (4, 5)
-    )
+    going_on = [*map(int, values[3 * num_ranks : 4 * num_ranks])]
     taken = [int(high) * _LOW + int(low) for high, low in halves]
     return Agreement(
         live=live,
-        may_continue=tuple(r for r in range(num_ranks) if values[3 * num_ranks + r]),
+        may_continue=tuple(rank for rank, number in enumerate(going_on) if number % 2),
         used=tuple(v > 0 for v in values[_OF_RANK * num_ranks : len(values) - len(numbers)]),
         weight=weight if live else 0.0,
         standings=standings,
-        epochs=epochs,
-        draws=draws,
+        epochs=tuple(number // 2 for number in going_on),
+        digests=tuple(map(int, values[4 * num_ranks : _OF_RANK * num_ranks])),
         stop=num_asking > 0,
         notes=tuple(map(int, total[NOTES_AT:_HEAD])),
         cursors=tuple(

@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chorusline.collectives import Group, TorchStore
@@ -115,7 +117,11 @@ class BetweenRuns:
         self.num_registrations = 0
         """How often a module of this process got a parameter or a module, since the first model was
         wrapped: while it stays, no model has grown."""
-        self._counts_registrations = False
+        self.stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = (
+            weakref.WeakKeyDictionary()
+        )
+        """By optimizer, the models whose parameters it steps (data_parallel/engine.py)."""
+        self._watches = False
         self.verdicts: weakref.WeakKeyDictionary[type, dict[Hashable, Any]] = (
             weakref.WeakKeyDictionary()
         )
@@ -170,12 +176,13 @@ class BetweenRuns:
     def drop_model(self, engine: object) -> None:
         self.models = [reference for reference in self.models if reference() is not engine]
 
-    def count_registrations(self) -> None:
-        """Count them from now on."""
-        if not self._counts_registrations:
-            self._counts_registrations = True
+    def watch(self, on_step: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Count registrations from now on, and call `on_step` after each step of an optimizer."""
+        if not self._watches:
+            self._watches = True
             register_module_parameter_registration_hook(self._has_registered)
             register_module_module_registration_hook(self._has_registered)
+            register_optimizer_step_post_hook(lambda optimizer, *_: on_step(optimizer))
 
     def _has_registered(self, *_: object) -> None:
         self.num_registrations += 1

@@ -113,7 +113,7 @@ class Boundary:
         live = agreement.live
         if rank != live[0] or not agreement.epochs:
             return
-        draws = {r: agreement.draws[r] for r in live if agreement.draws[r]}
+        draws = {r: agreement.digests[r] for r in live if agreement.digests[r] < 0}
         alike = [r for r, one in draws.items() if [*draws.values()].count(one) > 1]
         epochs = {r: agreement.epochs[r] - 1 for r in live if agreement.epochs[r]}
         if alike:

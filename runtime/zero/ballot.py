@@ -28,8 +28,8 @@ from ..process.agreement import (
     vote_of,
 )
 from ..process.leftovers import Standing, sends_again
+from ..process.option_numbers import entries, is_number, like, number_of
 from .shards.exact_norm import total_of
-from .shards.option_numbers import entries, is_number, like, number_of
 
 _STEP, _STEP_SQUARED, _SQUARED_NORM, _PER_RANK = range(4)
 _LOSS_SCALE, _NUM_SAMPLES = range(2)  # of each rank
@@ -54,7 +54,7 @@ class Vote:
     num_samples: lengths of the datasets that the rank iterates, the outermost first; 0: unknown.
     stop: the rank was asked to stop all ranks after this step.
     notes: about the backward passes of the step.
-    epoch, draws: as in an Agreement.
+    epoch, digest: as in an Agreement.
     digests: of what this rank keeps (digest_checks.py); None where they are not compared.
     """
 
@@ -71,7 +71,7 @@ class Vote:
     stop: bool = False
     notes: Sequence[Note] = ()
     epoch: int = 0
-    draws: int = 0
+    digest: int = 0
     exact_norm: Sequence[float] = ()
     digests: torch.Tensor | None = None
 
@@ -139,7 +139,7 @@ class Ballot:
             num_cursors=self._num_cursors,
             notes=vote.notes,
             epoch=vote.epoch,
-            draws=vote.draws,
+            digest=vote.digest,
         )
         self._numel = len(numbers)
         numbers += vote.exact_norm

@@ -355,7 +355,7 @@ class OptimizerEngine:
             stop=boundary().steps.stop_is_wanted,
             notes=[*(self.reducer.notes() if self.reducer else ()), *boundary().notes()],
             epoch=boundary().epoch,
-            draws=boundary().draws,
+            digest=-boundary().draws,
             digests=self._digests.vote(),
         )
 

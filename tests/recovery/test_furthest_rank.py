@@ -72,7 +72,7 @@ def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
                 cursors=cursors[rank],
                 num_cursors=MAX_ITERATIONS,
                 epoch=rank + shift,
-                draws=(1 << 23) - rank,
+                digest=(1 << 23) - rank,
             )
             total += torch.tensor(vote, dtype=dtype)
         told = read_agreement(total.tolist(), num_ranks, MAX_ITERATIONS)
@@ -82,12 +82,12 @@ def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
         assert told.live == tuple(live)
         assert told.may_continue == tuple(range(1, num_ranks))
         assert told.epochs == tuple(rank + shift for rank in range(num_ranks))
-        assert told.draws == tuple((1 << 23) - rank for rank in range(num_ranks))
+        assert told.digests == tuple((1 << 23) - rank for rank in range(num_ranks))
         assert told.used == tuple(any(used[rank][i] for rank in live) for i in range(4))
 
 
 def test_a_vote_that_tells_no_samples_is_no_longer_than_before() -> None:
-    assert vote_numel(3, 4) == 4 + len(Note) + 6 * 3 + 4
+    assert vote_numel(3, 4) == 4 + len(Note) + 5 * 3 + 4
     total = torch.zeros(vote_numel(3, 4))
     assert read_agreement(total.tolist(), 3).cursors == ()
 

@@ -21,6 +21,7 @@ import torch
 
 from ...process.agreement import Agreement, Note
 from .gradient_bucket import Gradients
+from .local_steps import LocalSteps
 
 
 class Pass(enum.Enum):
@@ -54,14 +55,10 @@ class EarlierPasses:
     """What one rank holds of the passes before the present one.
 
     has_mean: whether a pass was reduced, whose mean `.grad` may still hold.
-    sees_steps: whether steps of optimizers of these parameters are watched.
-    has_stepped: whether one of them has stepped since the last pass.
     """
 
     def __init__(self, gradients: Gradients) -> None:
         self.has_mean = False
-        self.sees_steps = False
-        self.has_stepped = False
         self._gradients = gradients
         self._kind: Note | None = None  # CONTINUES or MIXES
         self._begins_inside = False  # The present pass did not begin at the model's output.
@@ -111,14 +108,13 @@ class EarlierPasses:
         """What this rank says of gradients from no_sync, when it has run out of data."""
         return [Note.MIXES] if self._kind is Note.MIXES else []
 
-    def notes(self) -> list[Note]:
-        """What this rank's vote says of its pass."""
+    def notes(self, steps: LocalSteps) -> list[Note]:
+        """What this rank's vote says of its pass. steps: since the pass before."""
         noted = [self._kind] if self._kind is not None else []
         if self._begins_inside:
             noted.append(Note.BEGINS_INSIDE)
-        if not self.has_stepped and (self.sees_steps or self._kind is not None):
+        if not steps and (steps.have_been_seen or self._kind is not None):
             noted.append(Note.UNSTEPPED)
-        self.has_stepped = False
         return noted
 
     def end_pass(self, agreement: Agreement) -> None:

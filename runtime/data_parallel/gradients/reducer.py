@@ -51,6 +51,7 @@ from .gradient_bucket import GradientBucket
 from .gradient_watch import GradientWatch, why_not_between, why_not_twice
 from .held_gradients import HeldGradients
 from .launcher import Launcher
+from .local_steps import LocalSteps
 from .micro_batch_sums import Summing
 from .reductions import ByHook, ReduceScatter, why_not_sharded
 from .step_statistics import UnusedParameters
@@ -69,6 +70,7 @@ class Reducer(Launcher):
     is_uneven: whether some rank may have run out of data.
     may_launch: whether a sharded step may send gradients during a pass; else `step()` does it.
     has_next, cursors: called when a vote is written; cursors is None where no vote counts samples.
+    steps_along: whether this rank steps the model's plain optimizers also when it has no data.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Reducer(Launcher):
         has_next: Callable[[], bool],
         is_uneven: Callable[[], bool],
         may_launch: Callable[[], bool],
+        steps_along: Callable[[], bool],
         cursors: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         super().__init__(group, bucket_bytes)
@@ -119,6 +122,7 @@ class Reducer(Launcher):
         self._sent_at = self.held.counts
         """What `held` counted when this rank launched the buckets."""
         self.earlier = EarlierPasses(self.gradients)
+        self.local_steps = LocalSteps()
         self._pass = Pass.NONE
         self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
@@ -126,6 +130,7 @@ class Reducer(Launcher):
         self._has_next = has_next
         self._is_uneven = is_uneven
         self._may_launch = may_launch
+        self._steps_along = steps_along
         self._cursors = cursors
         self._expected: dict[int, int] | None = None if has_repeats else {}
         """By parameter, the gradients that a pass brings (default 1); None until counted."""
@@ -388,6 +393,8 @@ class Reducer(Launcher):
     def _vote(self, used: Sequence[bool] | None = None) -> list[float]:
         """used: default: the gradients that the parameters hold."""
         has_next = self._has_next()
+        notes = self.earlier.notes(self.local_steps) if used is None and self.is_live else ()
+        digest = self.local_steps.vote(self.is_live or self._steps_along())
         return vote_of(
             self.group.rank,
             self.group.size,
@@ -398,9 +405,9 @@ class Reducer(Launcher):
             stop=boundary().steps.stop_is_wanted,
             cursors=self._cursors() if self._cursors is not None else (),
             num_cursors=self._num_cursors,
-            notes=self.earlier.notes() if used is None and self.is_live else (),
+            notes=notes,
             epoch=boundary().epoch,
-            draws=boundary().draws,
+            digest=-boundary().draws or digest,
         )
 
     def _finish(self) -> None:
@@ -489,6 +496,8 @@ class Reducer(Launcher):
         if agreement.live:
             self.weight = None
         check_passes(agreement, self.group.size)
+        if not (self.hook is not None and self.hook.trains_apart):
+            self.local_steps.agreed(agreement, self.group)
         return agreement, self._on_agreement(agreement)
 
     def _hand_out(self, agreement: Agreement, *, measures_order: bool) -> None:
@@ -571,6 +580,7 @@ class Reducer(Launcher):
     def loosen(self) -> None:
         """The parameters do not keep the reducer alive any more."""
         self._watch.loosen()
+        self.local_steps.forget()
 
     def shadow(self) -> None:
         """Take part in a step of ranks with data, once however often it is called for it: with what
@@ -659,12 +669,17 @@ class Reducer(Launcher):
             self.held.drop()
             self.earlier.forget()
 
+    def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
+        """A plain optimizer has stepped, with `groups` of its parameters in this model."""
+        self.local_steps.note(optimizer, groups, self._has_leftover)
+
     # -- from one generation to the next -------------------------------------------------------
 
     def change_group(self, group: Group) -> None:
         """Go on in another group. The local gradients stay in the buckets; see `launch_again`."""
         self.group = group
         self._failure = None
+        self.local_steps.forget()
         for bucket in self.buckets:
             bucket.change_group(group)
         self._place_vote()
@@ -686,6 +701,7 @@ class Reducer(Launcher):
         for bucket in self.buckets:
             bucket.work = None
         self.gradients.drop()
+        self.local_steps.forget()
         self.held = HeldGradients(self.gradients)
         self.held.are_means = not self.is_sharded
         self.earlier.forget()

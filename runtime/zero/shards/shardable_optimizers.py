@@ -12,8 +12,8 @@ from chorusline.collectives import Group
 from chorusline.collectives.contract.articles import with_article
 
 from ...process.between_runs import between_runs
+from ...process.option_numbers import entries, is_number, plain
 from .optimizer_trial import Verdict, compared, is_known, trial_groups, try_out
-from .option_numbers import entries, is_number, plain
 
 ELEMENTWISE = (
     torch.optim.SGD,

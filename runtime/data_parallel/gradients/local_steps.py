@@ -1,0 +1,228 @@
+"""The steps that plain optimizers take, and whether those of all ranks are the same.
+
+A plain optimizer steps each rank's own copy of the parameters, and no collective sees it: where a
+rank steps with another learning rate, or once more than the others, the copies drift apart. So the
+vote of each backward pass has a digest of the steps that the rank has taken since the vote before,
+and of the options that their optimizers have by now. Where digests differ, the ranks gather what
+these stand for, and all of them raise the same error.
+
+Optimizers are found when they step, by torch's global hook (engine.py); nobody has to list them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+
+from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
+
+from ...process.agreement import Agreement
+from ...process.option_numbers import plain
+
+_MOST = (1 << 24) - 1  # A vote in float32 counts to 2^24.
+
+_CHANGING = (torch.Tensor, np.ndarray, list)
+"""Values of options that may change and stay the same object."""
+
+_SAME_OPTIONS = (
+    "Every rank must set the same options. A schedule that looks at a loss, such as "
+    "ReduceLROnPlateau, takes one that all ranks have: schedule.step(ctx.reduce(loss)). Inside "
+    "Join a rank without data does what step_along lists: Join([model], step_along=[optimizer, "
+    "schedule])."
+)
+_SAME_STEPS = (
+    "Every rank must step the same optimizers after each backward pass. Inside Join a rank "
+    "without data steps what step_along lists, once after the passes of a step: a batch without "
+    "a backward pass must take no step either, or clear the gradients first "
+    "(optimizer.zero_grad()), so that the step changes nothing. With a ZeroRedundancyOptimizer "
+    "ranks without data need not know it."
+)
+_SAME_PASSES = (
+    "Run the last backward pass of each step outside no_sync(), on all ranks, so that what it "
+    "steps with is the mean of all."
+)
+
+
+class _Steps:
+    """Steps of one optimizer in a row. groups: the numbers of those of its parameter groups that
+    have parameters of the model. unsent: whether `.grad` held gradients of no_sync() then."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[int], unsent: bool
+    ) -> None:
+        self.optimizer, self.groups, self.unsent, self.count = optimizer, groups, unsent, 1
+
+    def values(self) -> Iterator[Any]:
+        """All that other ranks compare, as it is."""
+        yield from (type(self.optimizer).__name__, self.unsent, self.count)
+        for number in self.groups:
+            options = self.optimizer.param_groups[number]
+            for name in self.optimizer.defaults:
+                yield options.get(name)
+
+    def told(self) -> tuple[str, bool, int, dict[str, Any]]:
+        """The same for people: class, unsent, count, and the options by their names."""
+        optimizer = self.optimizer
+        name, has_several = type(optimizer).__name__, len(optimizer.param_groups) > 1
+        return (
+            name,
+            self.unsent,
+            self.count,
+            {
+                f"{option} of parameter group {number} of {name}"
+                if has_several
+                else f"{option} of {name}": _comparable(optimizer.param_groups[number].get(option))
+                for number in self.groups
+                for option in sorted(optimizer.defaults)
+            },
+        )
+
+
+class LocalSteps:
+    """Of one model on one rank, since its last vote.
+
+    have_been_seen: whether an optimizer of its parameters has ever stepped.
+    """
+
+    def __init__(self) -> None:
+        self.have_been_seen = False
+        self._steps: list[_Steps] = []
+        self._voted: list[_Steps] = []
+        self._is_known = False
+        """Whether this rank has taken all steps since the vote before that a rank takes."""
+        self._was_known = False
+        self._raw: list[Any] = []
+        self._texts: list[str] = []
+        self._digest, self._is_fixed = 0, False
+
+    def __bool__(self) -> bool:
+        return bool(self._steps)
+
+    def note(self, optimizer: torch.optim.Optimizer, groups: Sequence[int], unsent: bool) -> None:
+        """An optimizer has stepped. groups, unsent: as in `_Steps`."""
+        self.have_been_seen = True
+        last = self._steps[-1] if self._steps else None
+        if last and last.optimizer is optimizer and last.unsent == unsent:
+            last.count += 1
+        else:
+            self._steps.append(_Steps(optimizer, groups, unsent))
+
+    def forget(self) -> None:
+        """The model goes on among other ranks, or after its run: nothing is compared with what was
+        before."""
+        self._steps, self._voted, self._is_known = [], [], False
+
+    def vote(self, takes_steps: bool) -> int:
+        """The digest for this rank's vote, positive; 0 if it cannot be compared with the others'.
+
+        takes_steps: whether this rank takes the steps after this vote; a rank without data that
+            lists no optimizer in step_along gets the parameters of another rank later.
+        """
+        digest = self._digest_now() if takes_steps and self._is_known else 0
+        self._voted, self._was_known = self._steps, self._is_known
+        self._steps, self._is_known = [], takes_steps
+        return digest
+
+    def agreed(self, agreement: Agreement, group: Group) -> None:
+        """The votes are in. Raises CollectiveMismatch, on all ranks, if their steps differ."""
+        voted, self._voted = self._voted, []  # They would keep the optimizers alive.
+        if agreement.live:
+            _compare(voted, agreement.digests, group)
+        else:  # No rank had data: all ranks vote once more on the same steps.
+            self._steps, self._is_known = voted, self._was_known
+
+    def compare(self, group: Group) -> None:
+        """The same for the steps since the last vote, which all ranks have taken; collective."""
+        digests = all_gather_row(group, [self._digest_now()])
+        _compare(self._steps, [digest for (digest,) in digests], group)
+
+    def _digest_now(self) -> int:
+        raw = [value for steps in self._steps for value in steps.values()]
+        before = self._raw
+        # Most often these are the very same objects as at the vote before.
+        if self._is_fixed and len(raw) == len(before) and all(map(is_, raw, before)):
+            return self._digest
+        is_known = len(raw) == len(before)
+        if not is_known:
+            self._texts = [""] * len(raw)
+        for at, value in enumerate(raw):
+            if not is_known or value is not before[at] or isinstance(value, _CHANGING):
+                self._texts[at] = repr(_comparable(value))
+        self._raw, self._is_fixed = raw, not any(isinstance(value, _CHANGING) for value in raw)
+        self._digest = zlib.crc32(",".join(self._texts).encode()) % _MOST + 1
+        return self._digest
+
+
+def _compare(steps: Sequence[_Steps], digests: Sequence[int], group: Group) -> None:
+    """steps: that this rank's digest stands for. digests: by rank."""
+    if len({digest for digest in digests if digest > 0}) < 2:
+        return
+    everybodys = all_gather_object(group, [one.told() for one in steps])
+    compared = {rank: told for rank, told in enumerate(everybodys) if digests[rank] > 0}
+    reference = next(iter(compared.values()))
+    unlike = [rank for rank, told in compared.items() if told != reference]
+    detail, remedy = _difference(reference, compared[unlike[0]], compared)
+    raise CollectiveMismatch("step()", group.generation, unlike, detail, remedy)
+
+
+def _comparable(value: Any) -> Any:
+    """An option as all ranks write it, whatever holds its numbers; None for what has no such form,
+    and for a number on a GPU, for which the host would wait."""
+    if type(value) in (float, int, bool):  # Most are; what follows takes its time.
+        return float(value)
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return None
+    value = plain(value)
+    if isinstance(value, list):
+        return [entry if isinstance(entry, float | str) else None for entry in value]
+    return value if isinstance(value, float | str) else None
+
+
+def _difference(
+    mine: Sequence[Any], theirs: Sequence[Any], compared: Mapping[int, Sequence[Any]]
+) -> tuple[str, str]:
+    """What differs, and the remedy. mine, theirs: of two ranks. compared: of all."""
+    if [(name, count) for name, _, count, _ in mine] != [(n, c) for n, _, c, _ in theirs]:
+        each = ", ".join(f"{_counted(told)} on rank {rank}" for rank, told in compared.items())
+        return (
+            f"since the backward pass before, the model's optimizers have stepped: {each}, so the "
+            "parameters of the ranks drift apart",
+            _SAME_STEPS,
+        )
+    for number, ((name, unsent, _, options), (_, theirs_unsent, _, theirs_options)) in enumerate(
+        zip(mine, theirs, strict=True)
+    ):
+        if unsent != theirs_unsent:
+            alone = [rank for rank, told in compared.items() if told[number][1]]
+            return (
+                f"{name} has stepped with gradients of a backward pass in no_sync() that were not "
+                f"reduced on ranks {alone}, and with reduced ones on the others, so the parameters "
+                "of the ranks drift apart",
+                _SAME_PASSES,
+            )
+        for label in (*options, *theirs_options):
+            if options.get(label) != theirs_options.get(label):
+                each = ", ".join(
+                    f"{_shown(told[number][3].get(label))} on rank {rank}"
+                    for rank, told in compared.items()
+                )
+                return (
+                    f"{label} is {each}, so the parameters of the ranks drift apart",
+                    _SAME_OPTIONS,
+                )
+    raise AssertionError("equal steps have equal digests")
+
+
+def _counted(told: Sequence[Any]) -> str:
+    times = [name if count == 1 else f"{name} {count} times" for name, _, count, _ in told]
+    return " and ".join(times) or "none"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
