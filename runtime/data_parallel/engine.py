@@ -7,6 +7,7 @@ once more) are methods of its engine, which the rest of the package uses.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from ..process.between_runs import between_runs
 from ..process.running import recovery_of
 from .buffers import Buffers
 from .gradients.gradient_bucket import GradientBucket
+from .gradients.held_gradients import Habits
 from .gradients.reducer import Reducer
 from .model_steps import ModelSteps, StepEnder
 from .same_model import broadcast_tensors, check_devices, check_same_model
@@ -127,13 +129,14 @@ class ModelEngine:
         between_runs().stepped_by.clear()
 
     @property
-    def pass_pattern(self) -> PassPattern | None:
-        """How many passes a step of the model has, as its Joins have seen it; None before one."""
-        return self.face._pattern
+    def habits(self) -> tuple[PassPattern | None, Habits]:
+        """What the steps of the model usually are: how many passes they have, as its Joins have
+        seen it (None before one), and when the program clears the gradients."""
+        return copy.copy(self.face._pattern), self.reducer.held.habits
 
-    @pass_pattern.setter
-    def pass_pattern(self, pattern: PassPattern | None) -> None:
-        self.face._pattern = pattern
+    @habits.setter
+    def habits(self, habits: tuple[PassPattern | None, Habits]) -> None:
+        self.face._pattern, self.reducer.held.habits = copy.copy(habits[0]), habits[1]
 
     # -- parameters ------------------------------------------------------------------------------
 

@@ -96,8 +96,8 @@ _LOW = 1 << 23
 
 def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int:
     """The length of a vote: the number of votes, the weight, the number of weighing ranks and of
-    ranks that ask for a stop; the notes; standing, epoch with has_next, and digest per rank; used per
-    parameter; two numbers per cursor and rank."""
+    ranks that ask for a stop; the notes; standing, outlook and digest per rank; used per parameter;
+    two numbers per cursor and rank."""
     return _HEAD + _OF_RANK * num_ranks + num_parameters + 2 * num_cursors * num_ranks
 
 

@@ -25,6 +25,7 @@ from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
+from ..data_parallel.gradients.held_gradients import Habits
 from ..data_parallel.same_model import broadcast_tensors
 from ..join.pass_pattern import PassPattern
 from ..process.registry import Registered, Registry
@@ -69,8 +70,7 @@ class RestartState:
     optimizers: the sharded optimizers, in the order in which they were made.
     tensors: of each module, by their names in the module.
     synced: of each model, the step to which its kept buffers belong.
-    patterns: of each model, how many passes its steps have. In the first step after a loss a rank
-        may have no data, and then it has to know.
+    habits: of each model, what its steps usually are.
     states: of all other objects.
     place, steps_taken: as in Summary; None: not known yet.
     """
@@ -78,7 +78,7 @@ class RestartState:
     optimizers: dict[str, RetainedOptimizer] = field(default_factory=dict)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     synced: dict[str, int] = field(default_factory=dict)
-    patterns: dict[str, PassPattern | None] = field(default_factory=dict)
+    habits: dict[str, tuple[PassPattern | None, Habits]] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
     place: StepCount = (0, 0)
     steps_taken: int | None = None
@@ -108,7 +108,7 @@ class RestartState:
                 if isinstance(made, DistributedDataParallel):
                     engine = engine_of(made)
                     retained.synced[entry.name] = engine.buffers.synced_step
-                    retained.patterns[entry.name] = copy.copy(engine.pass_pattern)
+                    retained.habits[entry.name] = engine.habits
             else:
                 retained.states[entry.name] = copy.deepcopy(made.state_dict())
         return retained
@@ -137,8 +137,9 @@ class RestartState:
                     tensor.copy_(kept[name])
             broadcast_tensors(list(here.values()), leader, group)
             if isinstance(made, DistributedDataParallel):
-                pattern = broadcast_object(group, self.patterns.get(entry.name), leader)
-                engine_of(made).pass_pattern = copy.copy(pattern)
+                habits = broadcast_object(group, self.habits.get(entry.name), leader)
+                if habits is not None:
+                    engine_of(made).habits = habits
             return 0
         state = self.states.get(entry.name)
         if not entry.per_rank:

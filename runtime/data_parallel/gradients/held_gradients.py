@@ -12,6 +12,9 @@ from ...process.agreement import Agreement
 from ...process.leftovers import Standing
 from .gradient_bucket import GradientBucket, Gradients
 
+Habits = tuple[bool, tuple[int, int, int]]
+"""`has_cleared`, and the counts of the last step of ranks with data."""
+
 
 class HeldGradients:
     """Of one model on one rank.
@@ -121,6 +124,16 @@ class HeldGradients:
         step before."""
         calls, cleared_at, _ = self._usual
         return calls > self.calls or cleared_at >= self.passes
+
+    @property
+    def habits(self) -> Habits:
+        """What a model that is made again after a loss takes over: in its first steps a rank may
+        have no data, and then it has to know what the others do."""
+        return self.has_cleared, self._usual
+
+    @habits.setter
+    def habits(self, habits: Habits) -> None:
+        self.has_cleared, self._usual = habits
 
     def begin(self, agreement: Agreement) -> None:
         """The ranks have agreed on a step, or where each pass has a vote, on a pass."""
