@@ -119,7 +119,13 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
         check_layouts("parameter", parameters)
         check_layouts("buffer", buffers)
-        check_same_model("DistributedDataParallel", parameters, group, buffers)
+        bucket_bytes = int(bucket_cap_mb * (1 << 20))
+        settings = {
+            "bucket_cap_mb (in bytes)": bucket_bytes,
+            "broadcast_buffers": bool(broadcast_buffers),
+            "static_graph": bool(static_graph),
+        }
+        check_same_model("DistributedDataParallel", parameters, group, buffers, settings)
         # Running statistics that do not travel are not kept for recovery either.
         self._norms_check = recovery_of(group) is not None and not broadcast_buffers
         self._sync_norms = _sync_norms(module, group, self._norms_check)
@@ -132,12 +138,13 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self._reducer = reducer = Reducer(
             named,
             group,
-            int(bucket_cap_mb * (1 << 20)),
+            bucket_bytes,
             has_repeats=static_graph,
             on_backward_begin=self._on_backward_begin,
             on_backward_end=self._on_backward_end,
             on_agreement=self._on_agreement,
             has_next=self._has_next,
+            join=self._join_settings,
             is_uneven=lambda: self._join is not None,
             may_launch=lambda: self._join is None or self._join.expects_pass_of(self),
             steps_along=lambda: self._join is not None and self._join.steps_along(self),

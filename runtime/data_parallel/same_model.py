@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -78,11 +78,15 @@ def check_layouts(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
             )
 
 
+NO_SETTINGS: Mapping[str, int] = {}
+
+
 def check_same_model(
     operation: str,
     named: Sequence[tuple[str, torch.nn.Parameter]],
     group: Group,
     buffers: Iterable[tuple[str, torch.Tensor]] = (),
+    settings: Mapping[str, int] = NO_SETTINGS,
 ) -> None:
     """`check_same_parameters` for names, shapes, dtypes, and which parameters are frozen; and for
     the buffers' names, shapes and dtypes."""
@@ -91,16 +95,22 @@ def check_same_model(
         [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named],
         group,
         [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in buffers],
+        settings,
     )
 
 
 def check_same_parameters(
-    operation: str, parameters: Sequence[str], group: Group, buffers: Sequence[str] = ()
+    operation: str,
+    parameters: Sequence[str],
+    group: Group,
+    buffers: Sequence[str] = (),
+    settings: Mapping[str, int] = NO_SETTINGS,
 ) -> None:
     """Compare the ranks' parameters and buffers by number, in two small collectives.
 
     operation: the name of the operation whose arguments are compared, for the error.
     parameters, buffers: a text for each, equal on all ranks: its shape, dtype and so on.
+    settings: whole numbers and booleans that are to be equal too, by their names for people.
 
     Raises CollectiveMismatch on all ranks, naming the first one that differs.
     """
@@ -108,7 +118,12 @@ def check_same_parameters(
         return  # There is no other rank yet; they compare when this one comes to them.
     kinds = {"parameter": parameters, "buffer": buffers}
     with group.unkept():
-        rows = all_gather_row(group, [len(texts) for texts in kinds.values()])
+        rows = all_gather_row(group, [*map(len, kinds.values()), *settings.values()])
+    for place, (name, own) in enumerate(settings.items(), len(kinds)):
+        values = [type(own)(row[place]) for row in rows]
+        each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+        remedy = f"Give {operation} the same options on every rank."
+        check_like_rank_0(operation, group.generation, values, f"{name} is {each}", remedy)
     remedy = (
         "All ranks must make the same model: the same parameters and buffers, of equal shapes and "
         "dtypes, in the same order, with the same options."

@@ -9,6 +9,29 @@ from chorusline.collectives import CollectiveMismatch, CollectiveTimeout
 from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.errors import ALL_ARRIVE, SAME_ORDER
 
+IN_JOIN, DIVIDES_BY_ALL, THROWS = 1, 2, 4
+
+_SETTINGS = {
+    IN_JOIN: "whether the step is inside a Join that is enabled",
+    DIVIDES_BY_ALL: "Join(divide_by_initial_world_size=)",
+    THROWS: "Join(throw_on_early_termination=)",
+}
+
+
+def unlike_joins(joins: Sequence[int], generation: int) -> CollectiveMismatch:
+    """The error of all ranks where their Joins differ. joins: by rank, the bits of its Join."""
+    bit = next(bit for bit in _SETTINGS if len({one & bit for one in joins}) > 1)
+    values = [bool(one & bit) for one in joins]
+    each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+    return CollectiveMismatch(
+        "Join",
+        generation,
+        [rank for rank, value in enumerate(values) if value != values[0]],
+        f"{_SETTINGS[bit]} is {each}, so the ranks would not end the step alike",
+        "Every rank must enter the same Join around its steps, with the same enable, "
+        "divide_by_initial_world_size and throw_on_early_termination.",
+    )
+
 
 def explain(error: BaseException, absent: Sequence[int], *, follows: bool) -> None:
     """Make an error of a collective say what it means inside a Join, if it says no more than what

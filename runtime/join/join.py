@@ -32,7 +32,17 @@ from ..process.agreement import Agreement, Note
 from ..process.running import Survival
 from ..process.step_boundary import Iteration, boundary
 from .conductor import Conductor
-from .explained import explain, warn_of_skew, why_exhausted, why_not_one_more, why_not_skipped
+from .explained import (
+    DIVIDES_BY_ALL,
+    IN_JOIN,
+    THROWS,
+    explain,
+    unlike_joins,
+    warn_of_skew,
+    why_exhausted,
+    why_not_one_more,
+    why_not_skipped,
+)
 from .followers import followers_of, steps_any
 from .join_hook import JoinHook
 from .ledger import JoinLedger
@@ -123,6 +133,9 @@ class GroupJoinable(Joinable):
         """Whether this rank may take another step."""
         return self._join.ledger.may_go_on if self._join is not None else True
 
+    def _join_settings(self) -> int:
+        return self._join.settings if self._join is not None else 0
+
     def _divisor(self, agreement: Agreement) -> float:
         """The number by which the summed gradient is divided to get the mean."""
         if self._join is not None:
@@ -140,6 +153,8 @@ class GroupJoinable(Joinable):
         counts: the samples of the step count now; those of a plain optimizer, which each rank
             steps by itself, count when it has stepped.
         """
+        if len(set(agreement.joins)) > 1:
+            raise unlike_joins(agreement.joins, self.group.generation)
         if self._join is not None:
             # First: it may raise an error on all ranks, and then none of them applies the step.
             self._join.record(self, agreement)
@@ -209,7 +224,7 @@ class Join:
         self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
         self._device = joinables[0].join_device
         self._enable = enable
-        self._throws = throw_on_early_termination
+        self._throws = bool(throw_on_early_termination)
         self._is_exhausted = False  # True: every rank raises for throw_on_early_termination
         self._step_along = list(step_along)
         self._skew_warning = skew_warning
@@ -241,6 +256,12 @@ class Join:
             self.ledger.pattern = self._counts_steps._pattern
         self._conductor = Conductor(self._followed, self.ledger, self._begun) if followed else None
         self._follows_evaluation = bool(groups)
+
+    @property
+    def settings(self) -> int:
+        """What votes say of the Join: the bits of IN_JOIN, DIVIDES_BY_ALL and THROWS."""
+        divides = DIVIDES_BY_ALL * self.ledger.divide_by_initial_world_size
+        return IN_JOIN + divides + THROWS * self._throws
 
     @property
     def live_ranks(self) -> tuple[int, ...]:

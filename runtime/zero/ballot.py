@@ -54,7 +54,7 @@ class Vote:
     num_samples: lengths of the datasets that the rank iterates, the outermost first; 0: unknown.
     stop: the rank was asked to stop all ranks after this step.
     notes: about the backward passes of the step.
-    epoch, digest: as in an Agreement.
+    join, epoch, digest: as in an Agreement.
     digests: of what this rank keeps (digest_checks.py); None where they are not compared.
     """
 
@@ -70,6 +70,7 @@ class Vote:
     num_samples: Sequence[int] = ()
     stop: bool = False
     notes: Sequence[Note] = ()
+    join: int = 0
     epoch: int = 0
     digest: int = 0
     exact_norm: Sequence[float] = ()
@@ -138,6 +139,7 @@ class Ballot:
             cursors=vote.cursors,
             num_cursors=self._num_cursors,
             notes=vote.notes,
+            join=vote.join,
             epoch=vote.epoch,
             digest=vote.digest,
         )

@@ -47,7 +47,7 @@ from ..process.step_boundary import boundary
 from .ballot import Ballot, Outcome, Vote, check_same_options, numbers_of, set_numbers
 from .digest_checks import Correction, DigestChecks
 from .early_update import EarlyUpdate
-from .loss_scale import agreed_scale
+from .loss_scale import agreed_scale, check_same_growth, digest_of_growth
 from .shards.parameter_bucket import Gather
 from .shards.parameter_shard import ParameterShard
 from .shards.shard_state import Inventory, ShardState
@@ -67,6 +67,7 @@ class Face(torch.optim.Optimizer, GroupJoinable):
     max_norm: the norm to which the mean gradient is clipped; None: no clipping.
     grad_norm: the norm in the last step, before clipping.
     uses_scaler: whether losses are scaled. _scale_of_losses: returns their scale, or None.
+    _growth_of_scale: returns by what the scale grows and shrinks, as a text; empty without one.
     found_overflow: whether the last step was skipped because a scaled gradient was not finite.
     check_every: one of so many steps is checked by digests (digest_checks.py); None: no step is.
     corrections: of what had silently become wrong.
@@ -87,6 +88,9 @@ class Face(torch.optim.Optimizer, GroupJoinable):
 
     @abstractmethod
     def _scale_of_losses(self) -> torch.Tensor | None: ...
+
+    @abstractmethod
+    def _growth_of_scale(self) -> str: ...
 
 
 class OptimizerEngine:
@@ -354,8 +358,9 @@ class OptimizerEngine:
             num_samples=boundary().num_samples,
             stop=boundary().steps.stop_is_wanted,
             notes=[*(self.reducer.notes() if self.reducer else ()), *boundary().notes()],
+            join=self.face._join_settings(),
             epoch=boundary().epoch,
-            digest=-boundary().draws,
+            digest=-boundary().draws or digest_of_growth(self.face._growth_of_scale()),
             digests=self._digests.vote(),
         )
 
@@ -377,6 +382,8 @@ class OptimizerEngine:
                 set_numbers(self.face.param_groups, names, options)
                 self.face.max_norm = max_norm or None
         if self.face.uses_scaler:
+            settings = self.face._growth_of_scale()
+            check_same_growth(outcome.agreement.digests, settings, self.group.generation)
             agreed_scale(outcome.loss_scales, live)
         self.face.found_overflow = self.face.uses_scaler and not math.isfinite(outcome.squared_norm)
         if self.reducer is not None:

@@ -47,6 +47,15 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
         optimizer.uses_scaler = self.is_enabled()
         optimizer._scaler = weakref.ref(self) if self.is_enabled() else None
 
+    @property
+    def growth(self) -> str:
+        """By what the scale grows and shrinks, and when."""
+        return (
+            f"growth_factor={self.get_growth_factor():g}, "
+            f"backoff_factor={self.get_backoff_factor():g}, "
+            f"growth_interval={self.get_growth_interval()}"
+        )
+
     def _current_scale(self) -> torch.Tensor:
         """(1,) the scale of the losses, also on a rank that has scaled none yet."""
         if self._scale is None:

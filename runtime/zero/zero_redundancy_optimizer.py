@@ -155,7 +155,12 @@ class ZeroRedundancyOptimizer(Face):
         self.corrections: list[Correction] = []
         """What had silently become wrong on some rank, and was made right, by check_every."""
         descriptions = describe_parameters(self.param_groups, 0, self.defaults, verdict)
-        check_same_parameters("ZeroRedundancyOptimizer", descriptions, group)
+        settings = {
+            "replicas": replicas,
+            "overlap_with_ddp": bool(overlap_with_ddp),
+            "check_every (0: no check)": check_every or 0,
+        }
+        check_same_parameters("ZeroRedundancyOptimizer", descriptions, group, settings=settings)
         shard = ParameterShard(optimizer_class, defaults, group, verdict=verdict, replicas=replicas)
         self._engine = OptimizerEngine(self, shard, model)
         self._engine.begin(self._overlap(replicas) if overlap_with_ddp else None)
@@ -282,6 +287,10 @@ class ZeroRedundancyOptimizer(Face):
         """The scale of the losses on this rank, (1,); None without a GradScaler."""
         scaler = self._scaler() if self._scaler is not None else None
         return scaler._current_scale() if scaler is not None else None
+
+    def _growth_of_scale(self) -> str:
+        scaler = self._scaler() if self._scaler is not None else None
+        return scaler.growth if scaler is not None else ""
 
     def __getattr__(self, name: str) -> Any:
         """`train()` and `eval()` of optimizers that have them (schedule-free ones); collective."""

@@ -94,7 +94,7 @@ class LocalSteps:
         self.have_been_seen = False
         self._steps: list[_Steps] = []
         self._voted: list[_Steps] = []
-        self._is_known = False
+        self._is_known = True
         """Whether this rank has taken all steps since the vote before that a rank takes."""
         self._was_known = False
         self._raw: list[Any] = []
@@ -193,7 +193,9 @@ def _difference(
         return (
             f"since the backward pass before, the model's optimizers have stepped: {each}, so the "
             "parameters of the ranks drift apart",
-            _SAME_STEPS,
+            _SAME_PASSES
+            if any(one[1] for told in compared.values() for one in told)
+            else _SAME_STEPS,
         )
     for number, ((name, unsent, _, options), (_, theirs_unsent, _, theirs_options)) in enumerate(
         zip(mine, theirs, strict=True)
@@ -220,7 +222,12 @@ def _difference(
 
 
 def _counted(told: Sequence[Any]) -> str:
-    times = [name if count == 1 else f"{name} {count} times" for name, _, count, _ in told]
+    times = [
+        name
+        + (f" {count} times" if count > 1 else "")
+        + (" by gradients of no_sync() that were not reduced" if unsent else "")
+        for name, unsent, count, _ in told
+    ]
     return " and ".join(times) or "none"
 
 

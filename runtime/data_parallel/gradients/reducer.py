@@ -69,7 +69,8 @@ class Reducer(Launcher):
     on_agreement: called with the agreement of each step that is voted on here; returns the divisor.
     is_uneven: whether some rank may have run out of data.
     may_launch: whether a sharded step may send gradients during a pass; else `step()` does it.
-    has_next, cursors: called when a vote is written; cursors is None where no vote counts samples.
+    has_next, join, cursors: called when a vote is written, and return what it says of them; cursors
+        is None where no vote counts samples.
     steps_along: whether this rank steps the model's plain optimizers also when it has no data.
     """
 
@@ -84,6 +85,7 @@ class Reducer(Launcher):
         on_backward_end: Callable[[], None],
         on_agreement: Callable[[Agreement], float],
         has_next: Callable[[], bool],
+        join: Callable[[], int],
         is_uneven: Callable[[], bool],
         may_launch: Callable[[], bool],
         steps_along: Callable[[], bool],
@@ -128,6 +130,7 @@ class Reducer(Launcher):
         self._on_backward_end = on_backward_end
         self._on_agreement = on_agreement
         self._has_next = has_next
+        self._join = join
         self._is_uneven = is_uneven
         self._may_launch = may_launch
         self._steps_along = steps_along
@@ -406,6 +409,7 @@ class Reducer(Launcher):
             cursors=self._cursors() if self._cursors is not None else (),
             num_cursors=self._num_cursors,
             notes=notes,
+            join=self._join(),
             epoch=boundary().epoch,
             digest=-boundary().draws or digest,
         )
