@@ -86,6 +86,12 @@ SITE_BYTES = 64
 _known: dict[tuple[int, int], tuple[CodeType, str, bytes]] = {}  # by id of the code, and offset
 
 
+def encoded(text: str) -> bytes:
+    """As UTF-8. Where the locale cannot show a name of a file (LANG=C), Python holds its bytes as
+    lone surrogates, which have no UTF-8, and are escaped."""
+    return text.encode(errors="backslashreplace")
+
+
 def short_site(code: CodeType | None, offset: int) -> str:
     """`train.py:41`; empty without a code."""
     return "" if code is None else _texts(code, offset)[1]
@@ -105,7 +111,7 @@ def _texts(code: CodeType, offset: int) -> tuple[CodeType, str, bytes]:
         if len(_known) > 4096:  # Code that is generated without end must not pile up here.
             _known.clear()
         text = f"{Path(code.co_filename).name}:{line_of(code, offset)}"
-        padded = text.encode()[-SITE_BYTES:].ljust(SITE_BYTES, b"\0")
+        padded = encoded(text)[-SITE_BYTES:].ljust(SITE_BYTES, b"\0")
         # The entry keeps the code object alive, so that no other object can take its id.
         known = _known[(id(code), offset)] = (code, text, padded)
     return known

@@ -223,7 +223,7 @@ class ObjectChannel:
         self, operation: Operation, group: Operations, reason: str, trace: str
     ) -> PayloadUnreadable | None:
         """The error, with the first failed rank's reason, equal on all ranks; None for success."""
-        lengths = [row[0] for row in all_gather_row(group, (len(reason.encode()),))]
+        lengths = [row[0] for row in all_gather_row(group, (len(reason),))]
         ranks = [rank for rank, length in enumerate(lengths) if length]
         if not ranks:
             return None

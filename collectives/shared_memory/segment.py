@@ -492,7 +492,7 @@ def _started_at(pid: int) -> str:
     may get its number, but not its start."""
     try:
         # The name in parentheses may hold anything; the fields after it are plain.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
     return "" if fields[0] in "ZX" else fields[19]

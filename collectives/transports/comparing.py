@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..contract.call_site import SITE_BYTES
+from ..contract.call_site import SITE_BYTES, encoded
 from ..contract.communicator import Communicator
 from ..contract.dtypes import DTYPE_INDEX
 from ..contract.errors import CollectiveError, CollectiveMismatch, GroupAborted, StoreTimeout
@@ -176,7 +176,7 @@ class _Comparing(OnBehalf):
     """The exchange of descriptions. Its site is the place of `whole`, so that peers can show it."""
 
     def padded_site(self) -> bytes:
-        return self.place().encode()[:SITE_BYTES].ljust(SITE_BYTES, b"\0")
+        return encoded(self.place())[:SITE_BYTES].ljust(SITE_BYTES, b"\0")
 
 
 # -- what is compared: pure ------------------------------------------------------------------------
@@ -236,10 +236,12 @@ def _packed(description: Description) -> torch.Tensor:
     """(_WORDS,) int64. A description that is too long loses the ends of its texts."""
     d = description
     fields: list[Any] = [d.operation, d.shapes, d.device, d.group[:100], d.site[-100:]]
-    data = json.dumps(fields).encode()
+    # Escaped by JSON, a letter would take six bytes.
+    data = encoded(json.dumps(fields, ensure_ascii=False))
     if len(data) > 8 * _WORDS:
-        fields[1] = None  # The shapes, which then have more than a hundred numbers.
-        data = json.dumps(fields).encode()[: 8 * _WORDS]
+        # Without the shapes, which then have more than a hundred numbers.
+        fields = [d.operation, None, d.device, d.group[:50], d.site[-50:]]
+        data = encoded(json.dumps(fields, ensure_ascii=False))
     return torch.frombuffer(bytearray(data.ljust(8 * _WORDS)), dtype=torch.int64)
 
 

@@ -150,7 +150,7 @@ def _started_nodes() -> Iterator[tuple[int, str]]:
         try:
             if not _words(process / "cmdline")[0].endswith("/raylet"):
                 continue
-            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            parent = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
             if parent != "1" and "start" not in _words(Path("/proc", parent, "cmdline")):
                 continue
             variables = _words(process / "environ")
@@ -229,7 +229,7 @@ def _nccl() -> Iterator[Finding]:
 
 def _library(name: str) -> str:
     """The file of a library that this process has loaded."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         if name in line:
             return line.split()[-1]
     return "a library that was linked in"

@@ -92,6 +92,7 @@ def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:
 
 def _start_cluster(**options: Any) -> None:
     """Raises StartupError if Ray cannot start, as on a machine that is too busy."""
+    _check_paths()
     try:
         ray.init(address="local", include_dashboard=False, **options)
     except Exception as error:
@@ -103,6 +104,19 @@ def _start_cluster(**options: Any) -> None:
             "cluster that stays, with `ray start --head`, and use it with address='auto'; "
             "`chorusline doctor` says what is wrong here",
         ) from error
+
+
+def _check_paths() -> None:
+    """Raises StartupError for a path that Ray cannot send, as UTF-8."""
+    for path in (*sys.argv[:1], *sys.path):
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise StartupError(
+                f"the path {path!a} is not text in this process's locale",
+                "Ray sends the script's name and the folders of sys.path as UTF-8. Set "
+                "PYTHONUTF8=1, or another locale than C (LANG=C.UTF-8), before Python starts",
+            ) from None
 
 
 def join(address: str | None, *, may_start: bool = False, **options: Any) -> None:
@@ -119,6 +133,7 @@ def join(address: str | None, *, may_start: bool = False, **options: Any) -> Non
             "a session connects as a part of the cluster, to host:port (6379 as a rule) or 'auto'. "
             "From outside, submit the script: ray job submit --address ... -- python ...",
         )
+    _check_paths()
     try:
         ray.init(address=_reached(address), **options)
     except OSError as error:  # Ray's ConnectionError is an OSError.

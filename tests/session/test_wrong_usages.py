@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 import chorusline as cl
+from chorusline.actors.errors import StartupError
 from chorusline.collectives.contract.articles import with_article
 from chorusline.runtime.program.habits import instead_of, note_on
+from chorusline.runtime.session import connecting
 
 DATA = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 LIMIT_S = 10.0
@@ -547,3 +549,13 @@ def test_names_have_their_article() -> None:
     told = [with_article(name) for name in names]
     assert told[:6] == ["an AdamW", "a Linear", "an SGD", "an int", "a dict", "an LSTM"]
     assert with_article(int) == "an int"
+
+
+@pytest.mark.parametrize("where", ["path", "argv"])
+def test_a_path_that_ray_cannot_send_says_which_and_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """As under LANG=C with PYTHONUTF8=0: Ray's own error names neither."""
+    monkeypatch.setattr(sys, where, ["/home/entra\udcc3\udcaener", *getattr(sys, where)])
+    with pytest.raises(StartupError, match=r"entra\\udcc3\\udcaener' is not text.*PYTHONUTF8=1"):
+        connecting.join("127.0.0.1:1")
