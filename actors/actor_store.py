@@ -61,7 +61,7 @@ class StoreActor:
     """A store with the rules of HashStore, whose waiters do not poll: they are suspended until the
     keys that they miss are written.
 
-    All methods run on the loop of the concurrency group "store". So a rendezvous goes on whatever
+    All methods run on the loop of the concurrency group "store". So a rendezvous continues whatever
     else the actor does, and waiters never take the places of other calls.
     """
 
@@ -205,8 +205,8 @@ class ActorStore(Store):
     can be pickled; every copy is a client of its own.
 
     actor: a StoreActor.
-    secret: travels with every copy. Ranks that meet here sign with it what they write, and the
-        objects that they send between hosts, where others may reach the port of the transport.
+    secret: travels with every copy. Ranks that meet here use it to sign what they write, and the
+    objects that they send between hosts, where others may reach the port of the transport.
 
     No call blocks longer than its timeout: a dead or silent actor raises StoreLost.
     """
@@ -229,7 +229,7 @@ class ActorStore(Store):
         """
         if not ray.is_initialized():
             raise RuntimeError(
-                "ActorStore.start makes an actor, and this process is not connected to Ray; call "
+                "ActorStore.start makes an actor, but this process is not connected to Ray; call "
                 "ray.init() first, or take a FileStore (one host) or store_from_url (no Ray)"
             )
         made = actor_class(StoreActor, concurrency_groups=STORE_CONCURRENCY, num_cpus=0)
@@ -239,8 +239,8 @@ class ActorStore(Store):
         return ActorStore, (self._actor, self.secret), {"timeout_s": self.timeout_s}
 
     def cancel(self, error: CollectiveError) -> None:
-        """Free every blocked thread. Its call, and every later one, raise `error`; of several
-        errors the first one wins."""
+        """Free every blocked thread: its call, and every later one, raises `error`. The first of
+        several errors wins."""
         with self._lock:
             self._cancelled_by = self._cancelled_by or error
             for event in self._blocked:

@@ -3,8 +3,8 @@
 A worker that comes **rehearses**: it runs the function from the top by itself, with the rank that
 it will have, up to its first step of `ctx.steps`, while the others train. What it needs for that, a
 **score**, it gets from one of them. When it waits at its first step, all ranks take it in between
-two steps of theirs, and go on where they are. If the functions cannot take it in so, they run again
-from the top on all ranks, with the newcomer.
+two steps of theirs, and continue where they are. If the functions cannot take it in so, they run
+again from the top on all ranks, with the newcomer.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Readiness(enum.Enum):
     """It can run again from the top: all that has to survive is registered."""
 
     TAKES_IN = "takes in"
-    """As above, and it goes on where it is when a worker comes that has rehearsed."""
+    """As above, and it continues where it is when a worker comes that has rehearsed."""
 
     PARKS = "parks"
     """It cannot run again, and waits in its next step of a sharded optimizer."""
 
     NOT_YET = "not yet"
-    """It could not go on: it has not registered what has to survive, perhaps not yet; or, if that
-    will not be, no step of a sharded optimizer may come any more."""
+    """It could not continue: it has not registered what has to survive, perhaps not yet; or, if
+    that will not be, no step of a sharded optimizer may come any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def actor_class(kind: type, **options: Any) -> Any:
 
 GONE: tuple[type[RayError], ...] = (
     RayActorError,  # It died, or its node does not answer.
-    OutOfMemoryError,  # Ray's memory monitor killed it. This is no RayActorError.
+    OutOfMemoryError,  # Ray's memory monitor killed it. This is not a RayActorError.
     ActorUnschedulableError,  # It never started, and never will; so are the next two.
     ActorPlacementGroupRemoved,
     RuntimeEnvSetupError,

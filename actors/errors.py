@@ -61,7 +61,8 @@ class WorkerLost(PeerLost):
 
 
 class StartupError(ChoruslineError):
-    """The workers were not there in time. what: what was asked for. detail: why it failed."""
+    """The workers could not be started before the deadline.  what: the resources that were asked
+    for. detail: why it failed."""
 
     def __init__(self, what: str, detail: str) -> None:
         super().__init__(what, detail)
@@ -73,8 +74,8 @@ class StartupError(ChoruslineError):
 
 
 class NoCluster(StartupError):
-    """There is no cluster on which workers could start. Its text is all that a person needs: no
-    frame of the program has to do with it."""
+    """There is no cluster on which workers could start. The message is all that a person needs: no
+    frame of the program is involved."""
 
 
 class RankFailed(ChoruslineError):
@@ -88,12 +89,12 @@ class RankFailed(ChoruslineError):
         self.reason = reason
 
     def __str__(self) -> str:
-        mend = (
+        remedy = (
             ". A rank's function ends with `return`; sys.exit() and exit() are for the program"
             if self.reason.startswith("SystemExit")
             else ""
         )
-        return f"rank {self.rank} of generation {self.generation} raised {self.reason}{mend}"
+        return f"rank {self.rank} of generation {self.generation} raised {self.reason}{remedy}"
 
 
 class Interrupted(ChoruslineError):
@@ -111,16 +112,16 @@ class Interrupted(ChoruslineError):
     def __str__(self) -> str:
         return (
             f"the run was interrupted; all ranks stopped after step {self.step}. What ctx.keep "
-            "keeps is still there: run the function again to go on"
+            "holds is still there: run the function again to continue"
         )
 
 
 class DriverLost(ChoruslineError):
-    """The driver actor died during a run. The next run starts a new driver, which adopts the
-    workers that live.
+    """The driver actor died during a run. The next run starts a new driver, which takes over the
+    workers that are alive.
 
     incarnation: how many drivers the session had before this one.
-    detail: what is known of the reason.
+    detail: the reason, as far as known.
     nobody_began: no worker had heard of the run, so it may be begun once more.
     """
 
@@ -132,21 +133,21 @@ class DriverLost(ChoruslineError):
 
     def __str__(self) -> str:
         return (
-            f"the driver actor (incarnation {self.incarnation}) is gone: {self.detail}. "
-            "The workers were told to stop. Call run() again: it starts a new driver, which asks "
-            "the workers that live."
+            f"the driver actor (incarnation {self.incarnation}) is gone: {self.detail}. The "
+            "workers stop. Call run() again: it starts a new driver, which takes over the "
+            "workers that are alive."
         )
 
 
 class HeadLost(DriverLost):
-    """The head of the cluster takes no connections any more, so no driver's word can come, and no
-    new driver can be started."""
+    """The head node of the cluster accepts no connections, so no driver can report, and no new
+    driver can be started."""
 
     def __str__(self) -> str:
         return (
-            f"the head of the cluster is gone: {self.detail}. No outcome of the run can come. "
-            "Start the cluster anew, and make a new Session; with checkpoint= it goes on from the "
-            "last one"
+            f"the head node of the cluster is gone: {self.detail}. The result of this run cannot "
+            "be retrieved. Restart the cluster and make a new Session; with checkpoint= it "
+            "resumes from the last checkpoint"
         )
 
 
@@ -193,13 +194,13 @@ class StreamLost(ChoruslineError, RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"the reader of a Stream is gone ({self.why}), and with it the rows that it had read. "
-            f"{self.remedy}"
+            f"the reader of a Stream is gone ({self.why}), and the rows that it had read are "
+            f"lost. {self.remedy}"
         )
 
 
 def ends_a_generation(error: BaseException) -> bool:
-    """Whether the run may go on in a new generation after this error.
+    """Whether the run may continue in a new generation after this error.
 
     A mismatch is not among these errors: it is the program's fault and would come again. A
     checkpoint that ranks did not live to write is: it says `is_by_loss`.

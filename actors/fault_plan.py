@@ -65,13 +65,13 @@ class Instant(enum.Enum):
     """(d) They have met, and are about to move state."""
 
     ENTER = "enter"
-    """(e) This rank is about to deal the samples anew, and to cut its shards."""
+    """(e) This rank is about to deal the samples again, and to cut its shards."""
 
     GATHER_AGAIN = "gather again"
     """(f) Parameters that some rank may lack are on their way."""
 
     RECOVERED = "recovered"
-    """This rank goes on with its step."""
+    """This rank continues its step."""
 
 
 class What(enum.Enum):
@@ -110,7 +110,7 @@ def ordered(num_workers: int) -> tuple[Order, ...]:
     orders = parsed(os.environ.get(VARIABLE, ""), num_workers)
     if orders:
         told = "; ".join(map(str, orders))
-        warnings.warn(f"{VARIABLE} orders faults: {told}", stacklevel=users_level())
+        warnings.warn(f"{VARIABLE} injects faults: {told}", stacklevel=users_level())
     return orders
 
 

@@ -16,7 +16,7 @@ from .output import Output, Printed
 from .run_status import RunStatus
 
 _MOST_NAMES = 256
-"""Of reported values that are remembered: a name that is made of a number would add up for ever."""
+"""Of reported values that are remembered: a name that is made of a number would add up forever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Journal:
     keep: False if the session will not read; then only `last` is held, so that memory does not
     grow.
     output: of the process, for what is shown in between its lines.
-    history: how many reports are held that were read already, for a reader that begins anew.
+    history: how many reports are held that were read already, for a reader that begins again.
     """
 
     def __init__(self, keep: bool, output: Output | None = None, history: int = 0) -> None:

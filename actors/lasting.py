@@ -1,7 +1,7 @@
 """Actors that outlive the process that started them: their names, and what the cluster remembers.
 
 A detached session is held by a *keeper*, an actor that Ray starts again when it dies. The driver
-and the workers are detached actors as well, so they go on meanwhile. The new keeper finds them by
+and the workers are detached actors as well, so they continue. The new keeper finds them by
 their names. What no actor could tell it (where the seats are, which run was asked for) the keeper
 has written to the key-value store of the cluster's head, a few kilobytes.
 
@@ -80,7 +80,7 @@ class Lasting:
         return found
 
     def keeper(self) -> Actor | None:
-        """The keeper, also while Ray starts it again; None if there is none."""
+        """The keeper, even while Ray starts it again; None if there is none."""
         try:
             return ray.get_actor(self.keeper_name, namespace=NAMESPACE)
         except ValueError:
@@ -128,7 +128,7 @@ def new_group_name(session: str) -> str:
 
 def end_without(session: str) -> None:
     """End this actor's process when the keeper of its session is gone for good, and not only
-    restarted; it would stay for ever."""
+    restarted; it would stay forever."""
     lasting = Lasting(session)
 
     def watch() -> None:

@@ -6,7 +6,7 @@ Who speaks to whom:
     Session ◀─ RunSucceeded / RunFailed ─ Driver ◀── Success / Failure ── Worker
     Session ◀──────────── Report (pulled while a run is in progress) ──── Worker
                         Driver ◀── Frozen ── Worker, Driver ── Resumption ──▶ Worker
-                                             (a run that goes on in the next generation)
+                                             (a run that continues in the next generation)
     anybody ◀── snapshots ── Driver, Worker
 
 User objects (the function, its result, its exception) travel as bytes made by cloudpickle, so
@@ -95,7 +95,7 @@ class RunRequest:
     timeout_s: deadline of rendezvous and of each collective.
     keep_reports: the session will pull the reports; otherwise a worker keeps only the last one.
     debug_level: of the session's process; a worker whose own level is higher keeps its own.
-    fewest: the smallest number of workers with which the run goes on when others are lost.
+    fewest: the smallest number of workers with which the run continues when others are lost.
     max_failures: workers that may be lost before the run fails. With 0 the first loss ends it;
     None allows any number.
     pause_s: how long the run waits for new workers when fewer than `fewest` are left.
@@ -147,8 +147,8 @@ class Report:
     step: calls of `report` before this one, on this rank in this run.
     time: seconds since the epoch, by the clock of that machine.
     values: by name, each a ReportValue.
-    taken: optimizer steps of the run by then, on all ranks.
-    global_step: the same, with the steps before the checkpoint that the run has resumed from.
+    taken: optimizer steps of the run so far, the same on all ranks.
+    global_step: optimizer steps, including those before the checkpoint that the run resumed from.
     """
 
     rank: int
@@ -170,7 +170,7 @@ def numbers_of(values: Mapping[str, Any], within: str = "") -> dict[str, float]:
     return found
 
 
-# ── How a run goes on without some of its ranks (regeneration.py) ────────────────────────────────
+# ── How a run continues without some of its ranks (regeneration.py) ───────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ DROPPED = Progress(-1)
 
 
 NOWHERE = -1
-"""The generation of a rank that has not begun, and so has nothing to go on with."""
+"""The generation of a rank that has not begun, and so has nothing to continue with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,9 +199,9 @@ class Frozen:
 
     progress: of its optimizers, in the order in which they were made.
     error: what ended the generation for this rank.
-    entered: the last generation that this rank has gone on in, or NOWHERE. Later ones have not
+    entered: the last generation that this rank has continued in, or NOWHERE. Later ones have not
     come about for it.
-    is_parked: the function waits inside a step, and can go on there. Otherwise it has been left,
+    is_parked: the function waits inside a step, and can continue there. Otherwise it has been left,
     and has to run again from the top.
     can_restart: everything that has to survive that is registered.
     spare: ranks that may go at once without any state being lost, as far as this rank knows.
@@ -211,7 +211,8 @@ class Frozen:
     plain_steps: steps that this rank has taken with optimizers that hold no ballots.
     can_save: the ranks that are left can write everything that counts to a checkpoint.
     saved: the path of the run's last checkpoint, if it was written in this generation.
-    takes_in: the function goes on where it is when a worker comes that has rehearsed (arrivals.py).
+    takes_in: the function continues where it is when a worker comes that has rehearsed
+    (arrivals.py).
     is_at_boundary: it waits between two steps for such a worker.
     """
 
@@ -267,12 +268,12 @@ class FormerRanks:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """How a frozen rank goes on.
+    """How a frozen rank continues.
 
     former: which rank each rank had before.
     progress: what holds for all ranks. A rank that has seen less takes it from here.
-    entered: the last generation that any rank has gone on in, or NOWHERE if no rank has begun. A
-    rank that has not gone on in it had done all that was needed for that, and counts it as well.
+    entered: the last generation that any rank has continued in, or NOWHERE if no rank has begun. A
+    rank that has not continued in it had done all that was needed for that, and counts it as well.
     restarts: the function runs again from the top, on all ranks.
     leaving: ranks that hand over what they keep in this generation, which ends with that
     (departures.py).

@@ -29,7 +29,7 @@ GAUGES = {
     "chorusline_step_seconds": "seconds of an optimizer step, averaged over the last sample",
     "chorusline_joined": "1 on a rank that has run out of data and shadows the steps of others",
     "chorusline_batches_left": "batches left of the shard that is iterated",
-    "chorusline_generation": "number of the membership; it grows when ranks are lost or arrive",
+    "chorusline_generation": "number of the generation; it grows when ranks are lost or join",
     "chorusline_rank": "rank of the worker, -1 between runs",
     "chorusline_world_size": "ranks of the generation",
     "chorusline_memory_bytes": "memory of the worker's process",
@@ -43,13 +43,13 @@ COUNTERS = {
     "chorusline_collectives": "collectives issued",
 }
 REPORTED = {
-    "chorusline_reported": "the last number that the rank has reported by this name (ctx.report)",
+    "chorusline_reported": "the last number that the rank reported by this name (ctx.report)",
 }
 """Its tag `name` is the name in the report, or `accuracy.top1` for a number in a dictionary."""
 OF_DRIVER = {
     "chorusline_lost_workers": "workers that died, or were given up, during a run",
-    "chorusline_recoveries": "times that a run went on without workers that it had lost",
-    "chorusline_failed_runs": "runs that ended with a failure; a cancelled one is none",
+    "chorusline_recoveries": "times that a run continued without workers that it had lost",
+    "chorusline_failed_runs": "runs that ended with a failure; cancelled runs do not count",
 }
 """Prometheus shows these names with the prefix `ray_`, and counters with the suffix `_total`."""
 
@@ -170,7 +170,7 @@ class Publisher:
 
     def _publish_reported(self, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            # Each name is a series of its own for whoever stores them, for ever.
+            # Each name is a series of its own for whoever stores them, forever.
             if name in self._named or len(self._named) < MOST_REPORTED:
                 if self._named.get(name) != value:
                     self._reported.set(value, tags={"name": in_ascii(name)})

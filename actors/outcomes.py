@@ -120,9 +120,9 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _users_part(error: BaseException) -> TracebackType | None:
-    """The traceback from the user's first frame on: after the last one of ours that leads there.
-    Ray's and asyncio's stand before it. Of an error whose text says all, only frames of the user's
-    files."""
+    """The traceback from the user's first frame on: after the last frame of Chorusline that leads
+    there. Ray's and asyncio's stand before it. Of an error whose text says all, only frames of the
+    user's files."""
     users = part = error.__traceback__
     while part is not None:
         if part.tb_frame.f_globals.get(_MARK):
@@ -162,7 +162,7 @@ def raise_failure(failed: RunFailed, step: int = 0) -> NoReturn:
         error.add_note(f"ranks {list(failed.returned)} had returned from the function by then")
     if failed.stuck:
         error.add_note(
-            f"ranks {list(failed.stuck)} did not stop when they were told to; their workers are "
+            f"ranks {list(failed.stuck)} did not stop when they were asked to; their workers are "
             "replaced before the next run"
         )
     raise error

@@ -97,7 +97,7 @@ class Output:
         self._rank: int | None = None
         self._kind = OUT  # of the stream that was written to last
         # None if Ray was told to write its workers' output to something else than plain files (to
-        # rotate them, or to use the terminal): then it goes on showing the output in its own way.
+        # rotate them, or to use the terminal): then it continues to show the output in its own way.
         self._files = _log_files()
         self._beginning = Position()
         self._streams: tuple[Any, ...] = ()

@@ -34,7 +34,7 @@ def difference(theirs: dict[str, str], ours: dict[str, str]) -> str:
     for name, here in ours.items():
         there = theirs.get(name, UNKNOWN)
         if UNKNOWN not in (there, here) and _what_counts(name, there) != _what_counts(name, here):
-            differences.append(f"{name} {there} where the caller has {here}")
+            differences.append(f"{name} {there} (the caller has {here})")
     if not differences:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Which rank is behind, where, and in which line: what the ranks answer, and a text made of it.
+"""Which rank is late, where, and in which line: what the ranks answer, and a text made of it.
 
 When a collective times out or does not match, the driver asks all workers. Their control loops
 answer while their training threads are blocked. What follows from the answers is pure.
@@ -59,7 +59,7 @@ def tell(of_ranks: Mapping[int, Whereabouts | str], late: Sequence[int]) -> str:
     for rank in sorted(of_ranks):
         said = of_ranks[rank]
         if isinstance(said, str):
-            lines.append(f"rank {rank} {said}; its process may be stopped, or busy without end")
+            lines.append(f"rank {rank} {said}; its process may be stopped, or stuck in a loop")
         elif rank in late:
             lines.append(f"rank {rank} {_doing(said, group, session, before)}")
             if said.stack:

@@ -41,8 +41,8 @@ READER_FAULTS = ("reader", "reader and worker", "reader and worker and driver")
 the place of some of the faults above."""
 
 EXCUSES = (
-    "no other rank was left to go on",
-    "nobody is left who knows how far the run was",
+    "no other rank was left to continue",
+    "no process is left that knows how far the run was",
     "optimizer state is lost",
     "the result of this one is lost",
     "cannot be run again in the middle, because",

@@ -203,8 +203,8 @@ class Crew:
             if time.monotonic() > give_up_at:
                 raise StartupError(
                     f"there is room for {num_workers} workers, and {self._fewest} are the fewest",
-                    f"nodes have gone, and none came within {timeout_s:g} s. Add nodes, raise "
-                    "startup_timeout_s if they are on their way, or ask for fewer with "
+                    f"nodes were lost, and none was added within {timeout_s:g} s. Add nodes, "
+                    "raise startup_timeout_s if they are still starting, or ask for fewer with "
                     "num_workers=(fewest, most)",
                 )
             await asyncio.sleep(_LOOK_S)
@@ -243,7 +243,7 @@ class Crew:
 
     async def find(self) -> None:
         """Take over the living workers of a detached session, whose keeper has died. Its driver is
-        ended, since what it knows was for that keeper; the workers go on."""
+        ended, since what it knows was for that keeper; the workers continue."""
         assert self._lasting is not None
         drivers = await asyncio.to_thread(self._lasting.drivers)
         for driver in drivers.values():
@@ -282,7 +282,7 @@ class Crew:
         payload: a reference to the program's Parcel.
         has_begun: under a driver that is gone.
 
-        If the driver dies, the ranks go on, and a new driver takes the run over. If this call is
+        If the driver dies, the ranks continue, and a new driver takes the run over. If this call is
         cancelled, it ends the run on all ranks first.
         """
         driver: Actor | None = None if has_begun else self._living_driver()
@@ -338,7 +338,7 @@ class Crew:
 
     async def _outcome(self, call: Any) -> RunSucceeded | RunFailed | None:
         """What the driver returns. Raises HeadLost if the cluster's head is gone for HEAD_S: Ray
-        would wait for ever."""
+        would wait forever."""
         watch = asyncio.create_task(until_head_is_gone(), name="head-watch")
         outcome = asyncio.ensure_future(answer(call))
         try:
@@ -348,7 +348,7 @@ class Crew:
         finally:
             watch.cancel()
             outcome.cancel()
-        raise HeadLost(self._incarnation, f"it has taken no connections for {HEAD_S:g} s")
+        raise HeadLost(self._incarnation, f"it has accepted no connections for {HEAD_S:g} s")
 
     async def _nobody_is_in(self, began_with: Mapping[int, Actor]) -> DriverLost:
         """The error of a run that a driver died in, and that no worker is in which lives."""
@@ -359,13 +359,13 @@ class Crew:
         if any(isinstance(one, WorkerSnapshot) for one in said):
             # Functions are called when all ranks have met, and this worker knows of no run. One
             # that does not answer may know of it.
-            early = "it died before any worker had heard of the run"
+            early = "it died before any worker had received the run"
             return DriverLost(self._incarnation - 1, early, nobody_began=True)
         return DriverLost(
             self._incarnation - 1,
-            f"it died, and none of {len(began_with)} workers answers: nobody is left who knows "
-            "how far the run was. It is not begun again by itself; a session with checkpoint= goes "
-            "on from its last checkpoint",
+            f"it died, and none of {len(began_with)} workers answers: no process is left that "
+            "knows how far the run was, so it is not started again. With checkpoint= the next "
+            "run resumes from the last checkpoint",
         )
 
     async def _stopped_after_step(self, run: int, call: Any) -> bool:
@@ -450,7 +450,7 @@ class Crew:
         except (ActorGone, NoAnswer) as error:
             self._kill_driver()
             raise _DriverGone(
-                "the driver actor was lost while it met the workers", error.detail
+                "the driver actor was lost while it connected to the workers", error.detail
             ) from None
 
     async def _stop_workers(self, reason: str) -> None:

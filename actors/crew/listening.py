@@ -57,8 +57,8 @@ class News:
 class Listener:
     """It gets every report of a run once, in order for each rank, and every byte that was printed.
 
-    workers: by seat. It is the crew's own mapping, since a run may go on with other workers than it
-    began with.
+    workers: by seat. It is the crew's own mapping, since a run may continue with other workers than
+    it began with.
     starting: seats whose workers have not answered yet. They say nothing yet, and whoever waited
     for them would keep waiting what the others say.
     """
@@ -153,7 +153,7 @@ class Listener:
             if rest is None and not is_gone:
                 return
             if rest is None:
-                text = f"(it is gone; what it printed last is in {last.files[0]} on its node)\n"
+                text = f"(it is gone; its last output is in {last.files[0]} on its node)\n"
                 piece = Piece(ERR, text.encode(), last.rank)
                 rest = Printed((piece,), last.until, last.rank, False, last.files, last.node_id)
                 news.printed.append((seat, rest))

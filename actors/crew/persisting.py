@@ -1,7 +1,8 @@
 """What a session does beside a run, again and again until it has worked.
 
-A run goes on by itself: nobody awaits the fill of an empty seat. If the cluster answers a question
-of it with an error, the seat must not stay empty for that, and the error must not stay unseen.
+A run continues by itself: nobody awaits the fill of an empty seat. If the cluster answers a
+question of it with an error, the seat must not stay empty for that, and the error must not stay
+unseen.
 """
 
 from __future__ import annotations
@@ -34,6 +35,6 @@ async def persist(attempt: Callable[[], Awaitable[bool]], what: str) -> None:
             if all(isinstance(one, ActorGone) for one in causes):
                 raise causes[0] from None
             why = "; ".join(f"{type(one).__name__}: {one}" for one in causes)
-            _log.warning("%s: it is tried again in %g s, because of %s", what, pause_s, why)
+            _log.warning("%s: retrying in %g s, after %s", what, pause_s, why)
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)

@@ -1,4 +1,4 @@
-"""While a run goes on: a worker for every seat, as soon as there is room for it.
+"""During a run: a worker for every seat, as soon as there is room for it.
 
 A seat is empty from the start if the cluster had no room for it, or becomes empty because its
 worker has died, or has left a node that goes. To fill a seat may take as long as a node takes to
@@ -84,7 +84,7 @@ class Recruiter:
         """
         watches = {
             "the seats of lost workers are not filled": lambda: self._recruit(has_taken_over),
-            "nodes that are to go are not noticed": self._watch_nodes,
+            "draining nodes are not noticed": self._watch_nodes,
         }
         if self._request.replaces_stragglers:
             replacing = Replacing(self._driver, self._request.run, self._workers, self._starting)
@@ -194,7 +194,7 @@ class Recruiter:
             why = await answer(asked, _ANSWER_S)
             if why and why not in self._told:
                 self._told.add(why)
-                self._tell(f"a new worker is ready, but the function cannot take it in: {why}")
+                self._tell(f"a new worker is ready, but the function cannot admit it: {why}")
 
     async def _newcomer(self, seat: int) -> tuple[Actor, bool]:
         """A worker of the reserve; or, if there is room for the seat before one is ready, a new
@@ -207,7 +207,7 @@ class Recruiter:
         return spare, True
 
     async def _has_room_first(self, seat: int) -> bool:
-        """Wait for room for a seat, or for a worker in reserve; whether it was the room."""
+        """Wait for room for a seat, or for a spare worker; whether it was the room."""
         room = asyncio.create_task(self._seats.wait_for(seat), name=f"room-{seat}")
         spare = asyncio.create_task(self._reserve.wait_for_one(), name=f"spare-{seat}")
         try:

@@ -1,7 +1,7 @@
-"""Workers that are far behind the others for long, replaced while a run goes on.
+"""Workers that are far behind the others for long, replaced during a run.
 
 Such a worker leaves as one whose node is drained does: it hands over what only it has, and the
-others go on. Then its seat is empty, and filled as any other.
+others continue. Then its seat is empty, and filled as any other.
 
 A seat is cleared once in a run. If the next worker there is as slow, it is the place, or the work
 of that rank, and a third one would be as slow.
@@ -37,7 +37,7 @@ class Leavers:
             if steps.is_straggler:
                 self._by_seat.setdefault(seat, worker_id)
             if self._by_seat.get(seat) == worker_id:
-                leaving[worker_id] = f"{word.info} was far behind the other ranks for long"
+                leaving[worker_id] = f"{word.info} was much slower than the other ranks for long"
         return leaving
 
 

@@ -1,8 +1,8 @@
-"""Workers in reserve: they have started and wait, so that a lost worker's seat is not empty long.
+"""Spare workers: they have started and wait, so that a lost worker's seat is not empty long.
 
-A process, torch and the program's modules take seconds to load. A worker in reserve has them. When
+A process, torch and the program's modules take seconds to load. A spare worker has them. When
 a seat is empty, the worker takes it with the place that it has (`Seats.swap`), and the place of the
-lost worker is filled behind it, without haste.
+lost worker is filled after it, without haste.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .persisting import AGAIN_AT_MOST_S, AGAIN_S, persist
 from .seats import Seats
 
 _BEHIND_S = 3.0
-"""Seconds until the next worker is started behind one that has taken a seat: a process that starts
+"""Seconds until the next worker is started after one that has taken a seat: a process that starts
 needs the cores of the node, and so does the recovery."""
 
 _ANSWER_S = 2.0
@@ -27,7 +27,7 @@ _ANSWER_S = 2.0
 
 
 class Reserve:
-    """The workers in reserve of one session, by seat (`Seats.reserve`).
+    """The spare workers of one session, by seat (`Seats.reserve`).
 
     make: starts a worker in a seat that there is room for.
     """
@@ -50,7 +50,7 @@ class Reserve:
         the program. Those that wait at the end wait on."""
 
         async def keep(seat: int) -> None:
-            what = f"seat {seat} of the reserve is not filled"
+            what = f"seat {seat} of the spares is not filled"
             await persist(lambda: self._keep(seat, program), what)
 
         keepers = [
@@ -119,7 +119,7 @@ class Reserve:
         await answer(worker.sit.remote(seat), _ANSWER_S)
 
     def leave(self) -> list[Actor]:
-        """The workers in reserve, which are the caller's to end."""
+        """The spare workers, which are the caller's to end."""
         workers, self._workers = list(self._workers.values()), {}
         self._ready.clear()
         return workers

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 
 class Seats(Protocol):
-    """The seats of a session's workers, numbered from 0 to `most` - 1, and those behind them in
-    which workers wait in reserve."""
+    """The seats of a session's workers, numbered from 0 to `most` - 1, and those after them in
+    which spare workers wait."""
 
     most: int
     reserve: range

@@ -84,13 +84,13 @@ class Arrivals:
         if mine is None:
             return []
         if mine.is_called_off:  # The order has crossed with this word.
-            return [_stop(mine, "it was called off")]
+            return [_stop(mine, "it was cancelled")]
         mine.ticket = ticket
         tickets = [one.ticket for one in self.by_id.values()]
         if None in tickets:
             return []
         if len(set(tickets)) > 1:
-            return self.call_off("the workers that come wait at different steps")
+            return self.call_off("the new workers wait at different steps")
         self.number += 1
         invitation = Invitation(self.number, generation, ticket)
         return [instructions.Invite(one.info.worker_id, invitation) for one in members]
@@ -119,7 +119,7 @@ class Arrivals:
             mine.member.state = MemberState.READY
         if (is_final and not mine.is_called_off) or self.attempts >= MOST_ATTEMPTS:
             self.are_possible = False
-        return self.call_off("another worker that was to come with it does not come")
+        return self.call_off("another worker that was to join with it does not come")
 
     def abandon(self) -> None:
         """The workers that rehearse have not stopped in time."""

@@ -1,8 +1,8 @@
 """Which ranks leave a run on notice, and when. Pure; membership.py asks.
 
 A notice names a node (it is drained) or a worker (its process was sent SIGTERM). Its ranks leave in
-a round like the one after a failure, and the others go on without them. Other ranks must then keep
-what the leavers keep. With replicas they do. Without replicas the leavers *hand over* first:
+a round like the one after a failure, and the others continue without them. Other ranks must then
+keep what the leavers keep. With replicas they do. Without replicas the leavers *hand over* first:
 
 1. The notice freezes all ranks, as a loss does.
 2. The next generation has the leavers in it, and all its ranks know which they are. They meet, the
@@ -13,7 +13,7 @@ what the leavers keep. With replicas they do. Without replicas the leavers *hand
 
 A rank that is lost between 2 and 3 may take along what it was handed, so no rank leaves in that
 round; the leavers, who still have their state, hand over again. Nor does a rank leave when the
-functions run again from the top, since they go on from what the ranks keep in their shards; the
+functions run again from the top, since they continue from what the ranks keep in their shards; the
 notice comes again.
 """
 
@@ -42,7 +42,8 @@ class Departures:
         self._num_ready = num_ready
 
     def fewest(self, members: Sequence[WorkerInfo], fewest: int) -> int:
-        """With how many ranks the run goes on, where `fewest` are asked for: those that leave, and
+        """With how many ranks the run continues, where `fewest` are asked for: those that leave,
+        and
         whose seats others take at once, are not missed. members: by rank."""
         num_leaving = sum(self.why(one) is not None for one in members)
         return max(1, fewest - min(self._num_ready, num_leaving))
@@ -53,7 +54,7 @@ class Departures:
 
         who: id of the node or worker that the notice names.
         members: by rank.
-        fewest: ranks with which the run goes on (as in `fewest`).
+        fewest: ranks with which the run continues (as in `fewest`).
         """
         leaving = [one for one in members if self.why(one) is not None]
         is_here = any(who in (one.worker_id, one.node_id) for one in members)
@@ -79,7 +80,7 @@ class Departures:
 
         members: by rank.
         frozen, lost: as in Regeneration, of a complete round.
-        fewest: ranks with which the run goes on (as in `fewest`).
+        fewest: ranks with which the run continues (as in `fewest`).
         restarts: the functions run again from the top.
         """
         leaving = [rank for rank in sorted(frozen) if self.why(members[rank]) is not None]

@@ -2,7 +2,7 @@
 
 It hosts the store in which the ranks meet. A store of its own would be one more process, one more
 thing that can die, and would save nothing: a rendezvous happens only when the driver forms a
-generation, so the driver lives then; and a driver that was started anew needs no old keys, since
+generation, so the driver lives then; and a driver that was started again needs no old keys, since
 numbers of generations never repeat.
 
 The driver knows nothing that the workers do not know: a new driver adopts the workers of the old
@@ -91,7 +91,7 @@ class Driver(StoreActor):
         self._early_cancels: set[int] = set()  # A cancellation may overtake its run.
         self._lost: list[tuple[int, str]] = []  # of the run in progress
         self._has_lost = asyncio.Event()
-        self._num_ready = 0  # workers in reserve
+        self._num_ready = 0  # spare workers
         self._holds: Counter[str] = Counter()  # of ranks that leave, by the notice's node or worker
 
     def __repr__(self) -> str:
@@ -151,7 +151,7 @@ class Driver(StoreActor):
     ) -> RunSucceeded | RunFailed | None:
         """See a run to its end that another driver has begun; None if no worker is in it.
 
-        workers: by seat, all of the session. They know where the run is, and they went on.
+        workers: by seat, all of the session. They know where the run is, and they continued.
         """
         calls = {seat: worker.stand.remote(request.run) for seat, worker in workers.items()}
         stands = []
@@ -262,7 +262,7 @@ class Driver(StoreActor):
         """A node or a worker was told to go; its ranks leave the run first. who: the id."""
         if self._run != run:
             return
-        # The notice comes again: if the ranks could not go on now, perhaps they can then.
+        # The notice comes again: if the ranks could not continue now, perhaps they can then.
         members = self._membership.snapshot(0).members
         # A worker without a rank does not get one any more. The driver before this one may have
         # dismissed it and died before the session heard that its seat is empty.
@@ -272,7 +272,7 @@ class Driver(StoreActor):
         said = await self.readiness(run, ids)
         is_sure = Readiness.PARKS not in said or Readiness.NOT_YET in said
         if not is_sure and self._holds[who] < MAX_ATTEMPTS:
-            # Behind its last step no rank parks. One that waits before a step holds all of them.
+            # After its last step no rank parks. One that waits before a step holds all of them.
             self._holds[who] += 1
             leave = {one.worker_id for one in running if who in (one.worker_id, one.node_id)}
             held = [self._workers[one].hold.remote(run) for one in ids if one in leave]
@@ -286,7 +286,7 @@ class Driver(StoreActor):
         self._num_ready = num_ready
 
     async def froze(self, run: int, frozen: messages.Frozen) -> None:
-        """A rank of the run has frozen itself; `Worker.resume` will tell it how to go on."""
+        """A rank of the run has frozen itself; `Worker.resume` will tell it how to continue."""
         self._report(run, events.RankFroze(frozen))
 
     async def finished(self, run: int, rank: int, generation: int) -> None:
@@ -294,7 +294,7 @@ class Driver(StoreActor):
         self._report(run, events.RankFinished(rank, generation))
 
     async def rehearsed(self, run: int, worker_id: str, ticket: Ticket) -> None:
-        """A worker that comes waits at its first step; `Worker.resume` will tell it to go on."""
+        """A worker that comes waits at its first step; `Worker.resume` will tell it to continue."""
         self._report(run, events.Rehearsed(worker_id, ticket))
 
     async def declined(
@@ -479,7 +479,7 @@ class _Errands:
 
     async def _end_if_late(self, worker_id: str) -> None:
         """A worker that still rehearses when the run has waited long enough may hang, and others
-        would never come: its seat is filled anew."""
+        would never come: its seat is filled again."""
         await asyncio.sleep(self._request.pause_s)
         if self._driver.rehearses(worker_id):
             ray.kill(self._driver.worker(worker_id))

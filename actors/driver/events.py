@@ -116,7 +116,7 @@ class Leaving:
 @dataclass(frozen=True, slots=True)
 class RanksReady:
     """The functions of all ranks can run again now, with newcomers. take_in: all of them can also
-    go on where they are when a worker comes that has rehearsed."""
+    continue where they are when a worker comes that has rehearsed."""
 
     generation: int
     take_in: bool = False

@@ -35,7 +35,7 @@ class Rehearse:
 
 @dataclass(frozen=True, slots=True)
 class Invite:
-    """Ask a rank to take in workers that have rehearsed, behind one of its next steps."""
+    """Ask a rank to take in workers that have rehearsed, after one of its next steps."""
 
     worker_id: str
     invitation: Invitation
@@ -80,7 +80,7 @@ class AbortRank:
 
 @dataclass(frozen=True, slots=True)
 class DismissRank:
-    """As AbortRank, for a rank that the run goes on without: its node goes, and its seat becomes
+    """As AbortRank, for a rank that the run continues without: its node goes, and its seat becomes
     empty."""
 
     worker_id: str
@@ -97,7 +97,7 @@ class FreezeRank:
     """Have a rank end the generation for itself and report how far it is; `error` is the reason.
 
     is_late: a timeout has named this rank, so it has had its time. Any other rank is given the
-    same time before its silence counts, since code that holds Python's lock is no sign of a hang.
+    same time before its silence counts, since code that holds Python's lock does not show a hang.
     """
 
     worker_id: str
@@ -136,7 +136,7 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class ResumeRank:
-    """Tell a frozen rank how it goes on."""
+    """Tell a frozen rank how it continues."""
 
     worker_id: str
     resumption: Resumption

@@ -1,6 +1,6 @@
-"""The end of a run that cannot go on though ranks are left: they save what they hold. Pure.
+"""The end of a run that cannot continue though ranks are left: they save what they hold. Pure.
 
-A run is given up for want of workers, after more losses than are allowed, or because its ranks do
+A run is given up for lack of workers, after more losses than are allowed, or because its ranks do
 not meet. If the session keeps checkpoints, the ranks first form one more generation, the last. Its
 `Resumption` says what the run will end with (`gives_up`), so the ranks leave their functions as if
 to run them again from the top, write a checkpoint instead (runtime/recovery/last_checkpoint.py),
@@ -44,13 +44,13 @@ def epilogue(frozen: Mapping[int, Frozen]) -> str:
     saved = next((word.saved for word in frozen.values() if word.saved), None)
     if saved is not None:
         return (
-            f"all that was registered is saved as of the last step that counts, in {saved}; "
-            'with resume="auto" the next run goes on from there'
+            f"everything registered is saved as of the last step that counts, in {saved}; "
+            'with resume="auto" the next run resumes from it'
         )
     met = next((str(word.error) for word in frozen.values()), "no rank is left")
     return (
-        f"what the ranks had could not be saved: {met}; the next run goes on from the checkpoint "
-        "before, if there is one"
+        f"the state of the ranks could not be saved: {met}; the next run resumes from the "
+        "checkpoint before, if there is one"
     )
 
 

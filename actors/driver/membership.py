@@ -12,11 +12,11 @@ The rules:
 2. **First failure wins.** The first failure of a run ends it for all: every rank that still runs
    is told to stop, once. What the others then raise (GroupAborted, PeerLost) is an echo. An echo
    can be faster than its cause, so the cause is settled only when every rank has stopped, or when
-   the grace period is over: the first that is no echo, else the first echo.
-3. **A run may go on** without the workers that it loses, if its request says so. Then the first
+   the grace period is over: the first that is not an echo, else the first echo.
+3. **A run may continue** without the workers that it loses, if its request says so. Then the first
    loss, or a rank that has frozen itself, opens a round in which all ranks freeze
    (`Regeneration`). When all who live are frozen the next generation forms of them, and the run
-   goes on in it. A rank whose function has returned stays until all have, because others may need
+   continues in it. A rank whose function has returned stays until all have, because others may need
    its shard. Where the functions can be run again from the top (they have registered what has to
    survive), they are, with the newcomers: if one of them was left by an error of its own
    collectives, or if new workers have come. With fewer than the fewest workers the run pauses
@@ -51,8 +51,9 @@ or too late, as are events that carry the number of another generation.
          ended for a newcomer while a function is in its constructors, or registers nothing.
     (a) if functions can be run again as far as is known.
     (b) if the others are enough, and all ranks would survive it now.
-    (c) in a run that goes on: `_rank_returned` says why. In another one it is noted.
-    (d) have the workers rehearse, if all ranks can go on where they are (arrivals.py); else open.
+    (c) in a run that continues: `_rank_returned` says why. In another one it is noted.
+    (d) have the workers rehearse, if all ranks can continue where they are (arrivals.py); else
+    open.
 
 A loss stops the run at once where it is one too many and nothing can be saved, or where no rank is
 left. What *decide* does depends on what the reports of the round add up to (situation.py):
@@ -175,7 +176,7 @@ class Membership:
                 return self._fence(run, [worker_id], "its control loop does not answer")
             case events.PatienceEnded():
                 late = [run.members[rank].info.worker_id for rank in run.round.unfrozen]
-                return self._fence(run, late, "its function did not come to a stop in time")
+                return self._fence(run, late, "its function did not stop in time")
             case events.RanksReady(_, take_in):
                 return self._ranks_ready(run, take_in)
             case events.Declined(_, number, why, is_final):
@@ -183,12 +184,12 @@ class Membership:
             case events.PauseEnded():
                 if run.phase is not Phase.PAUSED:
                     return []  # Enough workers came, or the run ends.
-                few = f"no new workers came, and fewer than {run.fewest} are left"
+                few = f"no new workers started, and fewer than {run.fewest} are left"
                 return self._give_up(run, few)
             case events.LastSaveEnded():
                 if run.phase not in (Phase.SAVING_LAST, Phase.FREEZING_LAST):
                     return []
-                return self._end_given_up(run, "what the ranks had was not saved in time")
+                return self._end_given_up(run, "the state of the ranks was not saved in time")
 
     # ── Who is there ──────────────────────────────────────────────────────────────────────────────
 
@@ -242,7 +243,7 @@ class Membership:
         ]
 
     def _take_over(self, taken: events.RunTakenOver) -> list[Instruction]:
-        """Go on from what the workers report; a rank that none of them has is lost."""
+        """Continue from what the workers report; a rank that none of them has is lost."""
         found = found_in(taken.stands, self._members)
         for rank in found.by_rank:
             found.members[rank].state = MemberState.RUNNING
@@ -302,7 +303,7 @@ class Membership:
         return [*todo, *self._end_if_over(run)]
 
     def _rank_returned(self, run: RunState) -> list[Instruction]:
-        """A rank has ended with its result, in a run that goes on: a rank does that only when it
+        """A rank has ended with its result, in a run that continues: a rank does that only when it
         was released, so the function has returned on all ranks. A driver that has taken the run
         over may hear of it by this result only."""
         match run.phase:
@@ -346,7 +347,7 @@ class Membership:
         ]
         return [*releases, *self._call_off()]
 
-    # ── Rule 3: a run goes on ────────────────────────────────────────────────────────────────────
+    # ── Rule 3: a run continues ───────────────────────────────────────────────────────────────────
 
     def _lose(self, run: RunState, loss: Loss) -> list[Instruction]:
         """A rank that ran is lost, and is not in `run.running` any more."""
@@ -354,7 +355,7 @@ class Membership:
             returned = "the function had returned on all ranks, and the result of this one is lost"
             loss = replace(loss, detail=f"{loss.detail}; {returned}")
         elif run.goes_on and not run.running and run.cause is None:
-            loss = replace(loss, detail=f"{loss.detail}; no other rank was left to go on")
+            loss = replace(loss, detail=f"{loss.detail}; no other rank was left to continue")
         run.losses.append(loss)
         if run.phase in (Phase.RELEASED, Phase.STOPPING) or not run.running:
             return self._stop(run, loss)
@@ -378,7 +379,8 @@ class Membership:
         return self._ask(run)
 
     def _ranks_ready(self, run: RunState, take_in: bool) -> list[Instruction]:
-        """Newcomers wait, and the functions can run again with them, or go on and take them in."""
+        """Newcomers wait, and the functions can run again with them, or continue and take them
+        in."""
         run.asked_in = -1  # Those that come from now on wait for another answer.
         come = newcomers_of(run, self._members.values())
         if run.phase is not Phase.RUNNING or self._arrivals.by_id or not come:
@@ -405,7 +407,7 @@ class Membership:
         run.departures.note(notice.who, notice.why, notice.num_ready)
         infos = [member.info for member in run.members]
         # In an open round the note counts when the round is decided. A round that is opened must
-        # not cost the run, so a rank that could not go on now keeps the leavers until it can.
+        # not cost the run, so a rank that could not continue now keeps the leavers until it can.
         if run.phase is not Phase.RUNNING or not notice.can_end:
             return []
         if not run.departures.is_due(notice.who, infos, run.departures.fewest(infos, run.fewest)):
@@ -446,7 +448,7 @@ class Membership:
                 # A rank that has not frozen may have seen a ballot that counts for all.
                 return []
             case Phase.FREEZING_LAST, _:
-                # Whatever the reports say: there is no generation behind the last.
+                # Whatever the reports say: there is no generation after the last.
                 return self._end_given_up(run, last_generation.epilogue(run.round.frozen))
             case _, Situation.HOPELESS:
                 return self._give_up(run, outlook.why)
@@ -497,8 +499,8 @@ class Membership:
         return [*called_off, instructions.StartGrace()] if called_off else []
 
     def _give_up(self, run: RunState, why: str) -> list[Instruction]:
-        """The run cannot go on: it ends with the last loss, or with the error of a rank. All ranks
-        that live are frozen; they save what they have first, if they can."""
+        """The run cannot continue: it ends with the last loss, or with the error of a rank. All
+        ranks that live are frozen; they save what they have first, if they can."""
         cause: Loss | Failure = failure_of(next(iter(run.round.frozen.values())), why)
         if run.losses:
             last = run.losses[-1]
@@ -617,8 +619,8 @@ def _beginnings(
     gives_up: Loss | Failure | None,
     without: tuple[Gone, ...],
 ) -> Sequence[instructions.StartRank | instructions.ResumeRank]:
-    """To the ranks of the next generation: those that were there go on, as do newcomers that have
-    rehearsed; others start. without: as of `_gone`."""
+    """To the ranks of the next generation: those that were there continue, as do newcomers that
+    have rehearsed; others start. without: as of `_gone`."""
     pairs = zip(plan.members, plan.former, strict=True)
     pids = tuple(member.info.pid for member, before in pairs if before < 0)
     former = messages.FormerRanks.of(plan.former)

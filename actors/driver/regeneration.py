@@ -93,9 +93,9 @@ def what_counts(frozen: Mapping[int, Frozen]) -> tuple[Progress, ...]:
         behind = {rank: p.ballots for rank, p in by_rank.items() if p.ballots < last.ballots - 1}
         if behind:
             raise ValueError(
-                f"optimizer {number} has taken part in {last.ballots} ballots on some ranks and in "
-                f"fewer than {last.ballots - 1} on others, by rank: {behind}; no rank can leave a "
-                "ballot before all have cast their votes, so they ran different programs"
+                f"optimizer {number} has taken {last.ballots} steps on some ranks and fewer than "
+                f"{last.ballots - 1} on others, by rank: {behind}; no rank can finish a step "
+                "before all have voted on it, so they ran different programs"
             )
         decided.append(last)
     return tuple(decided)

@@ -22,8 +22,8 @@ class Phase(enum.Enum):
     have failed, or have been released, without this driver's knowing yet."""
 
     FREEZING = "freezing"
-    """The generation has ended and the run may go on. A round is open: its ranks freeze or die, one
-    after another, and nothing is decided before the last of them."""
+    """The generation has ended and the run may continue. A round is open: its ranks freeze or die,
+    one after another, and nothing is decided before the last of them."""
 
     PAUSED = "paused"
     """All ranks that live are frozen, and they are too few. The round stays open until newcomers
@@ -39,7 +39,7 @@ class Phase(enum.Enum):
 
     RELEASED = "released"
     """The function has returned on all ranks, and each ends with its result. A rank that is lost
-    now takes its result along, so the run cannot go on without it."""
+    now takes its result along, so the run cannot continue without it."""
 
     STOPPING = "stopping"
     """The run ends with `RunState.cause`. The ranks that still run were told to stop; the run is
@@ -184,10 +184,10 @@ def failed_run(run: RunState, generation: int) -> messages.RunFailed:
 
 
 def failure_of(frozen: messages.Frozen, why: str) -> Failure:
-    """What a frozen rank raises in a run that cannot go on. why: it cannot."""
+    """What a frozen rank raises in a run that cannot continue. why: it cannot."""
     error = frozen.error
     if isinstance(error, GroupAborted):  # It says why the generation was ended, and no more.
-        error = replace(error, reason=f"{error.reason}; and the run cannot go on: {why}")
+        error = replace(error, reason=f"{error.reason}; and the run cannot continue: {why}")
     return replace(outcomes.failure(frozen.rank, error), is_echo=False)
 
 

@@ -23,10 +23,10 @@ class Situation(enum.Enum):
     """Some rank has neither frozen nor died: it may still see what the others have not seen."""
 
     HOPELESS = "hopeless"
-    """No generation can go on from what the ranks report; `Outlook.why` says what is missing."""
+    """No generation can continue from what the ranks report; `Outlook.why` says what is missing."""
 
     TOO_FEW = "too few"
-    """There are fewer workers than the run may go on with; newcomers could be taken in."""
+    """There are fewer workers than the run may continue with; newcomers could be taken in."""
 
     READY = "ready"
     """The next generation can form; `Outlook.plan` says how."""
@@ -75,7 +75,7 @@ def assess(run: RunState, known: Iterable[Member], arrivals: Arrivals | None = N
     frozen = run.round.frozen
     can_restart = all(word.can_restart for word in frozen.values())
     if run.has_lost_too_many:
-        return _hopeless(f"max_failures={run.max_failures} allows no more losses")
+        return _hopeless(f"max_failures={run.max_failures} does not allow more lost workers")
     unparked = sorted(rank for rank, word in frozen.items() if not word.is_parked)
     if unparked and not can_restart:
         return _hopeless(
@@ -103,8 +103,8 @@ def assess(run: RunState, known: Iterable[Member], arrivals: Arrivals | None = N
         if can_restart:
             return Outlook(Situation.TOO_FEW)
         return _hopeless(
-            f"fewer than {run.fewest} workers are left, and new ones cannot be taken in, "
-            f"because {missing_in(frozen)}"
+            f"fewer than {run.fewest} workers are left, and new ones cannot join, because "
+            f"{missing_in(frozen)}"
         )
     try:
         progress = what_counts(frozen)

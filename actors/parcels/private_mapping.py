@@ -27,7 +27,7 @@ _LOOK_BYTES = 64  # at both ends of a buffer, to see that the mapping shows the 
 
 
 class _Mapping(mmap.mmap):
-    """Keeps the buffers that it shows: the store may use their memory anew once they are gone."""
+    """Keeps the buffers that it shows: the store may reuse their memory once they are gone."""
 
     shown: tuple[numpy.ndarray, ...]
 

@@ -19,13 +19,13 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 RAY_HIDES_NONE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 _MIG = "MIG-"
 _OF_THE_NODE = (
-    f"Set {VISIBLE} where the node is started, before `ray start`, or not at all: Ray deals the "
+    f"Set {VISIBLE} where the node is started, before `ray start`, or not at all: Ray assigns the "
     "GPUs that the node has at its start"
 )
 
 
 class NoGpu(RuntimeError):
-    """The worker has no GPU that it may use; the text says why, and the mend."""
+    """The worker has no GPU that it may use; the text says why, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def narrowed_by(runtime_env: Mapping[str, Any]) -> str | None:
     if visible is None:
         return None
     return (
-        f"the runtime environment sets {VISIBLE}={visible!r} in all workers, and Ray does not know "
-        f"of it when it deals GPUs: two workers may get the same one. {_OF_THE_NODE}"
+        f"the runtime environment sets {VISIBLE}={visible!r} in all workers, and Ray does not "
+        f"know of it when it assigns GPUs: two workers may get the same one. {_OF_THE_NODE}"
     )
 
 
@@ -78,14 +78,14 @@ def choose_gpu(
     if num_visible == 0:
         raise NoGpu(
             f"Ray has assigned GPU {_names(assigned)} to this worker, and torch sees no CUDA "
-            f"device in it ({says}). Install a CUDA build of torch on the node, see whether "
-            "`nvidia-smi` works there, and run `chorusline doctor` on it"
+            f"device ({says}). Install a CUDA build of torch on the node, check that `nvidia-smi` "
+            "works there, and run `chorusline doctor` on it"
         )
     wanted = max(1, math.ceil(share))
     if len(assigned) != wanted:
         raise NoGpu(
             f"Ray has assigned {share:g} GPU to this worker, and names {_names(assigned)}: "
-            f"{says}, which is not what the node was started with. {_OF_THE_NODE}"
+            f"{says}, which differs from what the node was started with. {_OF_THE_NODE}"
         )
     if visible is None:
         places = {int(one): str(one) for one in assigned}
@@ -95,7 +95,7 @@ def choose_gpu(
         if lacking:
             raise NoGpu(
                 f"Ray has assigned GPU {_names(lacking)} to this worker, and {says} in it, which "
-                f"leaves that out. {_OF_THE_NODE}"
+                f"does not contain it. {_OF_THE_NODE}"
             )
         places = {listed.index(str(one)): str(one) for one in assigned}
     own = [places[place] for place in sorted(places)]
@@ -107,9 +107,9 @@ def choose_gpu(
     if index >= num_visible:
         raise NoGpu(
             f"Ray has assigned GPU {_names(assigned)} to this worker, which would be number "
-            f"{index} here, and torch sees only {num_visible} ({says}). Start the node with "
-            "`ray start --num-gpus` of what it has, and see `nvidia-smi -L`; parts of a GPU (MIG) "
-            f"must be listed in {VISIBLE} before `ray start`"
+            f"{index} here, and torch sees only {num_visible} ({says}). Start the node with `ray "
+            "start --num-gpus` and the number that it has (`nvidia-smi -L` lists them); parts of "
+            f"a GPU (MIG) must be listed in {VISIBLE} before `ray start`"
         )
     return Gpu(index)
 

@@ -96,7 +96,7 @@ class Lifeline:
     def begin(self) -> tuple[Assignment, Group, Resumption | None]:
         """Meet the other ranks before the function is called.
 
-        In a run that goes on, this is tried again where it fails: a rank that does not come is
+        In a run that continues, this is tried again where it fails: a rank that does not come is
         replaced, and newcomers may come meanwhile.
 
         Returns assignment and group, and `last_resumption` unless no rank has begun.
@@ -131,14 +131,14 @@ class Lifeline:
         """Report that this rank is frozen, and wait for the driver's decision.
 
         Blocks the training thread. `connect` then meets the others in the next generation.
-        Raises the error that the run was stopped with, if it does not go on.
+        Raises the error that the run was stopped with, if it does not continue.
         """
         run = self._request.run
         return self._resumed_after(lambda driver: driver.froze.remote(run, frozen))
 
     def rehearsed(self, ticket: Ticket) -> Resumption:
-        """This worker waits at its first step. Returns when the other ranks take it in: how it goes
-        on in its first generation. Raises the error that ended the run or the rehearsal."""
+        """This worker waits at its first step. Returns when the other ranks take it in: how it
+        continues in its first generation. Raises the error that ended the run or the rehearsal."""
         run, worker_id = self._request.run, self._worker_id
         return self._resumed_after(lambda driver: driver.rehearsed.remote(run, worker_id, ticket))
 
@@ -164,7 +164,7 @@ class Lifeline:
         return resumption
 
     def has_entered(self, *, runs_again: bool, dealt_again: int = 0) -> None:
-        """The function goes on in the generation that this rank was put into last, or is about to
+        """The function continues in the generation that this rank was put into last, or is about to
         be called there: say so in the status. dealt_again: as in Passage."""
         status = self._status
         step = status.steps_before + status.taken
@@ -176,9 +176,9 @@ class Lifeline:
         status.generation = self.generation
 
     def before_step(self) -> None:
-        """The function is behind a step, and another one comes. If the driver is about to end the
-        generation, wait here for that: then no rank passes the coming step, behind which may be
-        code that cannot be repeated."""
+        """The function has ended a step, and another one comes. If the driver is about to end the
+        generation, wait here for that: then no rank passes the coming step, after which may be code
+        that cannot be repeated."""
         if self._held is None:
             return
         with self._changed:

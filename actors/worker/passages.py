@@ -61,7 +61,7 @@ class Passages:
         runs_again: bool,
         dealt_again: int = 0,
     ) -> Passage | None:
-        """The function goes on in this generation, or is about to be called there. Returns the
+        """The function continues in this generation, or is about to be called there. Returns the
         passage, unless this is the first generation of this rank. step, dealt_again: as in
         Passage."""
         passage = None

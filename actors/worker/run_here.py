@@ -48,7 +48,7 @@ class RunHere:
     program: None when the run is over here, so that its memory is free.
     stop_error: the error that this rank was told to stop with.
     freezes: by generation, the error that ended it (`notes_freeze`).
-    rehearses: this worker is no rank of the run yet (actors/arrivals.py).
+    rehearses: this worker is not yet a rank of the run (actors/arrivals.py).
     nobody_began: as long as this is true and this rank fails, no rank has called the function
     (phase 2 of `Worker.run`).
     """
@@ -81,7 +81,7 @@ class RunHere:
 
     def notes_freeze(self, generation: int, error: CollectiveError) -> bool:
         """A generation is over: whether this rank is in it. Whoever makes a group asks `ends_with`
-        when it is made; the order to go on in a generation may come after its end."""
+        when it is made; the order to continue in a generation may come after its end."""
         if generation >= self.assignment.generation:
             self.freezes.setdefault(generation, error)
         return generation == self.assignment.generation

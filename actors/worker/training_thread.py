@@ -1,6 +1,6 @@
 """The thread in which the user's function runs, with an event loop of its own.
 
-The function may block; the worker's control loop goes on. The end of the thread is delivered to
+The function may block; the worker's control loop continues. The end of the thread is delivered to
 the loop that started it.
 """
 
@@ -73,16 +73,16 @@ class TrainingThread(Generic[Outcome]):
                     break
 
     def _cancel(self) -> bool:
-        """Cancel the coroutine, if there is one. A call that blocks goes on."""
+        """Cancel the coroutine, if there is one. A call that blocks continues."""
         with self._lock:
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._task.cancel)
         return True
 
     def _interrupt(self) -> bool:
-        """Raise CancelledError in the function, wherever it runs Python. A single call into C goes
-        on until it returns. False, and nothing is raised, while it imports a module: modules that
-        were left half-way would stay so for all later runs of this process."""
+        """Raise CancelledError in the function, wherever it runs Python. A single call into C
+        continues until it returns. False, and nothing is raised, while it imports a module: modules
+        that were left half-way would stay so for all later runs of this process."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         if any(
             each.f_code.co_filename.startswith(_IMPORTING)

@@ -4,10 +4,10 @@
                     It is never blocked, whatever the user's function does.
     default loop    holds the call of `run` while the training thread works.
     training thread makes the group and calls the user's function. When a generation ends and the
-                    run goes on, it waits in its lifeline (lifeline.py) and makes the next group.
+                    run continues, it waits in its lifeline (lifeline.py) and makes the next group.
 
-The loops are two threads (Ray gives each concurrency group one), so what they share is behind a
-lock, which no thread holds while it blocks.
+The loops are two threads (Ray gives each concurrency group one), so what they share has a lock,
+which no thread holds while it blocks.
 """
 
 from __future__ import annotations
@@ -182,8 +182,8 @@ class Worker:
         A rank that fails in 2 has not come to 3, so no rank has left 3: the function was not called
         on any rank (`Failure.nobody_began`), and a worker that died between two runs costs a run
         nothing. One barrier alone would not prove it, as some leave it while others are in it.
-        Where the group is made for a run that goes on, the lifeline deals with a rank that does not
-        come.
+        Where the group is made for a run that continues, the lifeline deals with a rank that does
+        not come.
         """
         journal = Journal(request.keep_reports, self._output, request.report_history)
         run = RunHere(assignment, request, store, journal, driver, program)
@@ -352,7 +352,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     async def freeze(self, run: int, generation: int, error: CollectiveError) -> None:
-        """A generation is over, and the run goes on: its collectives raise.
+        """A generation is over, and the run continues: its collectives raise.
 
         The training thread then reports how far it is (Lifeline.regenerate).
         """
@@ -363,7 +363,7 @@ class Worker:
                     self._early_freezes[run, generation] = error
                 return
             if not current.notes_freeze(generation, error):
-                return  # This rank has gone on already, or is to go on in that generation later.
+                return  # This rank has continued already, or continues in that generation later.
             group, store, lifeline = self._group, current.store, current.lifeline
         store.cancel(error)
         if group is not None and group.generation == generation:
@@ -373,7 +373,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     async def resume(self, run: int, resumption: Resumption, store: ActorStore) -> None:
-        """Tell the frozen training thread how it goes on. store: of the new generation."""
+        """Tell the frozen training thread how it continues. store: of the new generation."""
         with self._lock:
             current = self._run
             if current is None or current.request.run != run or current.lifeline is None:
@@ -470,12 +470,12 @@ class Worker:
         its steps."""
         arrivals = self._arrivals_of(run)
         if arrivals is None:
-            return Score(why_not="the function has not begun here")
+            return Score(why_not="the function has not started here")
         return await asyncio.wrap_future(arrivals.give_score())
 
     @ray.method(concurrency_group="control")
     async def invite(self, run: int, invitation: Invitation) -> None:
-        """Take workers in that wait, behind the next step."""
+        """Take in workers that wait, after the next step."""
         arrivals = self._arrivals_of(run)
         if arrivals is not None:
             arrivals.invite(invitation)
@@ -488,7 +488,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     async def stand(self, run: int) -> Stand | None:
-        """Where this worker is in a run, for a new driver; None if it is no rank of it. A worker
+        """Where this worker is in a run, for a new driver; None if it is not a rank of it. A worker
         that rehearses stops: the driver is gone that was to call it in, and the next one hears of
         it as of any idle worker."""
         with self._lock:
@@ -551,7 +551,7 @@ class Worker:
             except CollectiveTimeout:
                 if not run.request.goes_on:
                     raise
-                # A rank that hangs is killed, and the others go on (Lifeline.begin).
+                # A rank that hangs is killed, and the others continue (Lifeline.begin).
                 run.nobody_began = False
         assignment, group, resumption = lifeline.begin()
         return program(assignment, group, run.journal, lifeline, run.status, resumption)

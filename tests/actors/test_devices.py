@@ -82,11 +82,11 @@ def test_what_ray_assigns_and_what_cuda_shows_make_one_gpu(
     ("assigned", "share", "environment", "num_visible", "says"),
     [
         ([], 0, ALL, 8, "no GPU; ask for one with use_gpu=True"),
-        ([0], 1, ALL, 0, r"sees no CUDA device in it \(CUDA_VISIBLE_DEVICES is not set\)"),
-        ([0], 1, seen(""), 0, r"no CUDA device in it \(CUDA_VISIBLE_DEVICES is ''\)"),
+        ([0], 1, ALL, 0, r"sees no CUDA device \(CUDA_VISIBLE_DEVICES is not set\)"),
+        ([0], 1, seen(""), 0, r"no CUDA device \(CUDA_VISIBLE_DEVICES is ''\)"),
         ([0], 1, seen("NoDevFiles"), 0, "is 'NoDevFiles'"),
-        ([3], 1, seen("0,1"), 2, "assigned GPU 3 .*'0,1' in it, which leaves that out"),
-        (["GPU-b"], 1, seen("GPU-a"), 1, "assigned GPU GPU-b .*leaves that out. Set it"),
+        ([3], 1, seen("0,1"), 2, "assigned GPU 3 .*'0,1' in it, which does not contain it"),
+        (["GPU-b"], 1, seen("GPU-a"), 1, "assigned GPU GPU-b .*does not contain it. Set it"),
         (["0", "1", "2"], 1, seen("0,1,2"), 3, "assigned 1 GPU .* and names 0, 1, 2: .*not what"),
         (["1"], 1, seen("0,-1,1"), 1, "would be number 2 here, and torch sees only 1"),
         ([1], 1, ALL, 1, "would be number 1 here, and torch sees only 1"),
@@ -202,5 +202,5 @@ def test_ray_deals_gpus_and_workers_find_their_own_among_all() -> None:
     assert "the runtime environment sets CUDA_VISIBLE_DEVICES='0' in all workers" in narrowed
     said = "\n".join(refused)
     assert "2 of 2 workers did not start" in said
-    assert "torch sees no CUDA device in it (CUDA_VISIBLE_DEVICES is not set)" in said
+    assert "torch sees no CUDA device (CUDA_VISIBLE_DEVICES is not set)" in said
     assert "Traceback" not in said

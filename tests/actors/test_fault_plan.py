@@ -86,7 +86,7 @@ async def test_a_session_commits_what_is_ordered_and_says_so(
 ) -> None:
     few = {"CPU": 0.1}
     monkeypatch.setenv(VARIABLE, "kill 1 at seen 3; driver 0 at vote 2")
-    with pytest.warns(UserWarning, match="orders faults: kill 1 at seen 3; driver 0 at vote 2"):
+    with pytest.warns(UserWarning, match="injects faults: kill 1 at seen 3; driver 0 at vote 2"):
         session = cl.Session((1, 2), resources_per_worker=few, timeout_s=20)
     monkeypatch.delenv(VARIABLE)
     async with session:

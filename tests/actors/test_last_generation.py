@@ -98,7 +98,7 @@ def test_the_survivors_leave_their_functions_and_save_up_to_the_last_step_that_c
         assert word.restarts and word.progress == (Progress(5, (5.0,)),)
         assert word.former_ranks == (0, 2)
         assert isinstance(word.gives_up, Loss)
-        assert "no new workers came, and fewer than 3 are left" in word.gives_up.detail
+        assert "no new workers started, and fewer than 3 are left" in word.gives_up.detail
     assert StartLastSave(1) in told
 
 
@@ -209,7 +209,7 @@ def test_a_loss_more_than_allowed_is_saved_up_to_as_well(saves: bool) -> None:
     assert any(isinstance(one, FreezeRank) for one in told)
     (word,) = resumptions(membership.handle(froze(0, generation=1))).values()
     assert isinstance(word.gives_up, Loss)
-    assert "max_failures=1 allows no more losses" in word.gives_up.detail
+    assert "max_failures=1 does not allow more lost workers" in word.gives_up.detail
 
 
 def test_a_run_that_survives_no_loss_ends_with_it_at_once() -> None:

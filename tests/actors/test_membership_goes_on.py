@@ -134,7 +134,7 @@ def test_a_run_that_is_given_up_without_a_loss_says_why_it_cannot_go_on() -> Non
         word = replace(froze(rank).frozen, error=drained, is_parked=False, can_restart=False)
         told += membership.handle(RankFroze(replace(word, missing="no model is registered")))
     errors = {str(one.error) for one in told if isinstance(one, AbortRank)}
-    assert all("ranks leave: it is drained; and the run cannot go on: ranks" in e for e in errors)
+    assert all("it is drained; and the run cannot continue: ranks" in e for e in errors)
     assert errors and all("because no model is registered" in error for error in errors)
 
 
@@ -309,7 +309,7 @@ def test_a_run_that_waits_in_vain_ends_with_the_loss() -> None:
     assert isinstance(end, EndRun)
     assert isinstance(end.outcome, RunFailed)
     assert isinstance(end.outcome.cause, Loss)
-    assert "no new workers came" in end.outcome.cause.detail
+    assert "no new workers started" in end.outcome.cause.detail
 
 
 def test_ranks_that_do_not_meet_again_and_again_are_given_up() -> None:
@@ -385,7 +385,7 @@ def test_a_rank_that_is_missed_leaves_where_a_worker_in_reserve_takes_its_seat(
     num_ready: int, leaves: bool
 ) -> None:
     membership, _ = running(worker(0), worker(1), worker(2), fewest=3)
-    notice = Leaving("worker-1-0", "was far behind", num_ready=num_ready)
+    notice = Leaving("worker-1-0", "was much slower", num_ready=num_ready)
     told = membership.handle(notice)
     assert bool(told) == leaves
     if not leaves:

@@ -33,7 +33,7 @@ async def test_an_error_is_told_and_tried_again(
         await persist(attempt, "seat 3 is not filled")
     assert len(outcomes) == 1
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("seat 3 is not filled: it is tried again in 0.001 s, because of")
+    assert first.startswith("seat 3 is not filled: retrying in 0.001 s, after")
     assert "ConnectionError: the head does not answer" in first
     assert "KeyError: 3" in second
 

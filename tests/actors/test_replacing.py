@@ -16,7 +16,7 @@ def test_a_straggler_is_to_leave_until_it_has_left() -> None:
     leavers = Leavers()
     assert leavers.note([word(0), word(1)]) == {}
     (why,) = leavers.note([word(0), word(1, is_straggler=True)]).values()
-    assert "far behind the other ranks" in why
+    assert "much slower than the other ranks" in why
     # In the generation in which it hands over it is not measured.
     assert set(leavers.note([word(0), word(1)])) == {"worker-1-0"}
     assert leavers.note([word(0)]) == {}, "it does not answer: Ray will say what it is"

@@ -404,4 +404,4 @@ def test_a_rank_that_dies_between_its_release_and_its_result_is_told_as_such() -
 
 def test_the_loss_of_the_last_rank_says_that_none_was_left() -> None:
     membership = membership_after(death(0), death(1))
-    assert detail_of(membership.handle(death(2))) == "SIGKILL; no other rank was left to go on"
+    assert detail_of(membership.handle(death(2))) == "SIGKILL; no other rank was left to continue"

@@ -83,7 +83,7 @@ def test_a_rank_that_says_nothing_is_told_with_the_others() -> None:
     told = tell({0: WAITING, 1: "did not answer within 2 s", 2: new}, [1, 2])
     assert told.splitlines()[:3] == [
         f"rank 0 is at {REDUCE}",
-        "rank 1 did not answer within 2 s; its process may be stopped, or busy without end",
+        "rank 1 did not answer within 2 s; its process may be stopped, or stuck in a loop",
         "rank 2 has not met the other ranks; its Python stack:",
     ]
 

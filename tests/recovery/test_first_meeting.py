@@ -84,7 +84,7 @@ async def test_a_driver_that_dies_when_ranks_meet_for_the_first_time_costs_nothi
     cluster: None, monkeypatch: pytest.MonkeyPatch, orders: str
 ) -> None:
     monkeypatch.setenv("CHORUSLINE_FAULT_PLAN", orders)
-    with pytest.warns(UserWarning, match="orders faults"):
+    with pytest.warns(UserWarning, match="injects faults"):
         session = cl.Session((1, 3), resources_per_worker={"CPU": 0.1}, timeout_s=15)
     async with session:
         assert session._crew is not None

@@ -171,14 +171,14 @@ async def test_below_the_fewest_the_next_run_goes_on_where_the_survivors_were(
 ) -> None:
     place = tmp_path / "checkpoints"
     async with session_of((fewest, 3), place) as session:
-        why = f"no new workers came, and fewer than {fewest} are left"
+        why = f"no new workers started, and fewer than {fewest} are left"
         await assert_nothing_is_lost(session, place, tmp_path / "notes", where, why)
 
 
 async def test_a_loss_more_than_allowed_loses_no_step_either(cluster: None, tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
     async with session_of((1, 3), place, max_failures=1) as session:
-        why = "max_failures=1 allows no more losses"
+        why = "max_failures=1 does not allow more lost workers"
         await assert_nothing_is_lost(session, place, tmp_path / "notes", "step", why)
 
 
@@ -188,7 +188,7 @@ async def test_a_plain_optimizer_is_saved_as_well(
 ) -> None:
     place = tmp_path / "checkpoints"
     async with session_of((2, 3), place) as session:
-        why = "no new workers came, and fewer than 2 are left"
+        why = "no new workers started, and fewer than 2 are left"
         await assert_nothing_is_lost(session, place, tmp_path / "notes", where, why, plain=True)
 
 

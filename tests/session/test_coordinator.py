@@ -45,7 +45,7 @@ async def test_a_run_whose_driver_and_workers_have_all_died_is_not_begun_again(
             await asyncio.sleep(0.05)
         for pid in pids.values():
             os.kill(pid, signal.SIGKILL)
-        with pytest.raises(cl.DriverLost, match="nobody is left who knows how far the run was"):
+        with pytest.raises(cl.DriverLost, match="no process is left that knows how far"):
             await running
         assert len(list(tmp_path.iterdir())) == 2, "no function was called again"
         assert not set(await session.run(train)) & set(pids.values())

@@ -336,7 +336,7 @@ def test_workers_with_other_versions_are_told_apart_by_what_matters() -> None:
     assert difference(ours | {"torch": "2.13.0+cu130", "Python": "3.11.9"}, ours) == ""
     assert difference(ours | {"chorusline": "unknown"}, ours) == ""
     told = difference(ours | {"torch": "2.12.1", "Python": "3.12.1"}, ours)
-    assert told.startswith("runs Python 3.12.1 where the caller has 3.11.7 and torch 2.12.1 where")
+    assert told.startswith("runs Python 3.12.1 (the caller has 3.11.7) and torch 2.12.1 (")
     assert "install the same on all nodes" in told
     assert difference(versions_here(), versions_here()) == ""
 
@@ -347,5 +347,5 @@ async def test_a_driver_refuses_workers_whose_torch_is_not_the_callers(session: 
     theirs = versions_here() | {"torch": "1.0.0"}
     unfit = await crew._driver.adopt.remote(crew._workers, 5.0, theirs)
     assert [one.seat for one in unfit] == [0, 1]
-    assert f"runs torch {torch.__version__} where the caller has 1.0.0" in unfit[0].reason
+    assert f"runs torch {torch.__version__} (the caller has 1.0.0)" in unfit[0].reason
     assert ray.is_initialized()
