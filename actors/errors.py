@@ -61,8 +61,10 @@ class WorkerLost(PeerLost):
 
 
 class StartupError(ChoruslineError):
-    """The workers could not be started before the deadline.  what: the resources that were asked
-    for. detail: why it failed."""
+    """The workers could not be started before the deadline.
+
+    what: the resources that were asked for. detail: why it failed.
+    """
 
     def __init__(self, what: str, detail: str) -> None:
         super().__init__(what, detail)

@@ -198,8 +198,10 @@ class PeerLost(CollectiveError):
 
 @dataclass(eq=False, repr=False)
 class GroupAborted(CollectiveError):
-    """Raised on every rank when a rank (or the driver: `ranks` is empty) ends the group.  `reason`
-    says why; `traceback` shows where."""
+    """Raised on every rank when a rank (or the driver: `ranks` is empty) ends the group.
+
+    `reason` says why; `traceback` shows where.
+    """
 
     operation: str = field(default="group", init=False)
     reason: str

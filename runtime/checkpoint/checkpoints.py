@@ -1,7 +1,7 @@
 """The checkpoints of one run, on one rank: saved at step boundaries, written during training.
 
-    save   (1) waits for the last checkpoint, (2) copies this rank's part to the host. Training goes
-           on, and a thread puts the line that called into the group's store, (3) writes the part,
+    save   (1) waits for the last checkpoint, (2) copies this rank's part to the host. Training
+    continues, and a thread puts the line that called into the group's store, (3) writes the part,
            (4) puts a record of it into the store. Rank 0's thread (5) waits for all records, (6)
            writes the manifest, (7) deletes old checkpoints, (8) puts the outcome into the store.
 
@@ -68,7 +68,7 @@ class Checkpoints:
     reader: reads the checkpoint that the run resumes from, or None.
     resumes_at_epoch_end: whether that checkpoint is the one of an epoch's end (epoch_end.py).
     run_id: of the call of `Session.run`, equal on all ranks; empty if it is not known.
-    goes_on: the train function is called again in a run, behind steps that this rank has taken.
+    goes_on: the train function is called again in a run, after steps that this rank has taken.
     tell_progress: returns this rank's position in its data; the manifest keeps it, by rank.
     check_progress: raises ValueError for positions, by rank, that no run has told.
     """
@@ -100,7 +100,7 @@ class Checkpoints:
         """Check the storage and choose a checkpoint, on all ranks before the train function.
 
         Raises CheckpointPlaceUnusable, CheckpointNotFound, CheckpointCorrupted, each on all ranks.
-        The first is a warning if the run goes on.
+        The first is a warning if the run continues.
         """
         config, storage = self.config, self._storage
         if config is None or storage is None or self._run:
@@ -130,7 +130,7 @@ class Checkpoints:
             self.check_progress(reader.manifest.progress)
         except ValueError as error:
             raise CheckpointCorrupted(
-                f"{reader.path}/{MANIFEST}", f"its progress is none of a run ({error})"
+                f"{reader.path}/{MANIFEST}", f"its progress is not that of a run ({error})"
             ) from error
 
     def has_any(self, group: Group) -> bool:
@@ -140,7 +140,7 @@ class Checkpoints:
         return bool(candidates_on_all(self._storage, group)[0])
 
     def change_group(self, group: Group) -> None:
-        """Go on in another generation. A checkpoint in flight is given up without an error, unless
+        """Continue in another generation. A save in flight is dropped without an error, unless
         all ranks had written: no rank is to blame, and the next checkpoint is soon."""
         self._group = group
         self._in_flight = self._last_save = None
@@ -170,8 +170,8 @@ class Checkpoints:
         restore(entry, reader, self._group.rank)
         if self._group.rank == 0 and (changes := told_changes(given, options_of(entry.object))):
             logger.warning(
-                "%r goes on with the options of the checkpoint: %s. To have yours, set them in its "
-                "param_groups behind ctx.register",
+                "%r resumes with the options of the checkpoint: %s. To use yours instead, set "
+                "them in its param_groups after ctx.register",
                 entry.name,
                 changes,
             )
@@ -375,7 +375,7 @@ class Checkpoints:
             if is_end:
                 raise
             if self._group.rank == 0:
-                logger.warning("Training goes on, but %s", error)
+                logger.warning("Training continues, but %s", error)
 
     # -- The end -------------------------------------------------------------------------------
 

@@ -12,17 +12,17 @@ AUTO, NEVER = "auto", "never"
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Where and when a session keeps checkpoints; storage_path and num_to_keep as in Ray Train.
+    """Where and when a session saves checkpoints; storage_path and num_to_keep are as in Ray Train.
 
     storage_path: a folder that all ranks see (made absolute), or an fsspec URL (s3://bucket/run).
-    num_to_keep: the number of newest whole checkpoints to keep; None keeps all. Older ones are
-        deleted once a newer one is whole. A damaged one does not count.
+    num_to_keep: the number of newest complete checkpoints to keep; None keeps all. Older ones are
+    deleted once a newer one is complete. Damaged ones do not count.
     every_n_steps: steps between saves at batches of `ctx.shard`; None: save only at `ctx.save()`.
-    resume: "auto" resumes from the newest whole checkpoint of storage_path, if there is one;
-        "never" starts afresh and leaves old checkpoints; else the path of a checkpoint, or of a
+    resume: "auto" resumes from the newest complete checkpoint of storage_path, if there is one;
+        "never" starts at step 0 and leaves old checkpoints; else the path of a checkpoint, or of a
         folder of checkpoints, to resume from.
-    timeout_s: seconds for all ranks to write one checkpoint; then the checkpoint is given up. That
-        a rank does not call ctx.save() at all is found earlier, by the session's timeout_s.
+    timeout_s: seconds for all ranks to write one checkpoint; after that the checkpoint is given up.
+    A rank that does not call ctx.save() at all is found earlier, by the session's timeout_s.
     weights_only: as in torch.load: a resume loads tensors and plain values, and raises
         CheckpointUntrusted for other objects, whose loading runs code that the checkpoint names.
         False: load every object. Only for checkpoints whose writer you trust.

@@ -1,10 +1,10 @@
 """Whether the newest checkpoint is that of an epoch's end, and the note that says so.
 
 A save that is the last thing of an epoch's body cannot know that it is: only when the loop over
-`ctx.epochs` goes on is it known that nothing came behind it. So then the ranks compare what they
+`ctx.epochs` continues is it known that nothing came after it. So then the ranks compare what they
 would save now with what they have saved (`LastSave.holds`), byte by byte, and tell rank 0, which
 writes the note (`EpochEnd`). A resume from such a checkpoint begins with the next epoch. If
-anything differs (a schedule has stepped behind the save), or if the run was killed before, the
+anything differs (a schedule has stepped after the save), or if the run was killed before, the
 epoch is entered again, so that the rest of its body runs.
 
 There is no cheaper comparison that is exact: a version counter of a tensor does not see what
@@ -142,8 +142,8 @@ class EpochEnd(threading.Thread):
             pass  # The checkpoint was deleted meanwhile.
         except Exception as error:
             warnings.warn(
-                f"{self._writing.saving.path} is that of an epoch's end, which could not be noted "
-                f"({type(error).__name__}: {error}): a resume from it runs the epoch's body once "
-                "more, without batches",
+                f"{self._writing.saving.path} was saved at the end of an epoch, and that could "
+                f"not be recorded ({type(error).__name__}: {error}): a resume from it runs the "
+                "body of the epoch once more, without batches",
                 stacklevel=2,
             )

@@ -93,8 +93,8 @@ def safetensors_of(reader: CheckpointReader) -> tuple[dict[str, torch.Tensor], d
                 tensors[within + name] = value.contiguous()
             else:
                 warnings.warn(
-                    f"left out of the export, since safetensors hold tensors only: {name} of "
-                    f"{module!r}",
+                    f"left out of the export, since safetensors files hold tensors only: {name} "
+                    f"of {module!r}",
                     stacklevel=2,
                 )
     return tensors, metadata
@@ -135,7 +135,7 @@ def plain_states(reader: CheckpointReader) -> dict[str, Any]:
         raise refused[0]
     for untrusted in refused:
         warnings.warn(
-            "left out of the export, which runs no code that a checkpoint names: "
+            "left out of the export, which does not run code that a checkpoint names: "
             f"{untrusted.detail}",
             stacklevel=2,
         )

@@ -47,8 +47,8 @@ def probe(storage: Storage, group: Group, run: str, *, goes_on: bool) -> bool:
             trouble = "the bytes read back are not the bytes written"
     except FileNotFoundError as error:
         trouble = (
-            f"what it wrote was deleted at once, as by another run that begins there; only one run "
-            f"at a time may use a storage path: {error}"
+            "its file was deleted at once, perhaps by another run that starts there; only one "
+            f"run at a time may use a storage path: {error}"
         )
     except Exception as error:
         trouble = f"{type(error).__name__}: {error}"
@@ -75,7 +75,7 @@ def probe(storage: Storage, group: Group, run: str, *, goes_on: bool) -> bool:
         if not any(has_trained for *_, has_trained in probes):
             raise unusable
         if group.rank == 0:
-            logger.warning("Training goes on, but %s", unusable)
+            logger.warning("Training continues, but %s", unusable)
         return False
     if unseen:
         hosts = sorted({probes[rank][1] for rank in unseen})
@@ -107,7 +107,7 @@ def _patiently(call: Callable[[], T]) -> T:
         except FileNotFoundError:
             raise
         except OSError as error:
-            logger.warning("%s: %s; it is tried again", type(error).__name__, error)
+            logger.warning("%s: %s; retrying", type(error).__name__, error)
             time.sleep(pause_s)
     return call()
 
@@ -118,7 +118,7 @@ def swept(storage: Storage) -> list[str]:
         return catalog.sweep(storage)
     except Exception as error:
         warnings.warn(
-            f"what unfinished runs have left in {storage.path} could not be deleted: "
+            f"the files that unfinished runs left in {storage.path} could not be deleted: "
             f"{type(error).__name__}: {error}",
             stacklevel=2,
         )
@@ -198,7 +198,7 @@ def choose(
 def warn_of_unlisted(storage: Storage, folder: str, used: CheckpointReader | None) -> None:
     """Say that a folder that lacks only the manifest is not used, and what is used in its place."""
     instead = (
-        f"the run goes on from {used.path}, of step {used.manifest.step}"
+        f"the run resumes from {used.path}, of step {used.manifest.step}"
         if used is not None
         else "the run starts afresh"
     )

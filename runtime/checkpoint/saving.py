@@ -15,7 +15,7 @@ class SavingTimes:
     waited_s: training waited for the checkpoint before it.
     paused_s: training waited for the copy to the host.
     wrote_s: this rank wrote its own file.
-    total_s: from the copy until all ranks had written and the checkpoint was whole.
+    total_s: from the copy until all ranks had written and the checkpoint was complete.
     num_bytes: the size of this rank's file.
     """
 
@@ -27,9 +27,9 @@ class SavingTimes:
 
 
 class Saving:
-    """The result of `ctx.save()`, which returns once the state is copied: training may go on. No
-    wait is needed: a failure that no caller has seen is a warning at the next save, and an error at
-    the end of the run.
+    """The result of `ctx.save()`, which returns once the state is copied: training may continue.
+    You need not wait for it: a failure that no caller has seen is a warning at the next save, and
+    an error at the end of the run.
 
     path: of the checkpoint. step: the step whose state it holds.
     """
@@ -42,15 +42,16 @@ class Saving:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the checkpoint is whole, or was given up."""
+        """Whether the checkpoint is complete, or was given up."""
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> SavingTimes:
-        """Block until all ranks have written, and the checkpoint is whole on the storage.
+        """Block until all ranks have written, and the checkpoint is complete in the storage.
 
         Raises CheckpointWriteFailed, on all ranks, if the checkpoint was given up; TimeoutError if
-        it is still in flight after `timeout_s`. If it was given up as ranks were lost, and the run
-        goes on, the function runs again from the top, as after a loss in any collective.
+        it is still in flight after `timeout_s`. If it was given up because ranks were lost, and the
+        run continues, the function runs again from the top, as after the loss of a rank in any
+        collective.
         """
         try:
             return self._future.result(timeout_s)
@@ -64,12 +65,12 @@ class Saving:
             self.is_observed = self._future.done()
 
     def is_whole_at_the_end(self) -> bool:
-        """Block until the checkpoint is whole, or given up; whether it is whole. This is no wait of
-        the user, who has yet to see a failure."""
+        """Block until the checkpoint is complete, or given up; whether it is complete. This is not
+        a wait of the user, who has yet to see a failure."""
         return self._future.exception() is None
 
     def end(self, outcome: SavingTimes | BaseException) -> None:
-        """End all waits. outcome: the times of a whole checkpoint, or the error."""
+        """End all waits. outcome: the times of a complete checkpoint, or the error."""
         if isinstance(outcome, BaseException):
             self._future.set_exception(outcome)
         else:

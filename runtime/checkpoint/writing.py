@@ -194,7 +194,7 @@ class Writing:
             if unlike := why_unlike([numbers for *_, numbers in records]):
                 raise CheckpointWriteFailed(
                     self.saving.path,
-                    f"{unlike[0]}, but what is registered counts as equal on all ranks",
+                    f"{unlike[0]}, but a registered object must be the same on all ranks",
                     unlike[1],
                     "list what the loop's body steps or updates in Join(..., step_along=[...]), or "
                     "register it with per_rank=True",
@@ -356,7 +356,7 @@ class Writing:
             # A run deletes only what no run can be writing, if it is the only one in its place.
             return (
                 f"its files were deleted while it was being written ({error}). A run that begins "
-                f"in {self.storage.path} deletes what unfinished runs have left there, so two runs "
+                f"in {self.storage.path} deletes the files of unfinished runs there, so two runs "
                 "at a time disturb each other: give each run a storage_path of its own"
             )
         return f"{type(error).__name__}: {error}"

@@ -50,19 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     status = commands.add_parser(
         "status",
-        help="show what running sessions do, from another terminal",
+        help="show running sessions, from another terminal",
         description="Shows a table of the sessions of a cluster; on a terminal it is updated until "
         "Ctrl-C.",
     )
-    of_cluster = "of the cluster; RAY_ADDRESS, or the local"
+    of_cluster = "address of the Ray cluster (default: RAY_ADDRESS, else the local cluster)"
     status.add_argument("session", nargs="?", help="name of one session (default: all)")
     status.add_argument("--address", default=None, help=of_cluster)
-    status.add_argument("--once", action="store_true", help="one table, also on a terminal")
+    status.add_argument("--once", action="store_true", help="print the table once")
     attach = commands.add_parser(
         "attach",
         help="show a detached session, from another terminal",
-        description="Shows the run that is in progress, or the last one, with its progress and its "
-        "output, until it has ended. Ctrl-C ends the showing; the run goes on.",
+        description=(
+            "Shows the run that is in progress, or the last one, with its progress and its "
+            "output, until it has ended. Ctrl-C stops the command; the run continues."
+        ),
     )
     stop = commands.add_parser(
         "stop",
@@ -70,18 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Aborts the run in progress, ends the workers, and frees their resources.",
     )
     for one in (attach, stop):
-        one.add_argument("session", help="its name, as `chorusline status` lists it")
-        one.add_argument(
-            "--address", default=None, help="of the cluster; RAY_ADDRESS, or the local"
-        )
+        one.add_argument("session", help="name of the session, as listed by `chorusline status`")
+        one.add_argument("--address", default=None, help=of_cluster)
     commands.add_parser(
         "doctor",
-        help="what this machine has, what is wrong with it, and the remedy",
+        help="list what this machine has, what is wrong with it, and the remedy",
         description="Exit code 1 if something prevents running here.",
     )
     bench = commands.add_parser(
         "bench",
-        help="measure the collectives between ranks of this machine",
+        help="measure collectives between ranks of this machine",
         description="Prints a table for each operation, with the columns of nccl-tests.",
     )
     bench.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
@@ -162,7 +162,7 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
             f"unrecognized arguments: {' '.join(unknown)}; write the function's own after --"
         )
     if needless := function_flags.without_checkpoint(given):
-        flags.error(f"{needless} says how checkpoints are kept; write --checkpoint DIR, too")
+        flags.error(f"{needless} configures checkpoints; write --checkpoint DIR as well")
     if wrong := function_flags.why_not_detached(given):
         flags.error(wrong)
     from .function import WrongUsage, run_function
@@ -185,7 +185,7 @@ def _run_on_ranks(flags: argparse.ArgumentParser, given: list[str]) -> int:
     script, function = arguments.script_and_function(options.script)
     if function is not None:
         flags.error(
-            f"{options.script!r} names a function, and its flags come behind it: chorusline run "
+            f"{options.script!r} names a function, and its flags come after it: chorusline run "
             f"{options.script} --workers 2"
         )
     if not script.is_file():

@@ -53,7 +53,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the result. says: what the machine has. mend: the remedy; empty if nothing is
+    """One line of the result. says: what the machine has. `mend`: the remedy; empty if nothing is
     wrong."""
 
     topic: str
@@ -106,7 +106,7 @@ def _versions() -> Iterator[Finding]:
         # As a user's program does: it raises if other packages of the same names come first.
         chorusline = importlib.import_module("chorusline")
     except ImportError as error:
-        yield Finding("chorusline", Verdict.BROKEN, str(error), "see the sentence before")
+        yield Finding("chorusline", Verdict.BROKEN, str(error), "see the line before")
         return
     home = Path(str(chorusline.__file__)).parent
     yield Finding("chorusline", Verdict.FINE, f"{chorusline.__version__} in {home}")
@@ -214,8 +214,8 @@ def _nccl() -> Iterator[Finding]:
     says = f"{dotted(version)} in {_library('libnccl')}"
     if version < SHARES_GPUS:
         says += (
-            "; ranks that share a GPU use sockets, which is good for tests and slow (NCCL "
-            f"{dotted(SHARES_GPUS)} does better)"
+            "; ranks that share a GPU use sockets, which is good enough for tests, but slow "
+            f"(NCCL {dotted(SHARES_GPUS)} does better)"
         )
     if os.environ.get("NCCL_NVLS_ENABLE") == "1":
         # transport/nvls.cc of NCCL refuses this; with its default it does without NVLS.
@@ -289,8 +289,8 @@ def _symmetric_memory() -> Iterator[Finding]:
         yield Finding(
             "symmetric memory",
             Verdict.POOR,
-            f"a tensor of 1 GiB that ranks read in place cannot be made: {error}; such tensors are "
-            "ordinary then, and their bytes copied once more",
+            f"a tensor of 1 GiB that ranks read in place cannot be made: {error}; such tensors "
+            "are ordinary ones then, and their data is copied once more",
             "see `ulimit -f`, `ulimit -n` and `ulimit -v`",
         )
 
@@ -303,7 +303,7 @@ def _exits() -> Iterator[Finding]:
         yield Finding(
             "lost processes",
             Verdict.POOR,
-            "this kernel or sandbox does not say when a process ends (pidfd_open: "
+            "this kernel or sandbox does not report the end of a process (pidfd_open: "
             f"{error.strerror}): ranks look in /proc, and notice a lost rank a little later",
             "Linux 5.3 has it; allow it in the sandbox (gVisor, an older seccomp profile)",
         )
@@ -427,7 +427,8 @@ def _ray(environment: Mapping[str, str]) -> Iterator[Finding]:
             "ray's auth mode",
             Verdict.POOR,
             f"not set, and there is a token in {token}: clusters that are started here ask for it",
-            "export RAY_AUTH_MODE=token, or =disabled, alike for the cluster and for what connects",
+            "export RAY_AUTH_MODE=token, or =disabled, the same for the cluster and for what "
+            "connects to it",
         )
     elif mode not in ("", "token", "disabled"):
         yield Finding(
@@ -444,8 +445,8 @@ def _ray(environment: Mapping[str, str]) -> Iterator[Finding]:
             Verdict.POOR,
             f"{mode or 'not set, and no token here'}: whoever reaches Ray's ports, which are open "
             "on every interface, runs code as you",
-            "ray get-auth-token --generate, and export RAY_AUTH_MODE=token, alike for the cluster "
-            "and for what connects",
+            "ray get-auth-token --generate, and export RAY_AUTH_MODE=token, the same for the "
+            "cluster and for what connects to it",
         )
 
 
@@ -466,7 +467,7 @@ def _limits() -> Iterator[Finding]:
         yield Finding(
             "/tmp",
             Verdict.POOR,
-            f"{says}, less than a twentieth: Ray stops making objects",
+            f"{says}, less than a twentieth: Ray stops creating objects",
             "make room, or start Ray with --temp-dir",
         )
     else:

@@ -51,8 +51,10 @@ def _add_workers(flags: argparse.ArgumentParser, *, timeout_s: float) -> None:
         type=arguments.workers,
         default=1,
         metavar="N|A..B",
-        help="how many ranks: 4; or 2..8 for as many as fit, at least 2, and to go on when "
-        "workers are lost (default: 1)",
+        help=(
+            "how many ranks: 4; or 2..8 for as many as fit, at least 2, and the run continues "
+            "when workers are lost (default: 1)"
+        ),
     )
     workers.add_argument("--gpu", action="store_true", help="one GPU for each worker")
     workers.add_argument(
@@ -82,8 +84,10 @@ def _add_workers(flags: argparse.ArgumentParser, *, timeout_s: float) -> None:
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds for room in the cluster and for the workers' start; more where nodes have "
-        "to start first (default: 60)",
+        help=(
+            "seconds to wait for room in the cluster and for the workers to start; raise it "
+            "where nodes have to start first (default: 60)"
+        ),
     )
 
 
@@ -94,8 +98,10 @@ def _add_restarts(flags: argparse.ArgumentParser) -> None:
         type=arguments.restarts,
         default=0,
         metavar="N",
-        help="if a rank fails or is lost, begin the script again on all ranks, in new processes, "
-        "up to N times (default: 0)",
+        help=(
+            "if a rank fails or is lost, start the script again on all ranks, in new processes, "
+            "up to N times (default: 0)"
+        ),
     )
 
 
@@ -117,21 +123,25 @@ def _add_checkpoints(flags: argparse.ArgumentParser) -> None:
         "--checkpoint",
         default=None,
         metavar="DIR",
-        help="a folder that all ranks see, or a URL: save there, and go on from the newest "
-        "checkpoint in it, if there is one",
+        help=(
+            "a folder that all ranks see, or a URL: save there, and resume from the newest "
+            "checkpoint in it, if there is one"
+        ),
     )
     begins = kept.add_mutually_exclusive_group()
     begins.add_argument(
         "--fresh",
         action="store_true",
-        help="begin at step 0, whatever is in DIR; old checkpoints stay",
+        help="start at step 0, whatever is in DIR; old checkpoints stay",
     )
     begins.add_argument(
         "--resume",
         default=None,
         metavar="PATH",
-        help="go on from this checkpoint, or from the newest one in this folder; an error if "
-        "there is none",
+        help=(
+            "resume from this checkpoint, or from the newest one in this folder; an error if "
+            "there is none"
+        ),
     )
     kept.add_argument(
         "--save-every",
@@ -150,13 +160,15 @@ def _add_checkpoints(flags: argparse.ArgumentParser) -> None:
 
 
 def _add_detached(flags: argparse.ArgumentParser) -> None:
-    detached = flags.add_argument_group("a run that goes on without this program")
+    detached = flags.add_argument_group("a run that outlives this program")
     detached.add_argument(
         "-d",
         "--detach",
         action="store_true",
-        help="begin the run on a cluster that stays, print the name of its session, and return; "
-        "`chorusline attach NAME` shows it, `chorusline stop NAME` ends it",
+        help=(
+            "start the run on a cluster that stays, print the name of its session, and return; "
+            "`chorusline attach NAME` shows it, `chorusline stop NAME` ends it"
+        ),
     )
     detached.add_argument(
         "--name",
@@ -188,7 +200,7 @@ def without_checkpoint(given: argparse.Namespace) -> str | None:
 def why_not_detached(given: argparse.Namespace) -> str | None:
     """What does not go together with --detach, or its lack; None if all does."""
     if given.name is not None and not given.detach:
-        return "--name is the name of a session that goes on without this program; write --detach"
+        return "--name is the name of a session that outlives this program; write --detach"
     if given.detach and getattr(given, "tracker", ()):
         return (
             "--tracker records in the program that waits for the run, and --detach ends it; leave "
@@ -196,7 +208,7 @@ def why_not_detached(given: argparse.Namespace) -> str | None:
         )
     if given.detach and getattr(given, "max_restarts", 0):
         return (
-            "--max-restarts begins the script again from the program that waits for it, and "
+            "--max-restarts starts the script again from the program that waits for it, and "
             "--detach ends that; leave one of them out"
         )
     return None

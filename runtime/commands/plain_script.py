@@ -59,12 +59,12 @@ async def _run(script: PlainScript, options: argparse.Namespace) -> int:
                 return 0
             except Exception as error:
                 if isinstance(error, WorkerLost):
-                    error.remedy = "To begin a script again on all ranks, write --max-restarts 3."
+                    error.remedy = "To start a script again on all ranks, write --max-restarts 3."
                 if restart == options.max_restarts:
                     raise
                 told = f"{type(error).__name__}: {error}".rstrip(".")
                 print(
-                    f"chorusline: {told}. All ranks begin the script again, in new processes: "
+                    f"chorusline: {told}. All ranks start the script again, in new processes: "
                     f"restart {restart + 1} of {options.max_restarts}",
                     file=sys.stderr,
                 )

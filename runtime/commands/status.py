@@ -73,7 +73,7 @@ async def _show(session: str | None, console: Console, once: bool) -> int:
             surveys, standings = await survey(session), await detached(session)
             if surveys or standings:
                 live.update(drawn(surveys, standings), refresh=True)
-    console.print("The session has ended." if session else "No session runs any more.")
+    console.print("The session has ended." if session else "No session is running any more.")
     return 0
 
 
@@ -93,7 +93,7 @@ async def survey(session: str | None) -> dict[str, Survey | str]:
             calls[name] = driver.survey.remote(_ANSWER_S)
         except (TypeError, AttributeError):  # The driver's class has no such method.
             foreign[name] = (
-                "is of another version of chorusline than this command, and cannot be asked; run "
+                "has another version of chorusline than this command, and cannot be queried; run "
                 "`chorusline status` where the session's program runs"
             )
     received = await answers(calls, _ANSWER_S + 1.0)
@@ -122,8 +122,8 @@ async def detached(session: str | None) -> dict[str, Standing | str]:
 def nothing_found(session: str | None, others: Mapping[str, object]) -> str:
     if session is None:
         return (
-            f"no session runs on the cluster at {ray.get_runtime_context().gcs_address}. A session "
-            "is seen from its start to its close; --address asks another cluster"
+            f"no session runs on the cluster at {ray.get_runtime_context().gcs_address}. A "
+            "session is listed from its start to its close; --address queries another cluster"
         )
     has = f"there are {', '.join(others)}" if others else "no session runs there"
     return f"the session {session!r} is gone, or was never on this cluster; {has}"

@@ -10,7 +10,7 @@ _SHOW_ALL = f"unset {VISIBLE} before `ray start`, and in runtime environments"
 
 
 def traps(environment: Mapping[str, str], on_machine: int) -> Iterator[tuple[str, str]]:
-    """What is hidden from processes with this environment, and the mend, in words.
+    """What is hidden from processes with this environment, and the remedy, in words.
 
     on_machine: the number of GPUs of this machine.
     """

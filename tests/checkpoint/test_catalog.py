@@ -62,7 +62,7 @@ def _save_while_another_run_begins(group: cl.Group, place: Path) -> str:
 def test_two_runs_in_one_place_are_told_what_they_do_to_each_other(ranks_of, tmp_path):
     (word,) = ranks_of(1).run(_save_while_another_run_begins, tmp_path)
     assert "its files were deleted while it was being written" in word
-    assert f"A run that begins in {tmp_path} deletes what unfinished runs have left there" in word
+    assert f"A run that begins in {tmp_path} deletes the files of unfinished runs there" in word
     assert "give each run a storage_path of its own" in word
 
 
@@ -84,7 +84,7 @@ def test_one_that_lacks_only_its_manifest_is_named_and_stays(ranks_of, tmp_path)
     (step, (word,)), (other_step, silence) = ranks_of(2).run(resume_and_listen, config)
     assert (step, other_step, silence) == (2, 2, [])
     assert word.startswith(f"{lacking} is not used, because chorusline.json is missing in it; ")
-    assert f"So the run goes on from {before}, of step 2. The folder stays: put the file" in word
+    assert f"So the run resumes from {before}, of step 2. The folder stays: put the file" in word
 
     ranks_of(2).run(run_train, config, {"until": 3, "save_at": 3})
     assert steps_in(tmp_path) == [3, 4]  # The save deletes an old checkpoint, and not this folder.

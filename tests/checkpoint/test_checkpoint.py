@@ -196,7 +196,7 @@ def test_the_command_lists_whole_and_torn_ones_and_says_when_there_is_none(
     assert main(["checkpoint", "list", str(tmp_path)]) == 1
     assert f"there is no checkpoint in {tmp_path}" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(tmp_path), str(tmp_path / "x.pt")]) == 1
-    assert "there is no whole checkpoint here" in capsys.readouterr().err
+    assert "there is no complete checkpoint here" in capsys.readouterr().err
     ranks_of(1).run(run_train, cl.CheckpointConfig(tmp_path), {"until": 1, "save_at": 1})
     assert main(["checkpoint", "list", str(tmp_path)]) == 0
     assert "whole, step 1, 1 ranks" in capsys.readouterr().out

@@ -108,7 +108,8 @@ def test_resume_takes_a_path_or_starts_afresh(ranks_of, tmp_path):
     step, (word,) = resume(tmp_path / "nothing")
     assert step == -1
     assert word == (
-        f"CheckpointNotFound: checkpoint {tmp_path / 'nothing'}: there is no whole checkpoint here"
+        f"CheckpointNotFound: checkpoint {tmp_path / 'nothing'}: "
+        "there is no complete checkpoint here"
     )
 
 
@@ -203,7 +204,7 @@ def test_a_place_that_cannot_be_written_to_is_an_error_before_training(ranks_of,
             f"CheckpointPlaceUnusable: checkpoints cannot be kept in {place}: rank 0 on "
         )
         assert "cannot write there (NotADirectoryError" in word
-        assert "a folder that all ranks see and can write to" in word
+        assert "a folder that all ranks can see and write to" in word
 
 
 def test_a_place_that_ranks_do_not_share_is_found_out_before_training(ranks_of):
@@ -247,7 +248,7 @@ def test_a_full_disk_is_a_typed_error_on_all_ranks_and_the_earlier_checkpoint_st
     for (word, newest), step in ranks_of(2).run(_fill_the_disk, tmp_path):
         assert step == 2
         assert "was not written, on rank 1: OSError: [Errno 27] File too large" in word
-        assert "Checkpoints written before it are whole and stay; make room" in word
+        assert "Earlier checkpoints are complete and stay; make room" in word
         assert newest == str(folder_of(tmp_path, 1))
     assert steps_in(tmp_path) == [1, 2]  # Of the one that failed nothing is left.
 

@@ -77,18 +77,18 @@ def _item(manifest: dict[str, Any], name: str = "model") -> dict[str, Any]:
 
 
 FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "'../secret' is no data file": lambda m: _item(m).update(file="../secret"),
-    "'/etc/hosts' is no data file": lambda m: m["files"].update({"/etc/hosts": 1}),
-    r"'rank-0.distcp\x00' is no data file": lambda m: _item(m).update(file="rank-0.distcp\0"),
+    "'../secret' is not a data file": lambda m: _item(m).update(file="../secret"),
+    "'/etc/hosts' is not a data file": lambda m: m["files"].update({"/etc/hosts": 1}),
+    r"'rank-0.distcp\x00' is not a data file": lambda m: _item(m).update(file="rank-0.distcp\0"),
     "'rank-1.distcp', which is not among": lambda m: _item(m).update(file="rank-1.distcp"),
-    "at is -1, and no whole number": lambda m: _item(m).update(at=-1),
+    "at is -1, and not a whole number": lambda m: _item(m).update(at=-1),
     "at is 0.5": lambda m: _item(m).update(at=0.5),
     "at is True": lambda m: _item(m).update(at=True),
-    "lies behind the end of": lambda m: _item(m).update(at=10**6),
-    "'no_such_dtype' is no dtype": lambda m: _entry(m).update(dtype="no_such_dtype"),
-    "'save' is no dtype": lambda m: _entry(m).update(dtype="save"),
+    "lies after the end of": lambda m: _item(m).update(at=10**6),
+    "'no_such_dtype' is not a dtype": lambda m: _entry(m).update(dtype="no_such_dtype"),
+    "'save' is not a dtype": lambda m: _entry(m).update(dtype="save"),
     "the manifest lacks kinds": lambda m: m.pop("kinds"),
-    "has 'more', which no save writes": lambda m: m.update(more=1),
+    "has 'more', which a save does not write": lambda m: m.update(more=1),
     "time is 'noon'": lambda m: m.update(time="noon"),
     "time is nan": lambda m: m.update(time=float("nan")),
     "time is 1e+300": lambda m: m.update(time=1e300),
@@ -117,7 +117,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "progress is {}": lambda m: m.update(progress={}),
     "kinds is ['model']": lambda m: m.update(kinds=["model"]),
-    r"'\ud800', and no text": lambda m: m["kinds"].update(model="\ud800"),
+    r"'\ud800', and not a string": lambda m: m["kinds"].update(model="\ud800"),
 }
 
 
@@ -320,7 +320,7 @@ PIECES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "an older format": ("model", lambda: _legacy(WEIGHT)),
     "an object in an older format": ("state", lambda: _legacy(5)),
     "no archive": ("model", lambda: bytes(1000)),
-    "no archive of an object": ("state", lambda: b"PK\x03\x04" + bytes(1000)),
+    "not an archive of an object": ("state", lambda: b"PK\x03\x04" + bytes(1000)),
     "an empty object": ("state", lambda: b""),
 }
 

@@ -106,6 +106,6 @@ def test_a_training_goes_on_when_its_disk_and_dev_shm_are_full_and_saves_when_th
         assert [step for step, error in said if not error] == [2, 6]
         (failed,) = [error for step, error in said if step == 4]
         assert "[Errno 28] No space left on device" in failed
-        assert "Checkpoints written before it are whole and stay; make room" in failed
+        assert "Earlier checkpoints are complete and stay; make room" in failed
         assert as_without, "a save that fails changes nothing of the training"
         assert whole == ["step-00000002", "step-00000006"]

@@ -54,4 +54,4 @@ async def test_a_worker_comes_while_the_storage_cannot_be_written_to(
         told = await run
     assert len(second - first) == 1 and [size for size, _, _ in told] == [2, 2]
     said = capfd.readouterr().err
-    assert f"Training goes on, but checkpoints cannot be kept in {place}: rank 0 on " in said
+    assert f"Training continues, but checkpoints cannot be kept in {place}: rank 0 on " in said

@@ -224,7 +224,7 @@ def script(tmp_path: Path) -> str:
         ((":trian",), "has no function named 'trian'; did you mean 'train'?"),
         ((":train", "--wrkers", "2"), "the function's own after --; did you mean '--workers'?"),
         ((":number",), "has an int, not a function, named 'number'"),
-        ((":train", "--fresh"), "--fresh says how checkpoints are kept; write --checkpoint DIR"),
+        ((":train", "--fresh"), "--fresh configures checkpoints; write --checkpoint DIR"),
         ((":train", "--checkpoint", "x", "--fresh", "--resume", "y"), "not allowed with argument"),
         ((":train", "--keep", "0"), "'0' is not a whole number of at least 1"),
         ((":train", "--workers", "8..2"), "'8..2' is not ascending; write 2..8"),
@@ -441,7 +441,7 @@ async def test_status_says_which_session_is_of_another_version(
     driver = ray.remote(OtherDriver).options(name=name, namespace=NAMESPACE, num_cpus=0).remote()
     assert await _show("session-old", Console(width=200), once=True) == 0
     told = capsys.readouterr().out
-    assert told.startswith("session-old: its driver is of another version of chorusline than this")
+    assert told.startswith("session-old: its driver has another version of chorusline than this")
     ray.kill(driver)
 
 

@@ -129,7 +129,7 @@ def test_only_torchs_own_backends_are_replaced_by_ours() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--workers", "2", "x.py:train"], "its flags come behind it: chorusline run x.py:train"),
+        (["--workers", "2", "x.py:train"], "its flags come after it: chorusline run x.py:train"),
         (["--workers", "2", "nowhere.py"], "there is no file 'nowhere.py' in"),
         (["--workers", "0", "x.py"], "'0' is too few; at least 1 worker"),
         (["--max-restarts", "many", "x.py"], "'many' is not a number of restarts; write 3, or 0"),

@@ -66,7 +66,9 @@ def test_a_page_uses_the_usual_words(page: Path) -> None:
     assert forbidden_in(prose(page.read_text()), FORBIDDEN) == set()
 
 
-@pytest.mark.parametrize("package", ("collectives", "actors"))
+@pytest.mark.parametrize(
+    "package", ("collectives", "actors", "runtime/checkpoint", "runtime/commands")
+)
 def test_messages_docstrings_and_comments_use_the_usual_words(package: str) -> None:
     found = {
         str(path.relative_to(ROOT)): words

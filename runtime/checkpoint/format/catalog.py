@@ -43,7 +43,7 @@ class Listing:
 
 
 def listing(storage: Storage) -> Listing:
-    """The folders of a place, ordered by the time of writing, not by step: a run that started anew
+    """The folders of a place, ordered by the time of writing, not by step: a run that started again
     in the same place resumes from its own checkpoints, although their steps are lower."""
     written: list[tuple[float, str]] = []
     broken: list[str] = []
@@ -74,7 +74,7 @@ def listing(storage: Storage) -> Listing:
 
 
 def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection[str] = ()) -> None:
-    """Delete old checkpoints now that `newest` is whole: all behind the `keep` newest whole ones,
+    """Delete old checkpoints now that `newest` is whole: all after the `keep` newest whole ones,
     and all torn ones. No checkpoint is written at the same time.
 
     A damaged checkpoint is not counted, and stays as long as whole ones before it do. Damage is
@@ -121,7 +121,7 @@ def why_unlisted(storage: Storage, folder: str) -> str:
     """A sentence on a folder that lacks only the manifest."""
     return (
         f"{storage.path_of(folder)} is not used, because {MANIFEST} is missing in it; its other "
-        "files look like those of a whole checkpoint. Either the run that wrote it was killed "
+        "files look like those of a complete checkpoint. Either the run that wrote it was killed "
         f"right before the end of the save, or {MANIFEST} was lost later, as in a copy"
     )
 
@@ -163,8 +163,8 @@ def why_none(storage: Storage) -> str:
     """What is to be said of a place without a whole checkpoint."""
     if METADATA in storage.children():
         return (
-            f"there is no whole checkpoint here: it has {METADATA}, as checkpoints of "
+            f"there is no complete checkpoint here: it has {METADATA}, as checkpoints of "
             f"torch.distributed.checkpoint do, and no {MANIFEST}"
         )
     told = [why_unlisted(storage, folder) for folder in listing(storage).unlisted]
-    return ". ".join(["there is no whole checkpoint here", *told])
+    return ". ".join(["there is no complete checkpoint here", *told])

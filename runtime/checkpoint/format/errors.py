@@ -19,7 +19,10 @@ from chorusline.collectives.contract.errors import ChoruslineError
 
 
 class CheckpointError(ChoruslineError):
-    """path: the checkpoint, its folder or one file. detail: what is wrong with it."""
+    """Base class of the errors of checkpoints.
+
+    path: the checkpoint, its folder or one of its files. detail: what is wrong with it.
+    """
 
     def __init__(self, path: str, detail: str) -> None:
         super().__init__(path, detail)
@@ -36,14 +39,16 @@ class CheckpointPlaceUnusable(CheckpointError):
     def __str__(self) -> str:
         return (
             f"checkpoints cannot be kept in {self.path}: {self.detail}. Give "
-            "CheckpointConfig(storage_path=...) a folder that all ranks see and can write to"
+            "CheckpointConfig(storage_path=...) a folder that all ranks can see and write to"
         )
 
 
 class CheckpointWriteFailed(CheckpointError):
-    """A checkpoint was given up. ranks: the ranks that caused it. remedy: what to do.
+    """A checkpoint could not be written.
 
-    is_by_loss: ranks were lost while it was written. Then this ends a generation, not the run.
+    ranks: the ranks that caused it. remedy: what to do.
+
+    is_by_loss: ranks were lost while it was written. Then the error ends a generation, not the run.
     """
 
     def __init__(
@@ -64,25 +69,25 @@ class CheckpointWriteFailed(CheckpointError):
     def __str__(self) -> str:
         if self.is_by_loss:
             return (
-                f"checkpoint {self.path} was not completed, as ranks were lost meanwhile: "
-                f"{self.detail}. Checkpoints written before it are whole and stay"
+                f"checkpoint {self.path} was not completed, because ranks were lost while it was "
+                f"written: {self.detail}. Earlier checkpoints are complete and stay"
             )
         return (
-            f"checkpoint {self.path} was not written, on rank "
-            f"{', '.join(map(str, self.ranks))}: {self.detail}. Checkpoints written before it are "
-            f"whole and stay; {self.remedy}, and run again to go on from the newest checkpoint"
+            f"checkpoint {self.path} was not written, on rank {', '.join(map(str, self.ranks))}: "
+            f"{self.detail}. Earlier checkpoints are complete and stay; {self.remedy}, and run "
+            "again to resume from the newest checkpoint"
         )
 
 
 class CheckpointNotFound(CheckpointError):
-    """The place that was named has no whole checkpoint."""
+    """The given place has no complete checkpoint."""
 
 
 class CheckpointCorrupted(CheckpointError):
-    """A file does not hold what was written to it. path: of the file."""
+    """A file does not contain what was written to it. path: the file."""
 
     def __str__(self) -> str:
-        return f"{self.path} is torn or corrupted: {self.detail}; no byte of it was used"
+        return f"{self.path} is torn or corrupted: {self.detail}; nothing of it was used"
 
 
 class CheckpointMismatch(CheckpointError):

@@ -138,13 +138,13 @@ def merged(parts: Sequence[Part]) -> list[Entry]:
             if entry.dtype is not None and item.start != at:
                 raise ValueError(
                     f"{name_of(entry.path)}: elements {at} to {item.start} of {entry.numel} were "
-                    "written by no rank, or by two; all ranks must register the same objects"
+                    "not written by exactly one rank; all ranks must register the same objects"
                 )
             at = item.stop
         if entry.dtype is not None and at != entry.numel:
             raise ValueError(
-                f"{name_of(entry.path)}: elements {at} to {entry.numel} were written by no rank; "
-                "all ranks must register the same objects"
+                f"{name_of(entry.path)}: elements {at} to {entry.numel} were not written by any "
+                "rank; all ranks must register the same objects"
             )
     return sorted(entries.values(), key=lambda entry: [str(key) for key in entry.path])
 
@@ -196,7 +196,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
             path, f"it has format {version!r}, and this version of chorusline reads {_FORMAT}"
         )
     if found != digest:
-        raise CheckpointCorrupted(path, "its text does not match its checksum")
+        raise CheckpointCorrupted(path, "its content does not match its checksum")
     try:
         return _validated(plain)
     except ValueError as error:
@@ -252,7 +252,7 @@ def _fields_of(value: Any, kind: type, what: str) -> dict[str, Any]:
         raise ValueError(
             f"{what} lacks {', '.join(lacking)}"
             if lacking
-            else f"{what} has {', '.join(map(repr, unknown[:_NAMED]))}, which no save writes"
+            else f"{what} has {', '.join(map(repr, unknown[:_NAMED]))}, which a save does not write"
         )
     return given
 
@@ -306,9 +306,9 @@ def _item(value: Any, files: dict[str, int], name: str) -> Item:
     if item.file not in files:
         raise ValueError(f"{name} lies in {file!r}, which is not among its files")
     if item.at + item.length > files[item.file]:
-        raise ValueError(f"{name} lies behind the end of {file!r}")
+        raise ValueError(f"{name} lies after the end of {file!r}")
     if item.crc32 >= 1 << 32:
-        raise ValueError(f"{item.crc32} is no crc32")
+        raise ValueError(f"{item.crc32} is not a crc32")
     return item
 
 
@@ -336,38 +336,38 @@ def _files(value: Any) -> dict[str, int]:
 
 def _file_name(name: str) -> str:
     if not _DATA_FILE.fullmatch(name):
-        raise ValueError(f"{_shown(name)} is no data file of a checkpoint, such as rank-0.distcp")
+        raise ValueError(f"{_shown(name)} is not a data file of a checkpoint (rank-0.distcp)")
     return name
 
 
 def _count(value: Any, what: str, least: int = 0) -> int:
     if type(value) is not int or not least <= value < _TOO_MANY:
-        raise ValueError(f"{what} is {_shown(value)}, and no whole number from {least} on")
+        raise ValueError(f"{what} is {_shown(value)}, and not a whole number of at least {least}")
     return value
 
 
 def _time(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < _END_OF_TIME:
-        raise ValueError(f"time is {_shown(value)}, and no time in seconds since 1970")
+        raise ValueError(f"time is {_shown(value)}, and not a time in seconds since 1970")
     return float(value)
 
 
 def _text(value: Any, what: str) -> str:
     if type(value) is not str or _SURROGATE.search(value):
-        raise ValueError(f"{what} is {_shown(value)}, and no text")
+        raise ValueError(f"{what} is {_shown(value)}, and not a string")
     return value
 
 
 def _list(value: Any, what: str) -> list[Any]:
     if type(value) is not list:
-        raise ValueError(f"{what} is {_shown(value)}, and no list")
+        raise ValueError(f"{what} is {_shown(value)}, and not a list")
     return value
 
 
 def _mapping(value: Any, what: str) -> Iterable[tuple[str, Any]]:
     """The items of a dictionary of JSON."""
     if type(value) is not dict:
-        raise ValueError(f"{what} is {_shown(value)}, and no dictionary")
+        raise ValueError(f"{what} is {_shown(value)}, and not a dictionary")
     return [(_text(key, f"a key of {what}"), one) for key, one in value.items()]
 
 
@@ -433,7 +433,7 @@ def dtype_of(name: str) -> torch.dtype:
     # A quantized tensor is more than its elements.
     is_quantized = name.startswith(("q", "bits"))
     if not isinstance(dtype, torch.dtype) or is_quantized or dtype_name(dtype) != name:
-        raise ValueError(f"{_shown(name)} is no dtype of a tensor in a checkpoint")
+        raise ValueError(f"{_shown(name)} is not a dtype of a tensor in a checkpoint")
     return dtype
 
 

@@ -35,7 +35,7 @@ class _Array:
 def _reconstruct(kind: object, shape: object, code: object) -> Any:
     """As numpy's, whose pickles make an empty array and then set its state."""
     if kind is not _Array or shape != (0,):
-        raise pickle.UnpicklingError(f"no pickle of an array has {kind!r} of the shape {shape!r}")
+        raise pickle.UnpicklingError(f"an array is not pickled as {kind!r} of the shape {shape!r}")
     return multiarray._reconstruct(numpy.ndarray, (0,), b"b")
 
 
@@ -78,11 +78,11 @@ def check_archive(data: bytes, max_records: int | None = None) -> zipfile.ZipFil
     memory than `data` itself."""
     # torch reads whatever else begins in another way, an older format without any limit.
     if not data.startswith(b"PK\x03\x04"):
-        raise ValueError("it is no archive of torch.save")
+        raise ValueError("it is not an archive of torch.save")
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
     except Exception as error:  # zipfile raises more than BadZipFile.
-        raise ValueError(f"it is no archive of torch.save: {error}") from error
+        raise ValueError(f"it is not an archive of torch.save: {error}") from error
     records = archive.infolist()
     if any(one.compress_type != zipfile.ZIP_STORED for one in records):
         raise ValueError("it is a compressed archive, and torch.save does not compress")
@@ -99,10 +99,10 @@ def load_tensor(data: bytes) -> torch.Tensor:
     (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     for opcode, named, _ in pickletools.genops(archive.read(pickled)):
         if opcode.name == "GLOBAL" and not _OF_A_TENSOR.fullmatch(str(named)):
-            raise ValueError(f"it names {named}, and no tensor does")
+            raise ValueError(f"it names {named}, and a tensor does not")
     loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if type(loaded) is not torch.Tensor or loaded.layout != torch.strided:
-        raise ValueError(f"it is {type(loaded).__name__}, and no tensor")
+        raise ValueError(f"it is {type(loaded).__name__}, and not a tensor")
     return loaded
 
 
@@ -122,7 +122,7 @@ def _check_sizes(data: bytes) -> None:
         elif last in ("BINGET", "LONG_BINGET"):
             last = names.get(argument, "")
         if wanted and last not in wanted:
-            raise ValueError(f"{last} makes bytes of it, and no pickle of plain values does")
+            raise ValueError(f"{last} turns it into bytes, and a pickle of plain values does not")
         wanted = _ARGUMENTS.get(last, frozenset())
 
 

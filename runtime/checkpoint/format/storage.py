@@ -1,4 +1,4 @@
-"""The place of checkpoints: a folder, or any place that fsspec knows, behind one interface.
+"""The place of checkpoints: a folder, or any place that fsspec knows, with one interface.
 
 Names are relative, with slashes; "" is the place itself. A file appears whole or not at all where
 the place allows it. In a folder it is written under another name, synchronised to the disk, and
