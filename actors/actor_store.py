@@ -206,7 +206,7 @@ class ActorStore(Store):
 
     actor: a StoreActor.
     secret: travels with every copy. Ranks that meet here use it to sign what they write, and the
-    objects that they send between hosts, where others may reach the port of the transport.
+        objects that they send between hosts, where others may reach the port of the transport.
 
     No call blocks longer than its timeout: a dead or silent actor raises StoreLost.
     """

@@ -88,7 +88,7 @@ class PeriodicModelAverager(ModelAverager):
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages often in small groups, and seldom in larger ones.
+    """Averages often in small groups, and rarely in larger ones.
 
     period_group_size_dict: by period in steps, the number of ranks that average; both ascend.
         Groups are consecutive ranks (0 to size - 1 and so on), so each size divides that of
@@ -189,8 +189,8 @@ def _check_hierarchy(sizes: Mapping[int, int], num_ranks: int) -> None:
 
 def _warn_of_every_step(what: str) -> None:
     warnings.warn(
-        f"{what} is 1: parameters are averaged after every step, which costs no less than "
-        "averaging gradients, as DistributedDataParallel does",
+        f"{what} is 1: parameters are averaged after every step, which costs as much as averaging "
+        "gradients, as DistributedDataParallel does",
         stacklevel=3,
     )
 
@@ -199,6 +199,7 @@ def _refuse_join() -> None:
     if active_join() is not None:
         raise RuntimeError(
             "model averaging does not work inside Join: between two averages each rank has "
-            "parameters of its own, and a rank without data would draw the mean towards old ones. "
-            "Give all ranks the same number of batches, without Join, or average gradients instead"
+            "parameters of its own, and a rank without data would pull the mean towards old "
+            "ones. Give all ranks the same number of batches, without Join, or average gradients "
+            "instead"
         )

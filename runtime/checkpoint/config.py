@@ -16,13 +16,13 @@ class CheckpointConfig:
 
     storage_path: a folder that all ranks see (made absolute), or an fsspec URL (s3://bucket/run).
     num_to_keep: the number of newest complete checkpoints to keep; None keeps all. Older ones are
-    deleted once a newer one is complete. Damaged ones do not count.
+        deleted once a newer one is complete. Damaged ones do not count.
     every_n_steps: steps between saves at batches of `ctx.shard`; None: save only at `ctx.save()`.
     resume: "auto" resumes from the newest complete checkpoint of storage_path, if there is one;
         "never" starts at step 0 and leaves old checkpoints; else the path of a checkpoint, or of a
         folder of checkpoints, to resume from.
     timeout_s: seconds for all ranks to write one checkpoint; after that the checkpoint is given up.
-    A rank that does not call ctx.save() at all is found earlier, by the session's timeout_s.
+        A rank that does not call ctx.save() at all is found earlier, by the session's timeout_s.
     weights_only: as in torch.load: a resume loads tensors and plain values, and raises
         CheckpointUntrusted for other objects, whose loading runs code that the checkpoint names.
         False: load every object. Only for checkpoints whose writer you trust.

@@ -70,7 +70,7 @@ class LiveView:
                     self._seen = await self._ask(_ANSWER_S)
                     self._draw(f"running for {waited_s:.0f} s")
         except Exception:
-            _log.exception("the live view has stopped; the run goes on")
+            _log.exception("the live view has stopped; the run continues")
 
     async def finish(self, error: BaseException | None) -> None:
         """Draw the last state, with a headline about how the run ended."""

@@ -1,7 +1,7 @@
 """Which rank owns which elements: pure arithmetic, no tensors.
 
 A bucket's content is cut into `num_ranks` equal shards, one per rank. The length of the content
-depends on the model alone; slack behind it, which no rank owns, makes the shards equal. Cuts fall
+depends on the model alone; slack after it, which no rank owns, makes the shards equal. Cuts fall
 on multiples of ALIGNMENT elements: fused optimizer kernels treat the tail of a vector differently,
 and give the same bits for any number of ranks only if all tails are those of the parameters.
 """

@@ -3,8 +3,8 @@
 Each rank writes its vote: whether it took this step with data of its own, whether it may take
 another step, whether it was asked to stop, and which parameters got a gradient. A rank that has run
 out of data says whether it still holds gradients of its last batches (leftovers.py). If the run
-goes on after a loss, the vote of a step also says how many samples the rank has taken (dealer.py).
-All ranks read the same agreement from the sum.
+continues after a loss, the vote of a step also says how many samples the rank has taken
+(dealer.py). All ranks read the same agreement from the sum.
 
 The vote travels with a collective that a step needs anyway (the last gradient bucket, or ZeRO's
 ballot), in float32 or wider: bfloat16 cannot count beyond 256.
@@ -39,7 +39,7 @@ class Note(enum.IntEnum):
     SEVERAL = 4
     """The step has several passes; or, where no rank has data, a pass has had no step."""
     TAKES_IN = 5
-    """A worker may come in behind this step (runtime/recovery/arrivals.py)."""
+    """A worker may join after this step (runtime/recovery/arrivals.py)."""
     BEGINS_INSIDE = 6
     """It MIXES, since its pass did not begin at an output of the model."""
 
@@ -92,7 +92,7 @@ _VOTES, _WEIGHT, _WEIGHING, _ASKING = range(NOTES_AT)
 _HEAD = NOTES_AT + len(Note)
 _OF_RANK = 5
 """A rank's standing, its outlook, and its digest. The outlook is one number, whose lowest bit says
-whether the rank may go on, the next three its Join, and the rest its epoch."""
+whether the rank may continue, the next three its Join, and the rest its epoch."""
 _LOW = 1 << 23
 """A cursor travels as two numbers, since float32 counts only to 2^24."""
 

@@ -57,7 +57,8 @@ class Wrapped(Protocol):
     def group(self) -> Group: ...
 
     def move_to(self, group: Group) -> None:
-        """Go on in `group` at the beginning of a step; drop the gradients of an unfinished step."""
+        """Continue in `group` at the beginning of a step; drop the gradients of an unfinished
+        step."""
 
     def leave_run(self) -> None:
         """The run that used the object is over: forget that run's recovery. If a later run uses the
@@ -128,7 +129,7 @@ class BetweenRuns:
         """By class of optimizers, and by the options and shapes, the result of the trial
         (zero/shards/optimizer_trial.py)."""
         self.world: World | None = None
-        """A function that has failed leaves it behind, and the next call ends it
+        """A function that has failed leaves it, and the next call ends it
         (torch_distributed.py)."""
         """A stream of notebook/remote_cell.py; None before the first cell."""
         self._of_group: weakref.WeakKeyDictionary[Group, OfGroup] = weakref.WeakKeyDictionary()
@@ -155,11 +156,11 @@ class BetweenRuns:
         self._is_applying = False
 
     def follow(self, group: Group) -> None:
-        """The run goes on in another generation; recovery has moved the objects."""
+        """The run continues in another generation; recovery has moved the objects."""
         self._group = group
 
     def wrap(self, wrapped: Wrapped) -> None:
-        if wrapped.group is self._group:  # Groups that the user made do not go on in another one.
+        if wrapped.group is self._group:  # Not the groups that the user made.
             self._wrapped.add(wrapped)
 
     def models_of(self, group: Group) -> list[Any]:

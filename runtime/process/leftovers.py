@@ -9,7 +9,7 @@ Otherwise the leftovers are part of the step. A change of some gradients only is
 other ranks cannot know what it was.
 
 At the end of a Join no rank has data, and nothing is stepped. There the same rule says what each
-rank goes on to hold, as it would without a Join.
+rank continues to hold, as it would without a Join.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def belongs(standings: Sequence[Standing], rank: int) -> bool:
         raise RuntimeError(
             f"rank {rank} has run out of data, and holds gradients that no step has used. Since "
             f"then ranks {edited} have changed some of their gradients between two backward "
-            "passes, and what they did cannot be done to those of a rank without data. Clear all "
+            "passes, and the same change cannot be made on a rank without data. Clear all "
             "gradients of the model (zero_grad()), or change them after the last pass of a step"
         )
     return True

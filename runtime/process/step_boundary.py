@@ -64,12 +64,12 @@ class Boundary:
         """Whether this rank had data for the last step of the epoch; None before the first one."""
         self.resumed_live: tuple[int, ...] = ()
         """The ranks that had data for the last step, in an epoch that an earlier run has begun and
-        this run goes on with; else empty."""
+        this run continues with; else empty."""
         self.at_first_step: Callable[[int], None] | None = None
         """Called once, with the number of steps so far, when the function's first batch is taken,
         or the first forward of a DistributedDataParallel begins."""
         self.would_take_in = False
-        """Whether this rank would take a worker in behind the step under way."""
+        """Whether this rank would take a worker in after the step under way."""
         self.takes_in = False
         """Whether all ranks do so, at the coming boundary (recovery/arrivals.py)."""
         self.epoch = 0
@@ -120,9 +120,9 @@ class Boundary:
             warnings.warn(
                 f"ranks {alike} draw the same random numbers, as after the same seed on each: "
                 "dropout, and whatever else the model draws, is the same on all of them. Write "
-                "ctx.seed(seed), with which models begin alike and each rank draws its own numbers "
-                "from the first batch on; or torch.manual_seed(seed + ctx.rank) after the model is "
-                "wrapped",
+                "ctx.seed(seed), with which models start with the same values, and each rank "
+                "draws its own numbers from the first batch on; or torch.manual_seed(seed + "
+                "ctx.rank) after the model is wrapped",
                 stacklevel=users_level(),
             )
         if len(set(epochs.values())) > 1 and not self._has_told_epochs:
@@ -130,9 +130,9 @@ class Boundary:
             by_rank = ", ".join(f"rank {r}: {epoch}" for r, epoch in epochs.items())
             warnings.warn(
                 f"this step has gradients of different epochs ({by_rank}): the ranks have "
-                "different numbers of batches, and go on to the next epoch without the others. "
-                "Write `with chorusline.Join([model, optimizer]):` around the loop over an epoch's "
-                "batches",
+                "different numbers of batches, and continue with the next epoch without the "
+                "others. Write `with chorusline.Join([model, optimizer]):` around the loop over "
+                "an epoch's batches",
                 stacklevel=users_level(),
             )
 
@@ -204,7 +204,7 @@ class Boundary:
             yield
         finally:
             self.iterations.remove(iteration)
-            if self.iterations and is_place:  # The outer iteration goes on where it was.
+            if self.iterations and is_place:  # The outer iteration continues where it was.
                 steps.batches_taken, steps.batches_left, steps.epoch = before
             self.steps.has_joined = False
 

@@ -66,7 +66,7 @@ def initialise(
         if ours is not None and ours.process_group is dist.group.WORLD:
             return
         raise RuntimeError(
-            f"torch.distributed is initialised in this process already, with the backend "
+            "torch.distributed is initialised in this process already, with the backend "
             f"{dist.get_backend()!r} and not for this run; call "
             "torch.distributed.destroy_process_group() first"
         )

@@ -34,20 +34,20 @@ S = TypeVar("S", bound=Stateful)
 T = TypeVar("T")
 
 _BEGIN_ANEW = (
-    "Call ctx.forget() on all ranks (await session.run(lambda ctx: ctx.forget())) and begin anew, "
-    "or go on from a checkpoint of your own"
+    "Call ctx.forget() on all ranks (await session.run(lambda ctx: ctx.forget())) and start "
+    "over, or resume from a checkpoint of your own"
 )
 
 
 class Context(ContextSteps):
     """One rank's view of a run, handed to the train function as its first argument.
 
-    Where the run goes on without a lost worker, rank, world_size, generation and group change
+    When the run continues without a lost worker, rank, world_size, generation and group change
     during a step.
 
     All ranks call the methods that exchange data (`barrier`, `broadcast`, `reduce`) in the same
-    order. These methods block the training thread, also in an `async def` function: no rank could
-    go on without the others anyway.
+    order. These methods block the training thread, even in an `async def` function: no rank could
+    continue without the others anyway.
     """
 
     def __init__(self, call: FunctionCall) -> None:
@@ -90,17 +90,18 @@ class Context(ContextSteps):
 
     @property
     def generation(self) -> int:
-        """The number of the membership, which changes after a failure."""
+        """The number of the generation; it grows when the set of workers changes."""
         return self._call.generation
 
     def epochs(self, num_epochs: int, *, resume: str | None = None) -> Iterator[int]:
-        """The numbers of the epochs, 0 to num_epochs - 1; after a resume those not over yet.
+        """The numbers of the epochs, 0 to num_epochs - 1; after a resume, those that are not over
+        yet.
 
         resume: a name for this loop. The ranks remember its place from one run of the session to
-        the next, so a loop of this name that was stopped goes on where it was: it leaves out epochs
-        that are over, and in the interrupted one `shard` deals out the samples whose steps were not
-        taken. Keep the model and the optimizer with `keep`, or they begin anew. If the run resumes
-        from a checkpoint, the place in the checkpoint counts.
+        the next, so a loop of this name that was stopped continues where it was: it leaves out
+        epochs that are over, and in the interrupted one `shard` gives the samples whose steps were
+        not taken. Keep the model and the optimizer with `keep`; otherwise they start over. If the
+        run resumes from a checkpoint, the place in the checkpoint counts.
 
         Raises ValueError for a negative num_epochs; RuntimeError, on all ranks, if the ranks
         remember different epochs, or they are not the ranks that have begun the epoch.
@@ -126,8 +127,8 @@ class Context(ContextSteps):
         if len({place.epoch for place in by_rank}) > 1 or (any(seats) and seats != expected):
             each = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(by_rank))
             raise RuntimeError(
-                f"the ranks remember different epochs of {name!r} ({each}): a worker was replaced, "
-                f"or the last run stopped between them. {_BEGIN_ANEW}"
+                f"the ranks have different epochs of {name!r} ({each}): a worker was replaced, or "
+                f"the last run stopped between them. {_BEGIN_ANEW}"
             )
         bound.resumed_live = tuple(rank for rank, one in enumerate(by_rank) if one.was_live)
         # After a resume from a checkpoint, or from memory, no rank has missed a step.
@@ -153,12 +154,13 @@ class Context(ContextSteps):
 
     @property
     def kept(self) -> dict[str, Any]:
-        """This rank's objects that stay from run to run, and `%%ranks`'s variables, by name."""
+        """The objects that `keep` stored on this rank, and the variables of `%%ranks` cells, by
+        name."""
         return between_runs().objects
 
     def keep(self, name: str, make: Callable[[], T]) -> T:
         """The object of this name: made by `make()` the first time, and the same object in later
-        runs of the session, also after a run that was interrupted or has failed.
+        runs of the session, even after a run that was interrupted or has failed.
 
         All ranks call it, in the same order. DistributedDataParallel and ZeroRedundancyOptimizer
         move to the group of each run that uses them.
@@ -178,14 +180,16 @@ class Context(ContextSteps):
             )
         elif len({steps for _, steps, _ in ages}) > 1 or any(torn for _, _, torn in ages):
             raise RuntimeError(
-                f"{name!r} cannot go on: a run was aborted inside a step, which only some ranks "
-                f"have applied (steps by rank: {[steps for _, steps, _ in ages]}). {_BEGIN_ANEW}"
+                f"{name!r} cannot be used again: a run was aborted inside a step that only some "
+                f"ranks have applied (steps by rank: {[steps for _, steps, _ in ages]}). "
+                f"{_BEGIN_ANEW}"
             )
         value: T = stay.objects[name]
         return value
 
     def forget(self, *names: str) -> None:
-        """Drop these kept objects; without names all, and the places of `epochs(resume=...)`."""
+        """Drop these kept objects; without names, drop all of them and the places of
+        `epochs(resume=...)`."""
         between_runs().forget(names)
 
     # -- What survives -------------------------------------------------------------------------
@@ -193,13 +197,13 @@ class Context(ContextSteps):
     @property
     def step(self) -> int:
         """The number of applied steps, over all runs: those of the registered
-        ZeroRedundancyOptimizer, else the batches of `ctx.shard`. Equal on all ranks between two
+        ZeroRedundancyOptimizer, else the batches of `ctx.shard`. The same on all ranks between two
         steps."""
         return self._call.step
 
     @property
     def resumed_from(self) -> str | None:
-        """The path of the checkpoint that this run resumes from; None if it starts afresh."""
+        """The path of the checkpoint that this run resumes from; None if it does not resume."""
         return self._call.resumed_from
 
     @says(**{TOO_FEW: "an object is registered under a name; write ctx.register('model', model)"})
@@ -210,7 +214,7 @@ class Context(ContextSteps):
         state now. Returns the object. All ranks register the same objects, in the same order,
         before the first step.
 
-        name: a word without a slash.
+        name: a string without a slash.
         stateful: an object with state_dict and load_state_dict: the DistributedDataParallel, the
             ZeroRedundancyOptimizer (both are sharded), schedules, an average of the model, a
             scaler, RandomState.
@@ -230,10 +234,10 @@ class Context(ContextSteps):
         made.
 
         Until the first batch of `shard`, or the first forward of a DistributedDataParallel, all
-        ranks draw the same numbers, those of `torch.manual_seed(seed)`: models begin alike. From
-        then on each rank draws its own, so that dropout and augmentation differ. The generators
-        are part of every checkpoint, and go on where they were after a resume or a loss; do not
-        register a RandomState as well.
+        ranks draw the same numbers, those of `torch.manual_seed(seed)`: models start with the same
+        values. From then on each rank draws its own, so that dropout and augmentation differ. The
+        generators are part of every checkpoint, and continue where they were after a resume or the
+        loss of a worker; do not register a RandomState as well.
 
         seed: at least 0. Raises ValueError for another number, and for a second call.
         """
@@ -251,19 +255,18 @@ class Context(ContextSteps):
         """Save all registered objects in their present state; call it on all ranks after
         `optim.step()`.
 
-        Returns when the state is copied; training may go on while it is written. `await` the result
-        or call its `.wait()` until the checkpoint is complete. At most one save is in progress: the
-        next call waits for it. A save that fails ends no training: if no caller has
-        waited for it, the next one logs a warning. Only if the last one of a run has failed, the
-        run's end raises.
+        Returns when the state is copied; training may continue while it is written. `await` the
+        result or call its `.wait()` until the checkpoint is complete. At most one save is in
+        progress: the next call waits for it. A save that fails does not end training: if no caller
+        has waited for it, the next one logs a warning. Only the failure of a run's last save raises
+        at the end of the run.
 
         path: a folder or a URL for this one checkpoint; None: the session's CheckpointConfig names
             it, and decides how many checkpoints stay.
 
-        Raises FileExistsError for a path that holds a
-        checkpoint, of whatever program; RuntimeError without a path, with nothing registered, and
-        inside Join after a rank has joined, since that rank does not call it (`every_n_steps` saves
-        on all ranks there).
+        Raises FileExistsError for a path that holds a checkpoint of any program; RuntimeError
+        without a path, with nothing registered, and inside Join after a rank has joined, since that
+        rank does not call it (`every_n_steps` saves on all ranks there).
         """
         return self._call.save(path)
 
@@ -323,8 +326,8 @@ class Context(ContextSteps):
         multiprocessing_context: str | None = None,
         device: torch.device | str | None = None,
     ) -> Batches:
-        """This rank's batches of one epoch; over all ranks every sample exactly once. Ranks may get
-        different numbers of batches: iterate inside `Join`.
+        """This rank's batches of one epoch. Over all ranks, every sample comes exactly once. Ranks
+        may get different numbers of batches: iterate inside `Join`.
 
         dataset: an object with a length and numbered samples, the same on all ranks; or a
             DataLoader over one, which says how batches are made, from batch_size to num_workers;
@@ -336,15 +339,15 @@ class Context(ContextSteps):
         keep_together: a key for each sample; samples of one key go to one rank.
         drop_last: drop a rank's last batch if it is smaller than batch_size.
         device: where batches are copied to; None: they stay on the CPU.
-        num_workers: how many loader processes of this rank make batches ahead.
+        num_workers: how many loader processes of this rank prefetch batches.
         collate_fn, prefetch_factor, pin_memory, persistent_workers, worker_init_fn,
             multiprocessing_context: as for torch's DataLoader, which makes the batches.
 
         After a resume the ranks get only the samples that no rank was given before the checkpoint.
-        An iteration under torch.no_grad is repeated as a whole. What loader processes have made
-        ahead counts as given only when the loop takes it.
+        An iteration under torch.no_grad is repeated as a whole. A prefetched batch counts as given
+        only when the loop takes it.
 
-        Raises ValueError for an empty dataset and for a DataLoader whose sampler deals out or
+        Raises ValueError for an empty dataset and for a DataLoader whose sampler distributes or
         picks samples itself, TypeError for a dataset without a length.
         """
         return batches_of(
@@ -368,7 +371,7 @@ class Context(ContextSteps):
             device=device,
         )
 
-    @says(**{TOO_MANY: "the values are keywords; write ctx.report(loss=loss), or **values"})
+    @says(**{TOO_MANY: "the values are passed by name; write ctx.report(loss=loss), or **values"})
     def report(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Send values of this step to the session's `on_report`. Each call counts as one step.
 
@@ -399,14 +402,14 @@ class Context(ContextSteps):
     ) -> T | float | torch.Tensor:
         """The mean (or "sum", "min", "max", "product") of a value over all ranks, on every rank.
 
-        A tensor gives a new tensor, an array of numpy's an array, a number (numpy's too) a number
-        of Python; integers stay integers, except in their mean. What is no number, such as a name,
-        comes back unchanged, so that all values of a dictionary of metrics can be reduced without a
-        check of their types.
+        A tensor gives a new tensor, a numpy array an array, and a number (including numpy's) a
+        Python number; integers stay integers, except in a mean. A value that is not a number, such
+        as a name, is returned unchanged, so that all values of a dictionary of metrics can be
+        reduced without a check of their types.
 
         weight: the weight of this rank's value in the mean; every rank gives one. With a mean over
             samples as value and their number as weight, the result is the mean over all samples. A
-            rank of weight 0 does not count, whatever its value is (also NaN).
+            rank of weight 0 does not count, whatever its value is (even NaN).
 
         Raises ValueError for an unknown op, and, on all ranks, if the weights add up to 0;
         TypeError for a list or dictionary of numbers, and for a number of another kind, which would
@@ -459,5 +462,5 @@ class Context(ContextSteps):
 
 
 def call_of(context: Context) -> FunctionCall:
-    """The FunctionCall behind a Context."""
+    """The FunctionCall of a Context."""
     return context._call

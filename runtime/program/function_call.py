@@ -1,4 +1,4 @@
-"""One call of the train function on one rank, as the runtime sees it behind the function's Context.
+"""One call of the train function on one rank, as the runtime sees it under the function's Context.
 
 Users see only the Context. Recovery, checkpoints, models and data use the FunctionCall: the rank's
 place among the ranks, its registered objects, its place in the data, and the number of reports that
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 class FunctionCall:
     """One call of the train function. rank, world_size, local_rank, local_world_size, node_rank,
-    generation and group are those of the current generation: they change when the run goes on
+    generation and group are those of the current generation: they change when the run continues
     without a lost worker."""
 
     def __init__(
@@ -120,7 +120,7 @@ class FunctionCall:
                 what = "reads the same Stream again without epoch=, so it calls set_epoch(0) again"
                 beside = ""
             else:
-                what = "deals out the same dataset again without epoch=, so in the same order"
+                what = "gives the same dataset again without epoch=, so in the same order"
                 beside = "; for a dataset that is only evaluated, shuffle=False"
             warnings.warn(
                 f"ctx.shard {what}. Write `for epoch in ctx.epochs(n):`, or epoch=epoch{beside}",
@@ -137,7 +137,7 @@ class FunctionCall:
         if absent:
             raise RuntimeError(
                 f"{call} inside Join, but ranks {absent} have run out of data and do not run the "
-                "loop's body. Call it behind the Join; or make a group for the collectives of the "
+                "loop's body. Call it after the Join; or make a group for the collectives of the "
                 "body, beside = ctx.group.new_group(range(ctx.world_size)), let the Join follow "
                 "it, Join([...], groups=[beside]), and write beside.all_reduce(tensor).wait()"
             )
@@ -232,7 +232,7 @@ class FunctionCall:
             place = told_place([part["data"] for part in parts], epoch_is_over=is_end)
             logger.warning(
                 "the run resumes from %s, of step %d%s (CheckpointConfig(resume='never'), or "
-                "chorusline run --fresh, begins afresh)",
+                "chorusline run --fresh, starts afresh)",
                 reader.path,
                 reader.manifest.step,
                 f", {place}" if place else "",
@@ -261,7 +261,7 @@ class FunctionCall:
                 or not isinstance(part.get("origin", ""), str)
                 or not re.fullmatch(r"[0-9A-Za-z_-]{0,64}", part.get("origin", ""))
             ):
-                raise ValueError("a rank's place in the run is not one")
+                raise ValueError("the place of a rank in the run has another form")
         if not parts:
             raise ValueError("it has no rank's place")
         check_parts([part.get("data") for part in parts])

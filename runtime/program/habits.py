@@ -21,9 +21,9 @@ _VARIABLES = {
 """What torchrun sets in the environment, and what to write in a train function."""
 
 _WITHOUT_TORCH_DISTRIBUTED = (
-    "In a train function, ctx.shard(dataset, batch_size, epoch=epoch) deals out the samples, not a "
-    "DistributedSampler, and chorusline's DistributedDataParallel needs no torch.distributed. For "
-    "classes of torch.distributed, call ctx.init_torch_distributed() first"
+    "In a train function, ctx.shard(dataset, batch_size, epoch=epoch) gives each rank its "
+    "samples, not a DistributedSampler, and chorusline's DistributedDataParallel needs no "
+    "torch.distributed. For classes of torch.distributed, call ctx.init_torch_distributed() first"
 )
 
 _INSTEAD = {
@@ -43,14 +43,17 @@ _INSTEAD = {
     "get_dataset_shard": "shard(dataset, batch_size, epoch=epoch)",
     "dataloader": "shard(dataset, batch_size, epoch=epoch)",
 }
-"""By a name that a Context does not have, the one to write behind `ctx.`."""
+"""By a name that a Context does not have, the one to write after `ctx.`."""
 
 
 OF_A_LOADER = {
     "timeout": "the session's timeout_s bounds the wait of the other ranks; leave it out",
-    "generator": "seed= and epoch= decide the order, and what loader processes draw; leave it out",
-    "in_order": "batches come in the order in which they are dealt; leave it out",
-    "sampler": "ctx.shard deals the samples itself, each to one rank; leave the sampler out",
+    "generator": (
+        "seed= and epoch= decide the order, and the random numbers of loader processes; leave it "
+        "out"
+    ),
+    "in_order": "batches always come in order; leave it out",
+    "sampler": "ctx.shard distributes the samples itself, each to one rank; leave the sampler out",
     "batch_sampler": "ctx.shard makes the batches itself; write batch_size",
     TOO_FEW: "write ctx.shard(dataset, batch_size, epoch=epoch)",
 }
@@ -88,7 +91,7 @@ def note_on(error: BaseException, device: torch.device) -> str | None:
         )
     if isinstance(error, EOFError) and "reading a line" in text:
         return (
-            "A rank has no keyboard, so input() and breakpoint() cannot ask there: ask in the "
+            "A rank has no terminal, so input() and breakpoint() do not work there: ask in the "
             "program, and pass the answer, session.run(train, answer=input())"
         )
     if isinstance(error, AssertionError | RuntimeError) and device.type == "cpu":

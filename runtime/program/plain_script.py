@@ -2,7 +2,7 @@
 
 The script makes its own process group, or a library does it for the script: both get the group of
 the run (runtime/process/torch_distributed.py). It runs in the worker's process, in the training
-thread, as the module `__main__`. What it leaves behind in that process is not undone, so a session
+thread, as the module `__main__`. What it leaves in that process is not undone, so a session
 runs one script once.
 """
 

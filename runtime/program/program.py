@@ -159,7 +159,7 @@ class FunctionRun:
         config = self._program.checkpoint
         score = self._recovery.arrivals.score if self._recovery is not None else None
         if config is not None and (resumption is not None or score is not None):
-            # The run goes on from memory, also when it has gone back to a checkpoint before: new
+            # The run continues from memory, even when it has gone back to a checkpoint before: new
             # workers know nothing of that.
             config = replace(config, resume=NEVER)
         elif config is not None and self._goes_back:
@@ -207,7 +207,7 @@ class FunctionRun:
             finally:
                 call.keep_place()
                 call.fetchers.close()  # An iteration that an error has left keeps its processes.
-                torch_distributed.restore_environment()  # At once, also after a failure.
+                torch_distributed.restore_environment()  # At once, even after a failure.
 
     def _seed(self, call: FunctionCall) -> None:
         """What the session's seed asks for. Each scope has a step boundary of its own."""

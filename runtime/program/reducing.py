@@ -83,7 +83,7 @@ def reduced(group: Group, value: Any, op: str, weight: float | None) -> Any:
         there = torch.from_numpy(numpy.array(value, dtype=value.dtype.newbyteorder("=")))
         return reduced(group, there, op, weight).numpy()
     if op in ("min", "max") and _is_complex(value):
-        raise ValueError(f"op={op!r} needs numbers with an order, and complex ones have none")
+        raise ValueError(f"op={op!r} needs numbers with an order, and complex numbers have none")
     if weight is not None:
         return _weighted_mean(group, value, weight)
     if isinstance(value, torch.Tensor):
@@ -102,7 +102,7 @@ def _weighted_mean(
     wide = torch.complex128 if _is_complex(value) else torch.float64
     dtype = None if isinstance(value, torch.Tensor) else wide
     given = torch.as_tensor(value, dtype=dtype).detach()
-    # One collective: the weight behind the weighed values, in float64, so counts stay exact.
+    # One collective: the weight after the weighed values, in float64, so counts stay exact.
     sums = torch.zeros(given.numel() + 1, dtype=wide)
     sums[-1] = weight
     if weight:

@@ -39,8 +39,8 @@ def batches_of(
         batch_size = dataset.batch_size
     if batch_size is None:
         raise TypeError(
-            "ctx.shard() is missing batch_size, the samples of one rank and step, which only a "
-            "DataLoader says by itself: write ctx.shard(dataset, batch_size, epoch=epoch)"
+            "ctx.shard() is missing batch_size, the number of samples per rank and step, which "
+            "only a DataLoader has itself: write ctx.shard(dataset, batch_size, epoch=epoch)"
         )
     if epoch is None:
         epoch = call.epoch_of(dataset, is_shuffled=shuffle)
@@ -82,9 +82,9 @@ def batches_of(
 def _refuse_beside_loader(shuffle: bool, drop_last: bool, options: FetchOptions) -> None:
     if not shuffle or drop_last or options != FetchOptions():
         raise TypeError(
-            "a DataLoader says how its batches are made; set it there, and write "
-            "ctx.shard(loader, epoch=epoch). Or write ctx.shard(loader.dataset, batch_size, ...) "
-            "with all arguments here"
+            "a DataLoader has its own options; set it there, and write ctx.shard(loader, "
+            "epoch=epoch). Or write ctx.shard(loader.dataset, batch_size, ...) with all "
+            "arguments here"
         )
 
 
@@ -101,7 +101,7 @@ def refuse_loaders_of_stream(options: FetchOptions) -> None:
     """Raises ValueError for loader processes of this rank."""
     if options.num_workers or options.worker_init_fn is not None:
         raise ValueError(
-            "the rows of a Stream are made beside its reader, once for all ranks, so num_workers "
-            "and worker_init_fn belong there: make the Stream of a loader, "
-            "Stream(DataLoader(rows, batch_size, num_workers=2))"
+            "the rows of a Stream are made by its reader, once for all ranks, so num_workers and "
+            "worker_init_fn belong there: make the Stream of a loader, Stream(DataLoader(rows, "
+            "batch_size, num_workers=2))"
         )

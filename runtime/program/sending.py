@@ -112,7 +112,7 @@ def heavy_parts(train: Callable[..., object], kwargs: Mapping[str, Any], nbytes:
     what = ", ".join(named) or "what the functions that it calls refer to"
     return (
         f"{_name(train)} carries {_mb(nbytes)} to every node with each run: {what}. The ranks of a "
-        "node share that memory, but each run sends it anew. Read data inside the function, from "
+        "node share that memory, but each run sends it again. Read data inside the function, from "
         'files that the nodes see, with ctx.keep("data", read) once per worker'
     )
 

@@ -19,7 +19,7 @@ def attach(
     progress: bool | Progress = True,
     log_to_driver: bool = True,
 ) -> Session:
-    """The detached session of that name, which another program has started, or this one.
+    """The detached session of that name, which this program or another one has started.
 
         night = await cl.attach("night")
         results = await night.results()    # shows the run, with its history, until it has ended
@@ -28,8 +28,8 @@ def attach(
     address: of the session's cluster; default RAY_ADDRESS, or else the cluster of this machine.
     on_report, live_view, progress, log_to_driver: as in Session.
 
-    `async with cl.attach("night") as night:` attaches, and lets go at the end; so does awaiting it.
-    Both raise StartupError if there is no such session.
+    `async with cl.attach("night") as night:` attaches, and detaches at the end;
+    `await cl.attach("night")` only attaches. Both raise StartupError if there is no such session.
     """
     session = Session(
         address=address,

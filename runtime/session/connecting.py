@@ -69,8 +69,8 @@ def check_stays(name: str, address: str | None) -> None:
 def _check_not_on_a_rank() -> None:
     if is_running():
         raise RuntimeError(
-            "a Session was started inside a train function: its workers would wait for the "
-            "resources that the workers of this one hold. Start sessions in the program, and call "
+            "a Session was started inside a train function: its workers would wait for resources "
+            "that the workers of the outer session hold. Start sessions in the program, and call "
             "what this function should run directly, as other(ctx)"
         )
 
@@ -102,7 +102,7 @@ def _start_cluster(**options: Any) -> None:
             "Ray cannot start on this machine",
             f"{' '.join(str(error).split())} Try again when the machine is less busy, or start a "
             "cluster that stays, with `ray start --head`, and use it with address='auto'; "
-            "`chorusline doctor` says what is wrong here",
+            "`chorusline doctor` shows what is wrong here",
         ) from error
 
 
@@ -130,7 +130,7 @@ def join(address: str | None, *, may_start: bool = False, **options: Any) -> Non
     if "://" in address:
         raise StartupError(
             f"address={address!r}",
-            "a session connects as a part of the cluster, to host:port (6379 as a rule) or 'auto'. "
+            "a session connects as a part of the cluster, to host:port (usually 6379) or 'auto'. "
             "From outside, submit the script: ray job submit --address ... -- python ...",
         )
     _check_paths()

@@ -70,5 +70,5 @@ def who_holds(names: Sequence[str], ours: Sequence[tuple[str, Holder]]) -> str:
                 f"{variable or 'session'}.close()`, or let its `async with` end first"
             )
         else:
-            told.append(f"{name} is of another program; `chorusline status` shows what it does")
+            told.append(f"{name} belongs to another program; see `chorusline status`")
     return ". ".join(told)

@@ -124,7 +124,7 @@ class Holding:
         is_local, self._is_local = self._is_local, False
         if crew and ray.is_initialized() and await head_stays_gone(HEAD_ANSWER_S):
             crew = seats = None  # Ray's calls would wait for it for a minute, and end this process.
-        # End actors, then their resources, then the cluster, also if one of these fails. After a
+        # End actors, then their resources, then the cluster, even if one of these fails. After a
         # ray.shutdown() of the user there is nothing left to end.
         try:
             if crew is not None and ray.is_initialized():

@@ -19,7 +19,7 @@ def show_in_one_line() -> None:
     """From now on a KeyboardInterrupt that nobody catches, and that came while a session was at
     work, ends this process with one line and status 130, as a shell reports SIGINT. The user's
     `except` and `finally` have run before. A note of the cancelled run takes the place of the line:
-    that of a detached session goes on. A NoCluster is one line as well, and status 1. Any other
+    that of a detached session continues. A NoCluster is one line as well, and status 1. Any other
     exception is for the hook that is there, without our frames if a run has raised it."""
     before = sys.excepthook
     if getattr(before, "__module__", "") == __name__:

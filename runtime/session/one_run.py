@@ -47,9 +47,9 @@ def run(
 ) -> list[Any]:
     """Call `train(ctx, **kwargs)` on `num_workers` ranks; return the results, by rank.
 
-    A session for one function, for programs without asyncio. The arguments that are named here are
-    those of Session; all others go to `train`, whose own parameters need other names. Wrong
-    arguments raise before Ray is started. Raises what Session and `Session.run` raise.
+    A session for one function, for programs without asyncio. The keyword arguments listed here
+    configure the Session; all others are passed to `train`, whose parameters must have other names.
+    Wrong arguments raise before Ray is started. Raises what Session and `Session.run` raise.
     """
     try:
         asyncio.get_running_loop()

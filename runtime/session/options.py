@@ -64,13 +64,14 @@ def checked_spares(spares: int, max_failures: int | None, placement_strategy: st
     spares = count
     if spares and max_failures == 0:
         raise ValueError(
-            f"spares={spares} workers would wait for a loss that ends the run: max_failures is 0; "
-            "set max_failures to None, or to the number of workers that a run may lose"
+            f"spares={spares} workers would wait for nothing: max_failures is 0, so the first "
+            "lost worker ends the run; set max_failures to None, or to the number of workers "
+            "that a run may lose"
         )
     if spares and placement_strategy == "STRICT_PACK":
         raise ValueError(
-            f"spares={spares} asks for room beside the workers, and placement_strategy="
-            "'STRICT_PACK' gives them one node as a whole; take 'PACK'"
+            f"spares={spares} asks for room beside the workers, but "
+            "placement_strategy='STRICT_PACK' gives the workers one whole node; use 'PACK'"
         )
     return spares
 
@@ -80,9 +81,9 @@ def checked_replacing(replace_stragglers: bool, max_failures: int | None) -> boo
         raise TypeError(f"replace_stragglers must be True or False, got {replace_stragglers!r}")
     if replace_stragglers and max_failures == 0:
         raise ValueError(
-            "replace_stragglers=True asks runs to go on without a worker, and max_failures is 0: "
-            "the first loss ends a run; set max_failures to None, or to the number of workers that "
-            "a run may lose"
+            "replace_stragglers=True lets a run continue without a worker, but max_failures is "
+            "0, so the first lost worker ends a run; set max_failures to None, or to the number "
+            "of workers that a run may lose"
         )
     return replace_stragglers
 
@@ -165,7 +166,7 @@ def checked_labels(
     if NODE_ID in labels and placement_strategy == "STRICT_SPREAD":
         raise ValueError(
             f"label_selector names {NODE_ID}, which placement_strategy='STRICT_SPREAD' needs for "
-            "itself; choose nodes by another label, or take 'SPREAD'"
+            "itself; choose nodes by another label, or use 'SPREAD'"
         )
     return labels
 

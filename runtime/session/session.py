@@ -76,9 +76,9 @@ _STAY_HERE = frozenset(
 
 
 ARGUMENTS_BY_NAME = (
-    "what train takes goes by name: run(train, lr=0.1), which calls train(ctx, lr=0.1). Of a "
-    "dictionary, as Ray Train's train_loop_config: run(train, config=config) for a function "
-    "train(ctx, config), or run(train, **config)"
+    "arguments of train are passed by name: run(train, lr=0.1), which calls train(ctx, lr=0.1). "
+    "For a dictionary such as Ray Train's train_loop_config: run(train, config=config) for a "
+    "function train(ctx, config), or run(train, **config)"
 )
 """What to write in place of positional arguments."""
 
@@ -94,46 +94,46 @@ class Session(Holding):
         only if its function can run again (ctx.register). Ray's autoscaler, if the cluster has
         one, is asked for the workers that are missing.
     max_failures: a run fails when it loses more workers than this; None: any number may be lost,
-        as long as `fewest` are left. Default: 0, or None if num_workers is a pair. A run goes on
-        without the lost workers where its function can (ZeroRedundancyOptimizer, `replicas`).
-    spares: workers that have started and loaded the program, and wait: one takes the seat of a lost
-        worker at once, and another one is started behind it. They need room of their own.
-    replace_stragglers: a worker that is far behind the others for long (`ctx.steps` warns of it)
-        leaves the run, as one does whose node is drained, and another one takes its seat: of the
-        spares, or where the session may do with fewer for that time. Once a seat in each run.
+        as long as `fewest` are left. Default: 0, or None if num_workers is a pair. A run continues
+        without the lost workers if its function can (ZeroRedundancyOptimizer, `replicas`).
+    spares: workers that have started, loaded the program, and wait. One takes the place of a lost
+        worker at once, and another spare is started after it. They need resources of their own.
+    replace_stragglers: replace a worker that stays much slower than the others (`ctx.steps` warns
+        of it). Uses a spare if there is one; otherwise num_workers must be a pair that allows one
+        worker less. At most once per seat and run.
     use_gpu: whether each worker gets a GPU, `ctx.device`; it sees all GPUs of its node.
     resources_per_worker: Ray's resource names and amounts, over the default of one CPU (a share of
         the CPUs on a cluster that the session starts itself).
     placement_strategy: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD", as in Ray.
     timeout_s: deadline of each collective and of the ranks' meeting.
-    startup_timeout_s: deadline for placing the workers, also while an autoscaler starts nodes for
-        them, and again for starting them.
+    startup_timeout_s: deadline for placing the workers, including the time in which an autoscaler
+        starts nodes, and again for starting them.
     address: of a running cluster; default RAY_ADDRESS; without both the session starts a local
         cluster, and `close` stops it; a detached one takes the cluster of this machine ("auto").
     on_report: called in this process's event loop with each Report of each rank.
-    live_view: in a notebook, show the ranks and plots of their reports while a function runs.
+    live_view: in a notebook, show the ranks and plots of their reports during a run.
     progress: elsewhere, show on stderr how far a run is, as bars on a terminal and as lines in a
-        log. False: not at all. A Progress: in that one, which may know the number of steps.
+        log. False: not at all. A Progress: use that one, which may know the number of steps.
     trackers: where the runs are recorded: names ("tensorboard", "mlflow", "wandb", "jsonl",
         "opentelemetry"; "jsonl:FILE"), and objects of Tracker.
     checkpoint: where every run saves what it has registered, and where it resumes from.
-    seed: what `ctx.seed(seed)` does, at the beginning of every run.
+    seed: call `ctx.seed(seed)` at the start of every run.
     pause_s: how long a run waits for new workers when fewer than `fewest` are left.
     env_vars: environment variables of the workers and of the driver actor.
     runtime_env: their environment, as Ray takes it ("pip", "env_vars", …).
     label_selector: of the nodes on which workers may run, as in Ray:
         {"ray.io/market-type": "spot"}.
     accelerator_type: the GPU that their nodes have, as in Ray ("A100"); with use_gpu.
-    name, detached: a session that outlives this program, under a name, on a cluster that does so,
-        too: `cl.attach(name)` in another program shows it, waits for its results, or stops it.
-        `close` lets go of it, and only `stop` ends it.
-    idle_timeout_s: seconds after which a detached session ends that nobody is attached to, and that
-        runs nothing. The results of its last run can be had for a day more.
+    name, detached: detached=True keeps the session alive after this program ends. It needs a name,
+        and a cluster that keeps running. `cl.attach(name)` in another program shows the session,
+        waits for its results, or stops it. `close` detaches from it; only `stop` ends it.
+    idle_timeout_s: end a detached session after this many seconds without a run and without an
+        attached program. The results of its last run stay available for one more day.
     log_to_driver: whether the ranks' output is printed here, in lines that begin with `[rank 0]`;
         and, if the session connects to Ray, whether Ray prints the output of other processes.
 
-    Raises StartupError if the workers cannot be started. A session must be closed: Ray runs no
-    clean-up code in abandoned actors.
+    Raises StartupError if the workers cannot be started. A session must be closed, because Ray does
+    not run clean-up code in abandoned actors.
     """
 
     @naming_owners
@@ -207,14 +207,15 @@ class Session(Holding):
 
     @property
     def num_workers(self) -> int:
-        """The number of workers now; before the start, the most that were asked for."""
+        """The present number of workers; before the start, the largest number that was asked
+        for."""
         if self._face is not None and self._face.last is not None:
             return len(self._face.last.workers)
         return self._crew.num_workers if self._crew else self._most
 
     @property
     def num_spares(self) -> int:
-        """The number of workers in reserve that could take a seat now."""
+        """The number of spare workers that are ready to take a seat."""
         if self._face is not None and self._face.last is not None:
             return self._face.last.num_spares
         return self._crew.num_in_reserve if self._crew else 0
@@ -231,8 +232,8 @@ class Session(Holding):
     async def start(self) -> Session:
         """Connect to Ray, place and start the workers; return this session. `async with` calls it.
 
-        If the start fails, nothing stays behind. A notebook's cell that runs again closes the
-        session that it had started before.
+        If the start fails, nothing is left over. A notebook cell that runs again closes the session
+        that it started before.
         """
         if self._state is not SessionState.NEW:
             raise RuntimeError(f"the session is {self._state.value}; make a new Session to start")
@@ -260,7 +261,7 @@ class Session(Holding):
             if notebook.in_kernel():
                 await self._ask_workers(_ASK_S)  # _repr_html_ shows the answers.
         except BaseException as error:
-            await self.close()  # Also after a cancellation: nothing may stay behind.
+            await self.close()  # Even after a cancellation: nothing may be left over.
             notebook.show_once(notebook.hint_at_other_sessions(error, self))
             raise
         self._state = SessionState.READY
@@ -283,7 +284,7 @@ class Session(Holding):
 
     async def close(self) -> None:
         """End everything that the session started; may be called more than once. A detached session
-        goes on; `stop` ends it.
+        continues; `stop` ends it.
 
         The session's resources are free in the cluster when it returns. A function that still runs
         is aborted: its caller gets GroupAborted.
@@ -299,8 +300,8 @@ class Session(Holding):
 
     def __enter__(self) -> NoReturn:
         raise TypeError(
-            "a Session begins and ends with awaits: write `async with Session(...) as session:` in "
-            "an `async def`, and asyncio.run() it; or, without asyncio, chorusline.run(train, "
+            "a Session must be awaited: write `async with Session(...) as session:` in an `async "
+            "def`, and asyncio.run() it; or, without asyncio, chorusline.run(train, "
             "num_workers=2)"
         )
 
@@ -330,15 +331,15 @@ class Session(Holding):
 
         If a rank raises, all ranks are stopped, and this method raises the same exception, with
         the rank and its traceback in a note. It raises RankFailed if the exception cannot be
-        rebuilt in this process, WorkerLost or DriverLost if a process died, StateLost if the run
-        went on and nobody holds some part of the state any more, StartupError if a lost worker
+        rebuilt in this process, WorkerLost or DriverLost if a process died, StateLost if no
+        surviving rank holds some part of the optimizer's state, StartupError if a lost worker
         cannot be replaced, CheckpointError if the storage path cannot be used or its content does
         not fit, and TypeError, before anything is sent, if `train` or an argument cannot be
-        pickled. Afterwards the session can run again;
-        with checkpoints the next run resumes from the newest complete one.
+        pickled. Afterwards the session can run again; with checkpoints the next run resumes from
+        the newest complete one.
 
         If the call is cancelled, it stops all ranks before it returns; the run of a detached
-        session goes on.
+        session continues.
         """
         return await self._run(self._packed(train, kwargs), self._audience_of(train, kwargs))
 
@@ -377,7 +378,7 @@ class Session(Holding):
         return program
 
     async def snapshot(self, timeout_s: float = 2.0) -> SessionSnapshot:
-        """The state of the session, its driver and its workers, also while a function runs. Silent
+        """The state of the session, its driver and its workers, even during a run. Silent
         workers delay it by at most `timeout_s`."""
         if self._face is not None:
             return SessionSnapshot(self._state, None, await self._ask_workers(timeout_s))
@@ -397,7 +398,7 @@ class Session(Holding):
         return sum(event["ph"] == "X" for event in document["traceEvents"])
 
     def why_not_ready(self) -> str:
-        """The reason why `run` would refuse, and the remedy; empty if the session is ready."""
+        """The reason why `run` would raise, and the remedy; empty if the session is ready."""
         if self._state is SessionState.READY and not ray.is_initialized():
             return (
                 "the session is gone: this process is no longer connected to Ray (ray.shutdown() "
@@ -484,23 +485,24 @@ class Session(Holding):
         """The results of a detached session's run that is in progress, or else of the last one.
 
         It shows the run with its history, waits for its end, and raises what `run` raises. If it is
-        cancelled, the run goes on."""
+        cancelled, the run continues."""
         self._detached_face()
         return await self._run(None, self._audience())
 
     async def reports(self) -> list[Report]:
         """The reports of a detached session's run that is in progress, or else of the last one: the
-        newest 20 000, and of earlier ones every n-th step, at most 10 000."""
+        newest 20 000, and of older ones every n-th step, at most 10 000."""
         return await self._detached_face().reports()
 
     async def interrupt(self) -> bool:
         """End the run of a detached session after its step, if that ends within 2 s, or in it.
-        Whoever waits for the run gets GroupAborted. Returns whether there was a run."""
+        A program that waits for the run gets GroupAborted. Returns whether there was a run."""
         return await self._detached_face().interrupt()
 
     async def stop(self) -> None:
-        """End the session, also a detached one: a run in progress is aborted, the actors end, and
-        their resources are free when this returns. Whoever waits for the run gets GroupAborted."""
+        """End the session, even a detached one: a run in progress is aborted, the actors end, and
+        their resources are free when this returns. A program that waits for the run gets
+        GroupAborted."""
         face, self._face = self._face, None
         if face is not None:
             await face.stop()

@@ -25,7 +25,7 @@ class SessionState(enum.Enum):
 class SessionSnapshot:
     """The state of the session, its driver and its workers; print it when something hangs.
 
-    workers: by seat; a text in place of a snapshot says why that worker did not answer."""
+    workers: by seat; a string in place of a snapshot says why that worker did not answer."""
 
     state: SessionState
     driver: DriverSnapshot | None
@@ -61,5 +61,5 @@ def how_interrupted(error: BaseException, is_between_steps: bool) -> str | None:
         )
     return (
         f"Interrupted: {where}. The session is ready, and keeps what ctx.keep made and the "
-        "variables of %%ranks; run the cell again to go on."
+        "variables of %%ranks; run the cell again to continue."
     )

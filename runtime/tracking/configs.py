@@ -18,7 +18,7 @@ LEFT_OUT = "(left out: its name is that of a secret)"
 def plain_config(
     arguments: Mapping[str, Any], session: Mapping[str, Any]
 ) -> dict[str, float | int | str | bool | None]:
-    """Numbers, texts, truth values and None, by name; other values are left out.
+    """Numbers, strings, booleans and None, by name; other values are left out.
 
     A text whose name is that of a secret, such as `api_key` or `db.password`, is left out.
 

@@ -23,9 +23,9 @@ class JSONLinesTracker(Tracker):
 
     path: the file; its folder is made. Default: `runs/<function>-<id>.jsonl`, a file for each run.
 
-    A number that is not finite is the text "NaN", "Infinity" or "-Infinity", since JSON has no such
-    numbers. A run that resumes from a checkpoint goes on in the same file, if that has no path of
-    its own.
+    A number that is not finite is the string "NaN", "Infinity" or "-Infinity", since JSON has no
+    such numbers. A run that resumes from a checkpoint continues in the same file, unless `path` is
+    given.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:

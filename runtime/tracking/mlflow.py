@@ -22,7 +22,7 @@ class MLflowTracker(Tracker):
 
     Each reported name is a metric, and the config its params. What happens to the workers is a tag
     `chorusline.event.<n>`, and their number the metric `chorusline/num_workers`. A run that resumes
-    from a checkpoint goes on in the MLflow run of the run that wrote it. Steps are sent together,
+    from a checkpoint continues in the MLflow run of the run that wrote it. Steps are sent together,
     several times a second.
     """
 

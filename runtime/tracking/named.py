@@ -17,7 +17,7 @@ from .wandb import WandbTracker
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """module: that has to be installed; empty if none. extra: that installs it. given: what may
-    stand behind the colon."""
+    follow the colon."""
 
     make: Callable[..., Tracker]
     module: str
@@ -95,5 +95,5 @@ def _check_installed(name: str, kind: _Kind) -> None:
         raise ImportError(
             f"the tracker {name} needs the library {package}, which is not installed in this "
             f"environment: pip install -e '.[{kind.extra}]' in a checkout of Chorusline. Only the "
-            "process of the session needs it, the workers do not"
+            "process of the session needs it, not the workers"
         )

@@ -18,10 +18,10 @@ class TensorBoardTracker(Tracker):
 
     log_dir: a folder; default `runs`, as torch's SummaryWriter has it.
 
-    Each reported name is a scalar; what happens to the workers is a text, and their number the
-    scalar `chorusline/num_workers`; the config is a text. A run that resumes from a checkpoint goes
-    on in the folder of the run that wrote it, and its steps behind the checkpoint replace those
-    that were lost.
+    Each reported name is a scalar; events of the workers are text, and their number is the scalar
+    `chorusline/num_workers`; the config is text. A run that resumes from a checkpoint continues in
+    the folder of the run that wrote it, and its steps after the checkpoint replace those that were
+    lost.
     """
 
     def __init__(self, log_dir: str | Path = "runs") -> None:

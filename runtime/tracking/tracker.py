@@ -11,16 +11,16 @@ NUM_WORKERS = "chorusline/num_workers"
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """One call of `Session.run`, as a tracker gets to know it.
+    """One call of `Session.run`, as a tracker sees it.
 
     id: 32 hex digits. A run that resumes from a checkpoint has the id of the run that wrote it, so
-        that a tracker can go on where that one has stopped.
+        that a tracker can continue where that run stopped.
     name: of the train function.
     began_at: seconds since the epoch.
-    config: the function's arguments that are numbers, texts, truth values or None, by name;
+    config: the function's arguments that are numbers, strings, booleans or None, by name;
         `optimizer.lr` for one inside a dictionary, a dataclass or a namespace. And the session's
         `num_workers` and `seed`, where the function has no arguments of these names.
-    resumed_from: the path of the checkpoint that the run resumes from; None for a run that begins.
+    resumed_from: the path of the checkpoint that the run resumes from; None if it does not resume.
     resumed_step: the optimizer step of that checkpoint.
     """
 
@@ -44,9 +44,9 @@ class TrackedEvent:
     kind: "ranks lost", "ranks left" (they had notice, and handed over their state), or
         "workers came".
     began_at, ended_at: seconds since the epoch: when the first rank noticed it, and when all ranks
-        had gone on.
+        continued.
     step: the last optimizer step before it.
-    generation: the membership in which the run goes on.
+    generation: the generation in which the run continues.
     num_workers: its size.
     lost, left: ranks of the generation before, which are gone.
     came: ranks of the new one that were not there before.
@@ -76,8 +76,8 @@ class Tracker:
 
     A tracker lives in the process of the session, and its methods are called in a thread of its
     own, one after another: `begin`, then `log` and `event`, then `end`; and again for the next run.
-    So they may block. What a method raises is told once, and the run goes on. Write your own by
-    overriding what you need; here no method does anything.
+    So they may block. An error that a method raises is logged once, and the run continues. Write
+    your own by overriding what you need; by default, no method does anything.
     """
 
     def begin(self, run: TrackedRun) -> None:
@@ -95,14 +95,14 @@ class Tracker:
         """
 
     def event(self, event: TrackedEvent) -> None:
-        """Ranks were lost, have left, or came, and the run goes on."""
+        """Ranks were lost, left or joined, and the run continues."""
 
     def flush(self) -> None:
-        """Nothing more waits now: write what is held back."""
+        """No more calls are waiting: write what is buffered."""
 
     def end(self, status: str, error: str) -> None:
         """The run is over.
 
         status: "finished", "failed" or "interrupted".
-        error: what it has failed with; empty if it has not.
+        error: the error that it failed with; empty if it did not fail.
         """

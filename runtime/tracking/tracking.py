@@ -1,4 +1,4 @@
-"""The trackers of one run, each in a thread of its own, behind a queue.
+"""The trackers of one run, each in a thread of its own, with a queue.
 
 The event loop, which pulls from the workers, only puts into the queues. A tracker that blocks or
 raises delays nobody: its queue fills, and from then on steps are left out of it, and told once.
@@ -165,8 +165,8 @@ class _Line:
             return
         if not self._num_left_out:
             _log.warning(
-                "the tracker %s is slower than the reports come: steps are left out of it, and the "
-                "training goes on",
+                "the tracker %s is slower than the reports arrive: it misses some steps, and "
+                "training continues",
                 self._name,
             )
         self._num_left_out += 1
@@ -179,8 +179,8 @@ class _Line:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             _log.warning(
-                "the tracker %s has not written all within %g s after the end of the run; the run "
-                "returns without it",
+                "the tracker %s has not written everything within %g s after the end of the run; "
+                "the run returns without it",
                 self._name,
                 END_S,
             )
@@ -193,12 +193,12 @@ class _Line:
             )
 
     def _main(self) -> None:
-        if not self._call(self._queue.get(), "it does not follow this run"):
+        if not self._call(self._queue.get(), "it does not record this run"):
             return
         while (call := self._queue.get()) is not None:
-            self._call(call, "it is told what comes later")
+            self._call(call, "it still receives later steps")
             if self._queue.empty():
-                self._call(lambda tracker: tracker.flush(), "it is told what comes later")
+                self._call(lambda tracker: tracker.flush(), "it still receives later steps")
 
     def _call(self, call: _Call | None, what_follows: str) -> bool:
         assert call is not None
@@ -208,7 +208,7 @@ class _Line:
             if not self._has_told_error:
                 self._has_told_error = True
                 _log.warning(
-                    "the tracker %s has failed with %s: %s; the training goes on, and %s",
+                    "tracker %s raised %s: %s. Training continues, and %s",
                     self._name,
                     type(error).__name__,
                     error,

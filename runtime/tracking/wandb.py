@@ -27,7 +27,7 @@ class WandbTracker(Tracker):
     Each reported name is logged at its step, and the arguments are the config. What happens to the
     workers is in the summary, as `chorusline/events`, and their number is logged as
     `chorusline/num_workers`. A run that resumes from a checkpoint has the id of the run that wrote
-    it (`resume="allow"`): online it goes on in it; offline `wandb sync --append` joins the two.
+    it (`resume="allow"`): online it continues in it; offline `wandb sync --append` joins the two.
     W&B's steps cannot go back: steps that a run takes again are left out.
     """
 
@@ -75,8 +75,8 @@ class WandbTracker(Tracker):
             if not self._has_told:
                 self._has_told = True
                 _log.warning(
-                    "the run has gone back to step %d, and W&B's steps cannot: it has the steps "
-                    "up to %d as they were before",
+                    "the run has gone back to step %d, but the steps of W&B cannot go back: it "
+                    "keeps the first record of the steps up to %d",
                     step,
                     self._step,
                 )

@@ -129,5 +129,5 @@ def test_an_export_runs_no_code_and_names_what_it_leaves_out(ranks_of, tmp_path)
 
 @pytest.mark.parametrize("origin", ["/../../x", "..", "a/b", "a\0", "x" * 65, 5, None, "'", "é"])
 def test_a_checkpoint_names_no_file_of_a_tracker(origin: Any) -> None:
-    with pytest.raises(ValueError, match="a rank's place in the run is not one"):
+    with pytest.raises(ValueError, match="the place of a rank in the run has another form"):
         FunctionCall.check_progress([{"boundaries": 1, "steps_before": 0, "origin": origin}])

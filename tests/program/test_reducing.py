@@ -83,5 +83,5 @@ def test_numbers_that_would_stay_a_ranks_own_are_refused(value: object) -> None:
 
 def test_complex_numbers_have_no_largest(alone: cl.Group) -> None:
     for value in (1j, numpy.complex64(1), torch.ones(1, dtype=torch.complex64)):
-        with pytest.raises(ValueError, match="complex ones have none"):
+        with pytest.raises(ValueError, match="complex numbers have none"):
             reduced(alone, value, "max", None)

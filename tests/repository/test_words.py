@@ -13,6 +13,20 @@ from tests import ROOT
 from tests.repository.test_comments import sources
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGES = (
+    "collectives",
+    "actors",
+    "runtime/averaging",
+    "runtime/checkpoint",
+    "runtime/commands",
+    "runtime/lightning",
+    "runtime/notebook",
+    "runtime/partition",
+    "runtime/process",
+    "runtime/program",
+    "runtime/session",
+    "runtime/tracking",
+)
 FORBIDDEN = {
     r"\b(?:go|goes|went|gone|going) on\b": "continue",
     r"\banew\b": "again",

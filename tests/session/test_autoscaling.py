@@ -41,12 +41,12 @@ def state(*, never: str = "", coming: int = 0, failed: str = "") -> AutoscalingS
 @pytest.mark.parametrize(
     ("said", "outlook", "why"),
     [
-        (state(never=GROUP), Outlook.FIXED, "it can bring no nodes that would do"),
+        (state(never=GROUP), Outlook.FIXED, "it cannot add suitable nodes"),
         (state(never="another"), Outlook.GROWS, "has been asked"),
         (state(never=GROUP, coming=3), Outlook.GROWS, "has 3 nodes on the way"),
         (state(coming=1), Outlook.GROWS, "has 1 node on the way"),
         (state(failed="no quota"), Outlook.GROWS, r"could not start 2 of 'worker' \(no quota\)"),
-        (None, Outlook.UNKNOWN, "said nothing yet"),
+        (None, Outlook.UNKNOWN, "has not reported yet"),
     ],
 )
 def test_the_second_autoscaler_is_believed_about_this_group_alone(
@@ -64,8 +64,8 @@ def status(types: dict[str, str], **report: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("said", "outlook", "why"),
     [
-        ({}, Outlook.UNKNOWN, "no autoscaler has said anything yet"),
-        ({"load_metrics_report": {}}, Outlook.UNKNOWN, "no autoscaler has said anything yet"),
+        ({}, Outlook.UNKNOWN, "no autoscaler has reported yet"),
+        ({"load_metrics_report": {}}, Outlook.UNKNOWN, "no autoscaler has reported yet"),
         (status({"ab12": "node_ab12"}), Outlook.FIXED, "has no autoscaler"),
         (status({"ab12": "head"}), Outlook.GROWS, "has been asked"),
         (status({"ab12": "head", "cd34": "node_cd34"}), Outlook.GROWS, "has been asked"),

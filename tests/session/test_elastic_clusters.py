@@ -129,7 +129,7 @@ def test_a_session_starts_on_a_cluster_that_has_no_workers_yet(
     assert all(kind == "StartupError" and seconds < 30 for kind, _, seconds in never)
     assert "num_workers=4 with CPU 1 each" in never[0][1]
     assert "the cluster has CPU 0 (0 free)" in never[0][1]
-    assert "its autoscaler says that it can bring no nodes that would do" in never[0][1]
+    assert "its autoscaler reports that it cannot add suitable nodes" in never[0][1]
     assert "the cluster has no GPU" in never[1][1]
 
 

@@ -111,10 +111,10 @@ async def test_the_reserve_is_filled_again_also_between_runs_and_leaves_nothing_
     [
         ({"spares": -1, "max_failures": None}, "spares must be a number of workers, .* got -1"),
         ({"spares": 1.0, "max_failures": None}, r"got 1\.0"),
-        ({"spares": 1}, "would wait for a loss that ends the run: max_failures is 0"),
+        ({"spares": 1}, "would wait for nothing: max_failures is 0"),
         (
             {"spares": 1, "max_failures": 2, "placement_strategy": "STRICT_PACK"},
-            "take 'PACK'",
+            "use 'PACK'",
         ),
     ],
 )

@@ -103,7 +103,7 @@ async def test_a_straggler_is_replaced_although_the_driver_that_dismissed_it_is_
 
 
 def test_replacing_needs_runs_that_go_on() -> None:
-    with pytest.raises(ValueError, match="max_failures is 0: the first loss ends a run"):
+    with pytest.raises(ValueError, match="max_failures is 0, so the first lost worker ends a run"):
         cl.Session(2, replace_stragglers=True)
     with pytest.raises(TypeError, match="must be True or False, got 1"):
         cl.run(train, num_workers=(1, 2), replace_stragglers=1)  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ def test_a_session_of_another_program_is_told_with_the_command_that_shows_it() -
 
     told = who_holds(["session-a", "session-b"], [("mine", Open())])
     assert told == (
-        "session-a is of another program; `chorusline status` shows what it does. session-b, which "
+        "session-a belongs to another program; see `chorusline status`. session-b, which "
         "this program has open, holds 3 workers; close it with `await mine.close()`, or let its "
         "`async with` end first"
     )

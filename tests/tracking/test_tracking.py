@@ -123,8 +123,8 @@ async def test_a_tracker_that_raises_is_told_once_and_gets_what_comes_later(
     assert broken.told == other.told and len(other.told) == 6
     told = [record.message for record in caplog.records]
     assert told == [
-        "the tracker Kept has failed with OSError: the disk is full; the training goes on, and it "
-        "is told what comes later"
+        "tracker Kept raised OSError: the disk is full. Training continues, and it "
+        "still receives later steps"
     ]
 
 
@@ -136,7 +136,7 @@ async def test_a_tracker_that_cannot_begin_does_not_follow_the_run(
     run.look([report(1)], status(2))
     await run.end(None)
     assert [told[0] for told in broken.told] == ["begin"]
-    assert "it does not follow this run" in caplog.text
+    assert "it does not record this run" in caplog.text
 
 
 async def test_a_slow_tracker_delays_nobody_and_what_is_left_out_is_counted(
@@ -153,7 +153,7 @@ async def test_a_slow_tracker_delays_nobody_and_what_is_left_out_is_counted(
         run.look([report(step)], status(step + 1))
         while len(fast.told) < step + 1:  # `log` of the slow one waits for the gate meanwhile.
             await asyncio.sleep(0.01)
-    assert "Kept is slower than the reports come" in caplog.text
+    assert "Kept is slower than the reports arrive" in caplog.text
     gate.set()
     await run.end(None)
     assert [told[1] for told in fast.told[1:-1]] == [*range(1, 10)]
@@ -173,7 +173,7 @@ async def test_a_tracker_that_hangs_at_the_end_is_left_behind(
     began_at = time.monotonic()
     await run.end(None)
     assert time.monotonic() - began_at < 20
-    assert "the tracker Kept has not written all within 0.3 s" in caplog.text
+    assert "the tracker Kept has not written everything within 0.3 s" in caplog.text
     gate.set()
     while not hangs.told or hangs.told[-1][0] != "end":
         await asyncio.sleep(0.01)

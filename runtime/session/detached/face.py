@@ -1,7 +1,7 @@
 """A detached session, as a program sees it that has started it or is attached to it.
 
 The face asks the keeper, and shows what it hears as any session does. It holds nothing that the
-session needs: when its process ends, however that comes about, the run goes on.
+session needs: when its process ends, however that comes about, the run continues.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Face:
         idle_timeout_s: float,
         environment: Mapping[str, Any],
     ) -> Face:
-        """Start a session under a name. Raises StartupError, also if the name is taken.
+        """Start a session under a name. Raises StartupError, even if the name is taken.
 
         A session of that name that has ended makes room.
         """
@@ -91,7 +91,9 @@ class Face:
         try:
             await face._tell_until_up(keeper.started.remote())
         except ActorGone as gone:
-            raise StartupError(f"the keeper of {name!r} did not start", gone.detail) from None
+            raise StartupError(
+                f"the session actor of {name!r} did not start", gone.detail
+            ) from None
         except BaseException:
             ray.kill(keeper)
             lasting.forget()
@@ -139,7 +141,7 @@ class Face:
         return face
 
     def _stay(self) -> None:
-        """Be attached until `let_go`, also while this process's loop is busy with other things."""
+        """Be attached until `let_go`, even while this process's loop is busy with other things."""
 
         def say() -> None:
             while not self._is_away.wait(_HERE_S):
@@ -169,9 +171,9 @@ class Face:
                 give_up_at = give_up_at or time.monotonic() + _RESTART_S
                 if is_there and time.monotonic() > give_up_at:
                     raise RuntimeError(
-                        f"the keeper of the detached session {self.name!r} has died, and Ray has "
-                        f"not started it again within {_RESTART_S:g} s ({gone.detail}); its head "
-                        "node may be busy: try again"
+                        f"the session actor of the detached session {self.name!r} has died, and "
+                        f"Ray has not started it again within {_RESTART_S:g} s ({gone.detail}); "
+                        "its head node may be busy: try again"
                     ) from None
                 if not is_there:
                     self._is_over = True
@@ -182,8 +184,8 @@ class Face:
                 await asyncio.sleep(_AGAIN_S)
             except NoAnswer as silent:
                 raise RuntimeError(
-                    f"the keeper of the detached session {self.name!r} {silent.detail}; its head "
-                    "node may be busy: try again"
+                    f"the session actor of the detached session {self.name!r} {silent.detail}; "
+                    "its head node may be busy: try again"
                 ) from None
 
     async def standing(self) -> Standing:
@@ -244,7 +246,7 @@ class Face:
         return found
 
     async def interrupt(self) -> bool:
-        why = "it was interrupted by a program that is attached"
+        why = "it was interrupted by an attached program"
         return bool(await self._ask("interrupt", why, timeout_s=None))
 
     async def stop(self) -> None:

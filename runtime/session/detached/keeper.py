@@ -170,14 +170,14 @@ class Keeper:
     def _begin_to_live(self) -> None:
         """Have this keeper call itself: Ray drops the calls of a program that dies before they
         begin. A keeper that Ray has started again is refused its own first call if Ray does not
-        count it as alive yet; it would be silent for ever."""
+        count it as alive yet; it would be silent forever."""
         while not self._has_begun:
             with contextlib.suppress(*GONE):
                 self._self.live.remote().future().result()
             time.sleep(_AGAIN_S)
 
     async def live(self) -> None:
-        """Start the session, or go on with it; this keeper's own call."""
+        """Start the session, or continue with it; this keeper's own call."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -434,10 +434,12 @@ class Keeper:
 def _forgotten(recorded: bytes | None) -> RuntimeError:
     """recorded: how the run has ended; None if it had not, and empty if that was too large."""
     if recorded is None:
-        return RuntimeError("the keeper died before the ranks had heard of the run; begin it again")
+        return RuntimeError(
+            "the session actor died before the ranks received the run; call it again"
+        )
     return RuntimeError(
-        "the results of this run are gone: the session keeps those of its last run, and up to "
-        "1 MiB of them if its keeper has died since. Have the function write large results to files"
+        "the results of this run are gone: the session keeps those of its last run, and up to 1 "
+        "MiB of them if its actor has died since. Have the function write large results to files"
     )
 
 

@@ -67,7 +67,7 @@ class Standing:
         kept = duration(RESULTS_KEPT_S)
         words.append(f"{freed}; its results can be had for {kept} more")
         if self.restarts:
-            words.append(f"its keeper was started again ({self.restarts})")
+            words.append(f"its actor was restarted ({self.restarts})")
         return "; ".join(words)
 
     @property

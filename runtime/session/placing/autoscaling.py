@@ -53,7 +53,8 @@ def prospect(bundle: Mapping[str, float], fewest: int, group: str) -> Prospect:
         text = " ".join(str(error).split())
         return Prospect(
             Outlook.UNKNOWN,
-            f"whether nodes come cannot be asked of this Ray ({type(error).__name__}: {text})",
+            "this version of Ray cannot say whether nodes are being added "
+            f"({type(error).__name__}: {text})",
         )
 
 
@@ -103,7 +104,7 @@ def of_maximum(
 def of_state(state: Any, group: str) -> Prospect:
     """The answer of version 2. state: an AutoscalingState, None where there is none yet."""
     if state is None:
-        return Prospect(Outlook.UNKNOWN, "its autoscaler has said nothing yet")
+        return Prospect(Outlook.UNKNOWN, "its autoscaler has not reported yet")
     coming = sum(request.count for request in state.pending_instance_requests)
     coming += len(state.pending_instances)
     failed = [
@@ -119,7 +120,7 @@ def of_state(state: Any, group: str) -> Prospect:
     never = (gang.details for gang in state.infeasible_gang_resource_requests)
     if any(details.startswith(f"{group}:") for details in never):
         return Prospect(
-            Outlook.FIXED, "and its autoscaler says that it can bring no nodes that would do"
+            Outlook.FIXED, "and its autoscaler reports that it cannot add suitable nodes"
         )
     return Prospect(Outlook.GROWS, "its autoscaler has been asked")
 
@@ -129,7 +130,7 @@ def of_status(status: Mapping[str, Any]) -> Prospect:
     report = status.get("autoscaler_report") or {}
     types: Mapping[str, str] = report.get("node_type_mapping") or {}
     if not types:
-        return Prospect(Outlook.UNKNOWN, "no autoscaler has said anything yet")
+        return Prospect(Outlook.UNKNOWN, "no autoscaler has reported yet")
     if all(kind == f"node_{node}" for node, kind in types.items()):  # All were started by hand.
         return Prospect(Outlook.FIXED, "and it has no autoscaler")
     coming = sum((report.get("pending_launches") or {}).values())

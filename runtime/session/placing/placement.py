@@ -55,7 +55,7 @@ def check(resources: Mapping[str, float] | None, use_gpu: bool, strategy: str) -
     if "GPU" in resources and (resources["GPU"] > 0) != use_gpu:
         raise ValueError(
             f"resources_per_worker asks for {resources['GPU']:g} GPU, but use_gpu is {use_gpu}; "
-            "use_gpu decides where tensors live, so set both alike"
+            "use_gpu decides where tensors live, so set both to match"
         )
     if not use_gpu and not any({"CPU": 1.0, **resources}.values()):
         raise ValueError(
@@ -108,13 +108,13 @@ async def place(
 
     labels: of the nodes, as Ray's label selectors are written.
     lasting: the name of the detached session that the groups are for.
-    goes_on: the session's runs go on when workers are lost.
+    goes_on: the session's runs continue when workers are lost.
 
     may_grow: whether the cluster may have an autoscaler. If it may, and the whole cluster is too
     small for `fewest` workers, a pending placement group makes the autoscaler start nodes.
 
     Raises StartupError at once if the whole cluster is too small and cannot grow, else when
-    `fewest` workers were not placed within `timeout_s`. (Ray would wait for ever, silently.)
+    `fewest` workers were not placed within `timeout_s`. (Ray would wait forever, silently.)
     """
     give_up_at, left_s = time.monotonic() + timeout_s, timeout_s
     while True:
@@ -213,7 +213,7 @@ async def _place_together(
         raise StartupError(
             _asked(bundle, fewest, strategy, labels),
             f"not placed within {timeout_s:.3g} s: {_resources_and_remedy(bundle)}. If nodes are "
-            "still on their way, raise startup_timeout_s: in a cloud they take minutes",
+            "still starting, raise startup_timeout_s: in a cloud they take minutes",
         )
     return group
 

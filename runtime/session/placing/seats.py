@@ -57,7 +57,7 @@ class Seats:
     With STRICT_SPREAD each later group names the nodes that it must avoid. It cannot name the
     nodes of other pending groups, so only one group is pending at a time. When a node dies and Ray
     moves its group, these names are out of date, and a new group replaces it. With STRICT_PACK
-    there are only the first seats, which fill their node as a rule.
+    there are only the first seats, which usually fill their node.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Seats:
         self.reserve = range(self.most, self.most + spares)
 
     def whenever_changed(self, on_change: Callable[[], None]) -> None:
-        """Have `on_change` called, now and later, when `state` is to be remembered anew."""
+        """Have `on_change` called, now and later, when `state` is to be remembered again."""
         self._on_change = on_change
         on_change()
 

@@ -34,7 +34,7 @@ def of_this_trial(
         return Borrowed(group, indices)
     each = ", ".join(f'"{name}": {amount:g}' for name, amount in bundle.items())
     _log.warning(
-        "this process is in a placement group (of a Ray Tune trial, as a rule) with %d bundles for "
+        "this process is in a placement group (usually of a Ray Tune trial) with %d bundles for "
         "workers, and the session needs %d with {%s} each; it asks the cluster for others, and may "
         "wait for other trials that do the same. Reserve them for the trial: "
         'tune.with_resources(trainable, tune.PlacementGroupFactory([{"CPU": 1}] + [{%s}] * %d))',

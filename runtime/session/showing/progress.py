@@ -44,12 +44,12 @@ _BARS_AFTER_S = 1.0
 
 
 class Progress:
-    """Shows how far a run is, on stderr: `Session(progress=Progress(num_steps=365))`.
+    """Shows the progress of a run on stderr: `Session(progress=Progress(num_steps=365))`.
 
     A session makes one for each run, unless it has `progress=False`. It shows the epoch and the
     step, the last reported numbers, tokens (if they are reported) or samples a second, the workers,
-    and what each rank has left of the epoch. Entered as a context manager, it also shows that the
-    workers are starting.
+    and what each rank has left of the epoch. As a context manager, it also shows that the workers
+    are starting.
 
     num_steps: steps of the whole run, for the bar; None if unknown.
     console: of rich; by default that of stderr.
@@ -76,7 +76,7 @@ class Progress:
 
     @classmethod
     def of_places(cls) -> Progress:
-        """One that does without reports: a session's own."""
+        """The default of a session, which needs no reports."""
         progress = cls()
         progress.counts_reports = False
         return progress
@@ -97,11 +97,11 @@ class Progress:
 
     @property
     def is_shown(self) -> bool:
-        """Whether there are bars, or the line about the start in their place."""
+        """Whether bars are shown, or the line about the start in their place."""
         return self._live is not None
 
     def waits_for(self, what: str) -> None:
-        """What is shown before there is something of a run to show."""
+        """Set what is shown before a run has something to show."""
         self._waits_for, self._waits_since_s = what, time.monotonic()
 
     def begin(self) -> None:
@@ -151,7 +151,7 @@ class Progress:
         self._update()
 
     def happened(self, event: TrackedEvent) -> None:
-        """Workers were lost, have left or have come: count them in the summary at the end."""
+        """Workers were lost, left or joined: count them in the summary at the end."""
         self._happened.append(event)
 
     def say(self, line: str) -> None:
