@@ -26,9 +26,9 @@ from .fetching.on_device import ToDevice
 class Batches(Dealt):
     """One rank's batches of an epoch. It can be iterated more than once.
 
-    Inside `Join` the iteration of a rank that is out of batches goes on, without giving any, until
-    the other ranks are out of theirs. When a rank is lost, its remaining samples go to the other
-    ranks, also to those that are out of batches and wait.
+    Inside `Join` the iteration of a rank that is out of batches continues, without giving any,
+    until the other ranks are out of theirs. When a rank is lost, its remaining samples go to the
+    other ranks, also to those that are out of batches and wait.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Batches(Dealt):
     def __iter__(self) -> Iterator[Any]:
         """Begins the iteration at once, and not with its first batch. A zip begins all of its
         iterations before it asks for a batch, so they begin on all ranks, and in the same order,
-        also where a rank has no batch of the first one and shadows in there."""
+        even where a rank has no batch of the first one and shadows in there."""
         if self._running is not None and (before := self._running()) is not None:
-            before.close()  # Beginning a shard anew ends its last iteration.
+            before.close()  # Beginning a shard again ends its last iteration.
         batches = self._iterate()
         next(batches)
         self._running = weakref.ref(batches)
@@ -145,7 +145,7 @@ class Batches(Dealt):
                         self._at_boundary()
                     bound.stop_if_agreed()
                     if join and not self._has_more():
-                        # Shadow in here: a loss may give this rank samples, and the loop goes on.
+                        # Shadow in here: a loss may give this rank samples, and the loop continues.
                         join.ledger.batch = number
                         join.shadow(until=self._has_more)
             if passage is not None:
@@ -254,4 +254,4 @@ class Batches(Dealt):
         """Called when the iteration is over on this rank."""
 
     def _left(self) -> None:
-        """Called when this rank has left the iteration, also by an error, or to begin it anew."""
+        """Called when this rank has left the iteration, even by an error, or to begin it again."""

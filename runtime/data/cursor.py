@@ -69,7 +69,7 @@ class Rest:
 def _dealt_again(
     hands: Sequence[Sequence[int]], world_size: int, keep_together: Sequence[Hashable] | None
 ) -> Hands:
-    """The samples of `hands`, dealt out to `world_size` ranks."""
+    """The samples of `hands`, distributed over `world_size` ranks."""
     if len(hands) == world_size:  # The ranks keep their hands.
         return [array("q", hand) for hand in hands]
     left = left_of(hands, [0] * len(hands))
@@ -209,7 +209,7 @@ class Cursor:
         return passage
 
     def let_go(self, shard: Dealt) -> None:
-        """`shard` begins to count anew: what it has counted so far stays in its passages."""
+        """`shard` begins to count again: what it has counted so far stays in its passages."""
         for passage in self._passages.values():
             if passage.shard is shard:
                 passage.shard = copy.copy(shard)
@@ -223,10 +223,10 @@ class Cursor:
             is_this = passage.name is None and name == f"{before}/{rest}#{number}"
             if is_this and before != length and passage.rest != Rest():
                 raise ValueError(
-                    f"the dataset has {length} samples, and had {before} when this epoch was "
-                    "begun: which of them are left to give is not known. Go on with the dataset "
-                    "as it was, and change it between two epochs; ctx.forget() on all ranks lets "
-                    "a loop of ctx.epochs(resume=...) begin anew"
+                    f"the dataset has {length} samples, and had {before} when this epoch started, "
+                    "so it is not known which samples are left. Restore the dataset, and change "
+                    "it only between two epochs; ctx.forget() on all ranks lets a loop of "
+                    "ctx.epochs(resume=...) start over"
                 )
 
     def state(self, used: Used = Used.GIVEN, *, by_id: bool = False) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def check_parts(parts: Sequence[Any]) -> None:
             or not is_count(part.get("epoch"))
             or not all(isinstance(one, dict) for one in passages.values())
         ):
-            raise ValueError("a rank's place in its data is not one")
+            raise ValueError("the place of a rank in its data has another form")
         for key, passage in passages.items():
             _check_passage(passage, most_of(key))
 
@@ -307,7 +307,7 @@ def told_place(parts: Sequence[dict[str, Any]], *, epoch_is_over: bool) -> str:
     if epoch_is_over or not passages:
         return f"before epoch {epoch + epoch_is_over}"
     if all(passage["is_over"] for passage in passages):
-        return f"in epoch {epoch} behind its batches, so the rest of its body runs now"
+        return f"in epoch {epoch} after its batches, so the rest of its body runs now"
     return f"in epoch {epoch}"
 
 
@@ -331,8 +331,8 @@ def _rest(parts: Sequence[dict[str, Any] | None], most: int) -> Rest:
         if missing > 0:
             raise StreamLost(
                 "it died together with a rank",
-                f"Of those, {missing} belong to steps that count, and which ones is not known any "
-                "more. Run the epoch again, or go on from a checkpoint",
+                f"Of those, {missing} belong to steps that count, but it is no longer known "
+                "which. Run the epoch again, or resume from a checkpoint",
             )
         return Rest(runs, given)
     counts = tuple(0 if part is None else part["given"] for part in parts)

@@ -31,7 +31,7 @@ def check_dataset(dataset: Any, method: str) -> None:
     of the Context, for the text."""
     if isinstance(dataset, torch.utils.data.DataLoader):
         raise TypeError(
-            f"{method} deals out samples, and a DataLoader makes batches of them already; write "
+            f"{method} takes a dataset, and a DataLoader makes batches of it already; write "
             f"ctx.{method}(loader.dataset, ...), with loader.collate_fn if it has one of "
             "its own"
         )
@@ -39,10 +39,10 @@ def check_dataset(dataset: Any, method: str) -> None:
     if is_iterated or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(
             f"{method} needs a dataset with a length and numbered samples, got "
-            f"{type(dataset).__name__}. To deal out another iterable, or a ray.data.Dataset, "
-            "make a Stream(data) in the program that has the session; list(data) makes a "
-            "dataset of a short iterable. Iterate what belongs to this rank alone (an iterator "
-            "of streaming_split) as it is, inside Join"
+            f"{type(dataset).__name__}. To distribute another iterable, or a ray.data.Dataset, "
+            "make a Stream(data) in the program that has the session; list(data) makes a dataset "
+            "of a short iterable. Iterate what belongs to this rank alone (an iterator of "
+            "streaming_split) as it is, inside Join"
         )
     if isinstance(dataset, Mapping) and 0 not in dataset:
         raise TypeError(
@@ -57,21 +57,20 @@ def check_dataset(dataset: Any, method: str) -> None:
 class Shard(Batches):
     """This rank's batches of one epoch, made by `ctx.shard`. It can be iterated more than once.
 
-    Each rank knows the number of batches of all ranks, so no step is shadowed in vain. In a loop
-    over `ctx.epochs(..., resume=name)` that was stopped inside an epoch, the iteration begins after
-    the samples whose steps were taken.
+    In a loop over `ctx.epochs(..., resume=name)` that was stopped inside an epoch, the iteration
+    begins after the samples whose steps were taken.
 
-    hands: the sample numbers of all ranks, by rank. sample_ids: those of this rank, in order.
-    len(shard): the number of this rank's batches. Other ranks may have another number; a schedule,
-        which is the same on all ranks, wants num_steps.
+    hands: the sample numbers of each rank, by rank. sample_ids: those of this rank, in order.
+    len(shard): the number of this rank's batches. Other ranks may have another number; use
+        num_steps for a schedule, which is the same on all ranks.
     num_steps: the steps of the whole epoch, by all ranks together inside Join: as many as the rank
         with most batches has. Known before the first batch, equal on all ranks, and the same after
-        a resume at this number of ranks. If ranks are lost or come later, the epoch has more or
-        fewer steps, and a shard that is made then says how many.
+        a resume at this number of ranks. If ranks are lost or join later, the epoch has more or
+        fewer steps, and a shard that is made after that has the new number.
     num_steps_left: those of them that are left when the iteration begins: all, or after a resume
         inside the epoch the rest. ctx.step + num_steps_left is where the epoch ends.
-    num_used: the samples of the epoch that belong to steps that count, of all ranks together, lost
-        ones and earlier runs included. After the last step it is the size of the dataset.
+    num_used: the samples of the epoch that belong to steps that count, over all ranks, including
+        lost ranks and earlier runs. After the last step it is the size of the dataset.
     """
 
     def __init__(
@@ -105,10 +104,10 @@ class Shard(Batches):
         Raises TypeError for a dataset without a length, ValueError for an empty one."""
         if isinstance(dataset, torch.utils.data.DataLoader):
             raise TypeError(
-                "shard deals out samples, and a DataLoader makes batches of them already; write "
-                "ctx.shard(loader), without a batch size, which takes over what the loader says; "
-                "or write ctx.shard(loader.dataset, batch_size), with loader.collate_fn if it has "
-                "one of its own"
+                "shard takes a dataset, and a DataLoader makes batches of it already; write "
+                "ctx.shard(loader), without a batch size, which takes over the options of the "
+                "loader; or write ctx.shard(loader.dataset, batch_size), with loader.collate_fn "
+                "if it has one of its own"
             )
         check_dataset(dataset, "shard")
         self.dataset = dataset
@@ -173,9 +172,9 @@ class Shard(Batches):
     def _check(self) -> None:
         if len(self.dataset) != self._given_samples:
             raise ValueError(
-                f"the dataset had {self._given_samples} samples when ctx.shard was called, and has "
-                f"{len(self.dataset)} now, so not all would be dealt out. Change a dataset between "
-                "two epochs only, and call ctx.shard again then, on all ranks"
+                f"the dataset had {self._given_samples} samples when ctx.shard was called, and "
+                f"has {len(self.dataset)} now, so some samples would be left out. Change a "
+                "dataset between two epochs only, and call ctx.shard again then, on all ranks"
             )
 
     def _batches_by_rank(self) -> list[int]:
@@ -237,7 +236,7 @@ class Shard(Batches):
     # -- for the dealer --------------------------------------------------------------------------
 
     def begin_dealt(self, dealer: Dealer, cuts: Sequence[Cut]) -> None:
-        """Begin an epoch of which `cuts` have already dealt out a part."""
+        """Begin an epoch of which `cuts` have already distributed a part."""
         hands = self._dealt(cuts[0].dealt_for if cuts else dealer.world_size)
         for cut in cuts:
             self._note_lost(hands, cut)
@@ -245,7 +244,7 @@ class Shard(Batches):
         self._take_hand(hands, dealer.rank)
 
     def go_on(self, cut: Cut) -> Left:
-        """Deal out again what no rank has taken; how many batches each rank has left."""
+        """Distribute again what no rank has taken; how many batches each rank has left."""
         taken, busy = _taken(self._hands, cut), cut.busy
         lost = set(range(len(taken))) - set(cut.former_ranks)
         dealt_again = sum(self._num_batches(len(self._hands[old]) - taken[old]) for old in lost)

@@ -1,4 +1,4 @@
-"""Where a rank is in the samples of a run, and how iterations go on when ranks are lost.
+"""Where a rank is in the samples of a run, and how iterations continue when ranks are lost.
 
 A rank's vote on a step says how many samples it has taken of each of its iterations. So when a rank
 is lost, the other ranks know how many of its samples belong to steps that count, and the rest is
@@ -193,7 +193,7 @@ class Dealt(ABC):
 
     @property
     def num_committed(self) -> int:
-        """The number of `committed_ids`, also where this rank does not know all of them."""
+        """The number of `committed_ids`, even where this rank does not know all of them."""
         return len(self.ids_of_the_lost) + sum(self.committed or ())
 
     @abstractmethod
@@ -242,7 +242,7 @@ class Dealer:
 
     def begin(self, shard: Dealt) -> None:
         """Begin an iteration over `shard`."""
-        self.end(shard)  # Beginning a shard anew ends its last iteration.
+        self.end(shard)  # Beginning a shard again ends its last iteration.
         without_batch = [one.beside for one in self._active if not one.taken]
         shard.beside = without_batch[-1] if without_batch else []
         if any(one.taken and not one.beside for one in self._active):  # In the body of a loop.
@@ -265,9 +265,8 @@ class Dealer:
         batch of each: `batches = iter(shard)` begins one while `batches` holds the one before."""
         if len(self._active) > MAX_ITERATIONS:
             raise RuntimeError(
-                f"{MAX_ITERATIONS} iterations over shards have begun and are not over, and the "
-                "vote of a step has no room for another one. Leave one first: a loop that you "
-                "broke off ends with close() of its iterator"
+                f"{MAX_ITERATIONS} iterations over shards are in progress, and no more are "
+                "possible at a time. End one first: after a `break`, call close() of its iterator"
             )
 
     def end(self, shard: Dealt) -> None:
@@ -349,7 +348,7 @@ class Dealer:
         former_ranks: Sequence[int],
         beside: Collection[object] = (),
     ) -> Left | None:
-        """Go on as `rank` of the next generation. Returns what the ranks have left of the
+        """Continue as `rank` of the next generation. Returns what the ranks have left of the
         iterations `beside`, whose batches come together; default: of the innermost one in progress
         here. None if there is none."""
         cuts = cuts_of(positions, former_ranks, self.holders)

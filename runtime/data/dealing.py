@@ -1,4 +1,4 @@
-"""Which rank gets which samples: each sample once, none padded or dropped, also when ranks change.
+"""Which rank gets which samples: each sample once, none padded or dropped, even when ranks change.
 
 `deal` and `redeal` are pure: every rank computes the same hands of all ranks. dealer.py knows where
 a rank is in them.
@@ -28,11 +28,13 @@ def deal(
     shuffle: bool = True,
     keep_together: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """Sample numbers by rank, each number exactly once. A pure function, equal on all ranks.
+    """The sample numbers of each rank, by rank; each number exactly once.
+
+    A pure function: the same result on all ranks.
 
     shuffle: the order depends on `seed` and `epoch`; otherwise it is that of the dataset.
-    keep_together: (num_samples,) keys; samples of one key go to the same rank. Keys, or without
-        them samples, are dealt round robin, so ranks may get different numbers of samples.
+    keep_together: (num_samples,) keys; samples of one key go to the same rank. Keys (without them,
+        samples) are distributed round robin, so ranks may get different numbers of samples.
 
     Raises ValueError if keep_together has another length.
     """

@@ -132,11 +132,11 @@ class NumberSet:
             packed = base64.b64decode(text, validate=True)
             bits = inflating.decompress(packed, limit + 1) if packed else b""
         except (ValueError, zlib.error) as error:
-            raise ValueError(f"it is no text of a set of numbers ({error})") from error
+            raise ValueError(f"it is not the text of a set of numbers ({error})") from error
         if len(bits) > limit or (len(bits) == limit and most % 8 and bits[-1] >> most % 8):
             raise ValueError(f"it has numbers that are not below {most}")
         if packed and not inflating.eof:
-            raise ValueError("it is no text of a set of numbers (its end is missing)")
+            raise ValueError("it is not the text of a set of numbers (its end is missing)")
         return cls._of(bits)
 
     def text(self) -> str:
@@ -236,4 +236,4 @@ def set_of(told: object, most: int = MOST) -> NumberSet:
         return NumberSet.from_text(told, most)
     if isinstance(told, list) and all(type(one) is int and 0 <= one < most for one in told):
         return NumberSet(told)
-    raise ValueError("it is no set of numbers")
+    raise ValueError("it is not a set of numbers")

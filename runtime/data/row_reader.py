@@ -240,7 +240,7 @@ class RowReader:
         """How many rows there are from place `first` on, at most `count`. All ranks have used the
         rows before it, so these are dropped.
 
-        key: of the iteration; another one begins anew. Also a reader that replaces one that died
+        key: of the iteration; another one begins again. Also a reader that replaces one that died
         can answer: it reads the rows again."""
         if self._window is None or self._window[0] != key or self._window[1].first > first:
             self._window = key, _Window(self._iterated(epoch))
@@ -292,8 +292,8 @@ class RowReader:
             if keep < hand.num_dropped:
                 gone = list(hand.numbers[keep : hand.num_dropped])
                 raise RuntimeError(
-                    f"rows {gone} of a rank that was lost are not kept any more, so they cannot be "
-                    "dealt again; begin again from a checkpoint"
+                    f"rows {gone} of a rank that was lost are no longer kept, so they cannot be "
+                    "given to another rank; start again from a checkpoint"
                 )
             hand.drop(keep)
             reading.lost_ids.extend(hand.numbers[:keep])
@@ -329,7 +329,9 @@ class RowReader:
         if self._died_in is None:
             self._died_in = run, generation
         if run == self._died_in[0] and generation <= self._died_in[1]:
-            raise ReaderDied(f"what it knew of generation {generation} is lost")
+            raise ReaderDied(
+                f"it restarted, and no longer knows which rows were used in generation {generation}"
+            )
 
 
 def _goes_on(key: ReadingKey, reading: _Reading, later: ReadingKey, name: str | None) -> bool:

@@ -21,13 +21,13 @@ class StepsUnderWay(Protocol):
 
     @property
     def has_next(self) -> bool:
-        """Whether another step comes behind the one under way."""
+        """Whether another step comes after the present one."""
 
     def place(self) -> StepsPlace:
         """Where the ranks are, between two steps."""
 
     def take_place(self, place: StepsPlace) -> None:
-        """Go on where the other ranks are, in the pass that this rank has begun as they have."""
+        """Continue where the other ranks are, in the pass that this rank has begun as they have."""
 
 
 class Door(Protocol):
@@ -35,10 +35,10 @@ class Door(Protocol):
 
     def begin(self, steps: StepsUnderWay) -> None:
         """A pass over the steps of an epoch begins. On a worker that comes, return when it has come
-        to the others, behind one of their steps."""
+        to the others, after one of their steps."""
 
     def before_step(self, steps: StepsUnderWay) -> None:
-        """A step begins: decide whether this rank would take a worker in behind it."""
+        """A step begins: decide whether this rank would take a worker in after it."""
 
     def at_boundary(self, steps: StepsUnderWay) -> None:
         """Between two steps: take the worker in, if all ranks have agreed to."""

@@ -66,7 +66,7 @@ class StepEnd:
             at += 3 + num
         if not any(self.has_gradient):
             raise RuntimeError(
-                f"no backward pass of step {self.plan.number} has brought any model a gradient on "
+                f"no backward pass of step {self.plan.number} has given any model a gradient on "
                 "any rank: call backward() on a loss of the DistributedDataParallel inside the "
                 "loop over the step's batches"
             )
@@ -88,7 +88,7 @@ class StepEnd:
                     "ctx.steps",
                     group.generation,
                     list(range(size)),
-                    f"the {what} is {own} on rank {group.rank}, and another one on other ranks",
+                    f"the {what} is {own} on rank {group.rank}, and differs on other ranks",
                     "Every rank must call ctx.steps with the same dataset and sizes, and take all "
                     "steps.",
                 )
@@ -99,7 +99,7 @@ class StepEnd:
         if num_weighed < len(weights):
             raise RuntimeError(
                 f"{num_weighed} of the {len(weights)} micro-batches of step {self.plan.number} "
-                "weighed their loss; either all of them must call model.weigh(loss, weight), or "
+                "weighted their loss; either all of them must call model.weigh(loss, weight), or "
                 "none"
             )
         total = math.fsum(weights)  # Rounded once, so the order does not matter.

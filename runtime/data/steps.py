@@ -1,7 +1,7 @@
 """`Steps`: steps of a fixed global batch, whoever computes which part of them.
 
 A step is a function of the seed, the epoch and its number: its samples are the next ones of the
-epoch's order, cut into micro-batches. Who computes which of them is dealt anew for each step
+epoch's order, cut into micro-batches. Who computes which of them is dealt again for each step
 (micro_batch_dealing.py), and the ranks end a step together:
 
     (1) Each rank computes its micro-batches, each with a random state of its own.
@@ -47,10 +47,10 @@ _OVER = 1 << 62
 
 
 class Step:
-    """One step: an iterable of this rank's micro-batches, some or none. Its loop ends when the
-    gradient of the whole step is there, and all ranks have agreed on it.
+    """One step: an iterable of this rank's micro-batches, perhaps none. The loop over it ends when
+    the gradient of the whole step is available, and all ranks have agreed on it.
 
-    number: of the step in its epoch. num_samples, num_micro_batches: of all ranks.
+    number: of the step in its epoch. num_samples, num_micro_batches: over all ranks.
     """
 
     def __init__(self, steps: Steps, number: int, sizes: Sequence[int]) -> None:
@@ -66,7 +66,7 @@ class Step:
         if self._has_begun:
             raise RuntimeError(
                 "a step of ctx.steps is iterated once: its loop ends with the gradient of all "
-                "ranks. Collect what you need of its batches in the first loop"
+                "ranks. Collect what you need from its batches in the first loop"
             )
         self._has_begun = True
         yield from self._steps._micro_batches(self.number, self._sizes)
@@ -75,9 +75,9 @@ class Step:
     def _check_ended(self) -> None:
         if not self._has_ended:
             raise RuntimeError(
-                f"step {self.number} of ctx.steps was left before its loop over the batches ended, "
-                "so its gradient is not complete on any rank. Write `for batch in step:` without a "
-                "break, on every rank, also where it gets no batch"
+                f"step {self.number} of ctx.steps was left before its loop over the batches "
+                "ended, so its gradient is not complete on any rank. Write `for batch in step:` "
+                "without a break on every rank, even where it gets no batch"
             )
 
 
@@ -114,9 +114,9 @@ class Steps(Dealt):
         _check_size("micro_batch_size", micro_batch_size)
         if micro_batch_size > global_batch_size:
             raise ValueError(
-                f"micro_batch_size is {micro_batch_size}, and the samples of a step are only "
-                f"{global_batch_size}: a micro-batch is the part of a step that one rank computes "
-                "at once"
+                f"micro_batch_size is {micro_batch_size}, but a step has only "
+                f"{global_batch_size} samples: a micro-batch is the part of a step that one rank "
+                "computes at once"
             )
         self._rows = rows
         self.global_batch_size = global_batch_size
@@ -149,7 +149,7 @@ class Steps(Dealt):
         if self._rows.num_samples is None:
             raise TypeError(
                 "how many steps a Stream gives is not known before its end; choose a number of "
-                "steps for the schedule yourself, or hand ctx.steps a dataset with a length"
+                "steps for the schedule yourself, or pass ctx.steps a dataset with a length"
             )
         return -(-self._rows.num_samples // self.global_batch_size)
 
@@ -240,7 +240,7 @@ class Steps(Dealt):
                 batch = self._rows.batch(self._micro_batch(number, sizes, mine), coming)
                 if self._to_device is not None:
                     batch = self._to_device(batch)
-                # Behind the batch: what it has drawn, here or elsewhere, is nobody's business.
+                # After the batch: what it has drawn, here or elsewhere, is nobody's business.
                 seed_all(mixed(*self._noise, number, mine))
                 for model in models:
                     model.begin_micro_batch()
@@ -258,7 +258,7 @@ class Steps(Dealt):
         seed_all(mixed(*self._noise, number, "end"))
 
     def _sizes_of(self, number: int) -> list[int]:
-        """Of the micro-batches of a step; empty behind the last one."""
+        """Of the micro-batches of a step; empty after the last one."""
         if self._sizes is None or self._sizes[0] != number:
             self._sizes = number, self._sizes_ahead(number) if number < _OVER else []
         return self._sizes[1]
@@ -277,10 +277,10 @@ class Steps(Dealt):
         for rank in fresh:
             if self._dealer.rank == min(r for r in range(len(paces)) if r != rank):
                 logger.warning(
-                    "rank %d has taken %.1f times as long for a micro-batch as the others for %.0f "
-                    "s. It gets fewer of them, so the others do not wait, and the result is the "
-                    "same; `chorusline status` shows its worker, whose machine may be throttled or "
-                    "shared",
+                    "rank %d has taken %.1f times as long for a micro-batch as the others for "
+                    "%.0f s. It now gets fewer of them, so the others do not wait, and the "
+                    "result is the same; `chorusline status` shows its worker, whose machine may "
+                    "be throttled or shared",
                     rank,
                     slowness(paces, rank),
                     LONG_S,
@@ -295,7 +295,7 @@ class Steps(Dealt):
         return MicroBatch(first, sizes[mine], mixed(*self._noise, number, mine, "samples"))
 
     def _coming(self, plan: StepPlan, mine: int, done: Collection[int]) -> Iterator[MicroBatch]:
-        """This rank's micro-batches behind `mine`, if the next steps are dealt as this one is."""
+        """This rank's micro-batches after `mine`, if the next steps are dealt as this one is."""
         rank, number = self._dealer.rank, plan.number
         sizes = self._sizes_of(number)
         left = [one for one in plan.held_by(rank) if one > mine and one not in done]
@@ -336,12 +336,12 @@ class Steps(Dealt):
 
     @property
     def passage(self) -> str:
-        """Identifies the pass over the epoch that is under way; equal on all ranks."""
+        """Identifies the pass over the epoch that is under way; the same on all ranks."""
         return str(self._passage.name) if self._passage is not None else ""
 
     @property
     def has_next(self) -> bool:
-        """Whether another step comes behind the one under way."""
+        """Whether another step comes after the present one."""
         # Of a stream, what lies ahead is not known.
         is_stream = self._rows.num_samples is None
         return is_stream or bool(self._sizes_ahead(self._first + self.taken))
@@ -353,7 +353,7 @@ class Steps(Dealt):
         return StepsPlace(self._first, rest, self.taken, self.agreed, tuple(self._paces), dealt)
 
     def take_place(self, place: StepsPlace) -> None:
-        """Go on where the other ranks are, in the pass that this rank has begun as they have."""
+        """Continue where the other ranks are, in the pass that this rank has begun as they have."""
         self._first, self.taken, self.agreed = place.first, place.taken, place.agreed
         if self._passage is not None:
             self._passage.rest = place.rest
@@ -408,13 +408,13 @@ def _check_size(name: str, size: object) -> None:
 def _check_place(joins: Sequence[object]) -> None:
     if joins:
         raise RuntimeError(
-            "ctx.steps needs no Join: every rank takes every step, also without a batch of its "
-            "own. Leave the `with Join(...)` around the loop out"
+            "ctx.steps needs no Join: every rank takes every step, even without a batch of its "
+            "own. Remove the `with Join(...)` around the loop"
         )
     if not torch.is_grad_enabled():
         raise RuntimeError(
             "ctx.steps makes training steps, and gradients are off here (torch.no_grad). For an "
-            "evaluation iterate ctx.shard, and bring the results together with ctx.reduce"
+            "evaluation iterate ctx.shard, and combine the results with ctx.reduce"
         )
 
 
@@ -434,5 +434,5 @@ def _check_together(models: Sequence[Summing]) -> None:
             f"the {len(models)} DistributedDataParallel models of this function would take the "
             "steps of ctx.steps together, and in a run that survives losses only one model with "
             "a ZeroRedundancyOptimizer can. Wrap one module that has both, drop the other model, "
-            "or let the session end with the first loss (max_failures=0)"
+            "or let the session end when a worker is lost (max_failures=0)"
         )

@@ -57,7 +57,7 @@ class ReaderGone(Exception):
 class Stream:
     """Rows for `ctx.shard`, from any iterable or from Ray Data; each row exactly once per epoch.
 
-    Make it in the program that has the session, and hand it to `session.run` as an argument (to
+    Make it in the program that has the session, and pass it to `session.run` as an argument (to
     `chorusline.run` after your own `ray.init()`). Its reader starts there with the first run, and
     ends with `close()`, with this object, or with the program.
 
@@ -76,18 +76,19 @@ class Stream:
     def __init__(self, source: Any) -> None:
         if type(source).__name__ == "StreamSplitDataIterator":
             raise TypeError(
-                "an iterator of streaming_split has a part of the rows, and belongs to one rank; "
-                "give Stream the Dataset itself"
+                "an iterator of streaming_split has only one rank's part of the rows; pass the "
+                "Dataset itself to Stream"
             )
         if isinstance(source, Iterator):
             raise TypeError(
-                f"{type(source).__name__} can be iterated once, and every epoch iterates over the "
-                "rows: give Stream the object that makes such iterators, one with __iter__"
+                f"{type(source).__name__} can be iterated only once, but every epoch iterates "
+                "over the rows: pass Stream the object that makes such iterators, one with "
+                "__iter__"
             )
         if not hasattr(source, "iter_rows") and not hasattr(source, "__iter__"):
             raise TypeError(
-                f"Stream needs something to iterate, got {type(source).__name__}; a dataset with a "
-                "length and numbered samples is handed to ctx.shard as it is"
+                f"Stream needs something to iterate, got {type(source).__name__}; a dataset with "
+                "a length and numbered samples is passed to ctx.shard directly"
             )
         self.batch_size: int | None = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
@@ -112,8 +113,8 @@ class Stream:
             return self._reader
         if not ray.is_initialized():
             raise RuntimeError(
-                "the reader of a Stream starts when it is sent, and Ray does not run yet: call "
-                "ray.init() before chorusline.run, or use a Session"
+                "the reader of a Stream starts when the Stream is sent, and Ray is not running "
+                "yet: call ray.init() before chorusline.run, or use a Session"
             )
         runtime = ray.get_runtime_context()
         here_and_now = runtime.gcs_address, runtime.get_job_id()
@@ -177,7 +178,7 @@ class StreamShard(Batches):
         survives: Callable[[], bool] = lambda: False,
         without_reader: Callable[[Exception], Exception] | None = None,
     ) -> None:
-        """survives: whether the run goes on when a rank is lost; if so, the reader keeps rows.
+        """survives: whether the run continues when a rank is lost; if so, the reader keeps rows.
         without_reader: called with an error when the reader is gone; returns the error to raise.
             If the functions can run again, it ends the generation. Default: raise the same error.
         The other parameters are those of Batches."""
@@ -203,14 +204,14 @@ class StreamShard(Batches):
         self._holder = 0
         self._numbers = Numbers()  # of the rows that this rank was given
         self._ahead: deque[list[Row]] = deque()  # batches that have arrived and were not taken
-        self._asked: Any = None  # the request for the batch behind them
+        self._asked: Any = None  # the request for the batch after them
 
     @property
     def num_steps(self) -> int:
         """Not known: raises TypeError."""
         raise TypeError(
             "how many steps a Stream gives is not known before its end. Count them in one epoch "
-            "(ctx.step), choose a number of steps for the schedule yourself, or hand ctx.shard a "
+            "(ctx.step), choose a number of steps for the schedule yourself, or pass ctx.shard a "
             "dataset with a length"
         )
 
@@ -266,15 +267,15 @@ class StreamShard(Batches):
         return self._without_reader(
             StreamLost(
                 str(gone),
-                "They are read again where a run goes on without lost workers and all is "
-                "registered (ctx.register); or go on from a checkpoint if there is one",
+                "They are read again when a run continues without lost workers and everything is "
+                "registered (ctx.register); otherwise resume from a checkpoint",
             )
         )
 
     # -- the reader ------------------------------------------------------------------------------
 
     def _look_ahead(self) -> None:
-        """Receive a batch if there is none, and request the one behind it."""
+        """Receive a batch if there is none, and request the one after it."""
         if not self._ahead and self._asked is None:
             self._ask()
         if not self._ahead:
@@ -334,7 +335,7 @@ class StreamShard(Batches):
 
     def go_on(self, cut: Cut) -> Left:
         ranks = len(cut.former_ranks)
-        left = Left([1] * ranks, [1] * ranks)  # Unknown, as at the beginning: any rank may go on.
+        left = Left([1] * ranks, [1] * ranks)  # Unknown, as at the start: any rank may continue.
         if self._reading is not None:
             try:
                 if self._asked is not None:
@@ -376,7 +377,7 @@ def answer(call: Any) -> Any:
         return call.future().result()
     except ActorDiedError as error:  # `Stream.close`, or its program has ended: no restart.
         raise StreamLost(
-            why_gone(error), "Make a new Stream, and go on from a checkpoint if there is one"
+            why_gone(error), "Make a new Stream, and resume from a checkpoint if there is one"
         ) from None
     except GONE as error:
         # Ray restarts the reader, or it lives and cannot be reached: it may have got the call.

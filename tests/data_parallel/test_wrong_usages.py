@@ -94,7 +94,7 @@ def test_parameters_that_were_replaced_have_a_remedy_that_helps(
 def test_samples_that_make_no_batch_name_collate_fn(samples: list[Any], num_workers: int) -> None:
     options = FetchOptions(num_workers)
     shard = cl.Shard(samples, 2, rank=0, world_size=1, shuffle=False, options=options)
-    with pytest.raises((TypeError, RuntimeError), match=r"make no batch: .*Pass collate_fn="):
+    with pytest.raises((TypeError, RuntimeError), match=r"no batch can be made .*Pass collate_fn="):
         next(iter(shard))
 
 

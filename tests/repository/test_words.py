@@ -19,6 +19,7 @@ PACKAGES = (
     "runtime/averaging",
     "runtime/checkpoint",
     "runtime/commands",
+    "runtime/data",
     "runtime/lightning",
     "runtime/notebook",
     "runtime/partition",

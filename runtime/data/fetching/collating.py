@@ -8,14 +8,14 @@ from torch.utils.data import default_collate
 
 
 def collated(samples: list[Any]) -> Any:
-    """torch's default_collate. Raises TypeError, ValueError or RuntimeError, with the mend, for
+    """torch's default_collate. Raises TypeError, ValueError or RuntimeError, with the remedy, for
     samples of different shapes and of kinds of which it makes no batch."""
     try:
         return default_collate(samples)
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
         kind = type(error) if isinstance(error, TypeError | ValueError) else RuntimeError
         raise kind(
-            f"these {len(samples)} samples make no batch: {error}. Pass collate_fn=, a function "
-            "that makes a batch of a list of samples; for tensors of different lengths "
+            f"no batch can be made of these {len(samples)} samples: {error}. Pass collate_fn=, a "
+            "function that makes a batch of a list of samples; for tensors of different lengths "
             "torch.nn.utils.rnn.pad_sequence is one"
         ) from error

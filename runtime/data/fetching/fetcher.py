@@ -63,7 +63,7 @@ class Fetching(Iterator[Any]):
             batch = next(self._batches)
         except StopIteration:
             raise
-        except Exception:  # Of a sample, or of collate_fn: the loader goes on with the next list.
+        except Exception:  # Of a sample, or of collate_fn: the loader continues with the next list.
             if self._sent:
                 self._sent.popleft()
             raise
@@ -171,7 +171,7 @@ class Fetcher:
             multiprocessing_context=options.context,
             generator=self._generator,
             prefetch_factor=options.prefetch_factor,
-            persistent_workers=True,  # Until `close`: after a cut the same processes go on.
+            persistent_workers=True,  # Until `close`: after a cut the same processes continue.
         )
 
     def _begun(self, loader: DataLoader[Any]) -> Iterator[Any]:
@@ -203,10 +203,10 @@ class _Guarded(Iterator[Any]):
             if (fetcher := self._fetcher()) is not None:
                 fetcher.close()
             raise RuntimeError(
-                f"a loader process of this rank has ended while it made a batch ({error}). The "
-                "system ends a process for want of memory: try fewer num_workers or a smaller "
-                "prefetch_factor. A crash in native code shows its place with num_workers=0, "
-                "which makes batches in the training thread"
+                f"a loader process of this rank has ended while it made a batch ({error}). If "
+                "memory ran out, try fewer num_workers or a smaller prefetch_factor. A crash in "
+                "native code shows its place with num_workers=0, which makes batches in the "
+                "training thread"
             ) from error
 
 

@@ -44,7 +44,7 @@ class Fetchers:
             return
         fetcher.rest()
         self._free.append(fetcher)
-        if len(self._free) > _MOST_FREE:  # Of datasets that the function makes anew each time.
+        if len(self._free) > _MOST_FREE:  # Of datasets that the function makes again each time.
             self._end(self._free[0])
 
     def _end(self, fetcher: Fetcher) -> None:

@@ -139,7 +139,7 @@ class ByValue:
         self.value = value
 
     def __reduce__(self) -> Any:
-        # Pickled anew for each process: torch's handles of shared memory belong to one process.
+        # Pickled for each process: torch's handles of shared memory belong to one process.
         written = io.BytesIO()
         _Pickler(written).dump(self.value)
         return cloudpickle.loads, (written.getvalue(),)

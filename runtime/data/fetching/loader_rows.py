@@ -41,7 +41,7 @@ class LoaderRows:
         if getattr(dataset, "_distributed", None) is not None:
             raise ValueError(
                 "split_dataset_by_node has left this dataset with the rows of one rank. A Stream "
-                "deals the rows out itself, each to one rank: hand it the whole dataset"
+                "distributes the rows itself, each to one rank: pass it the whole dataset"
             )
         self.dataset: Any = dataset
         self.batch_size = loader.batch_size
@@ -133,9 +133,9 @@ class _Parts(IterableDataset[Any]):
                 raise ValueError(
                     f"{type(self.dataset).__name__} would give all of its rows in each of "
                     f"{info.num_workers} loader processes, so every row would come "
-                    f"{info.num_workers} times: in __iter__, ask torch.utils.data."
-                    "get_worker_info() for id and num_workers, and give that part of the rows. Or "
-                    "write num_workers=1"
+                    f"{info.num_workers} times: in __iter__, ask "
+                    "torch.utils.data.get_worker_info() for id and num_workers, and give that "
+                    "part of the rows. Or write num_workers=1"
                 )
             yield row
 

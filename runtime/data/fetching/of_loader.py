@@ -35,9 +35,9 @@ def refuse_sharded(loader: DataLoader[Any]) -> None:
             name = type(loader.batch_sampler).__name__
         raise ValueError(
             f"this {type(loader).__name__} has a {name}, which gives it one rank's part of the "
-            "samples. ctx.shard deals that part out again, so some samples would be seen more "
-            "than once and others never. Leave the sampler out; write shuffle=True if it has "
-            "shuffled: ctx.shard deals the samples to the ranks"
+            "samples. ctx.shard would distribute that part again, so some samples would be seen "
+            "more than once and others never. Leave the sampler out; write shuffle=True if it "
+            "has shuffled: ctx.shard distributes the samples over the ranks"
         )
 
 
@@ -48,8 +48,8 @@ def of_loader(loader: DataLoader[Any]) -> OfLoader:
     refuse_sharded(loader)
     if isinstance(loader.dataset, IterableDataset):
         raise TypeError(
-            f"this {kind} has an IterableDataset, whose samples have no numbers to deal out. Make "
-            "a Stream(loader) in the program that has the session, pass it to the run, and write "
+            f"this {kind} has an IterableDataset, whose samples have no numbers. Make a "
+            "Stream(loader) in the program that has the session, pass it to the run, and write "
             "ctx.shard(stream, epoch=epoch) there"
         )
     if loader.batch_size is None or not isinstance(loader.batch_sampler, BatchSampler):
@@ -85,8 +85,8 @@ def _shuffles(loader: DataLoader[Any]) -> bool:
         return True
     raise ValueError(
         f"this {type(loader).__name__} has a {type(sampler).__name__} that does not give every "
-        "sample once, and ctx.shard does. Leave the sampler out (shuffle=True shuffles); to train "
-        "on some samples only, or on some several times, make the dataset a "
+        "sample exactly once, but ctx.shard does. Leave the sampler out (shuffle=True shuffles); "
+        "to train on some samples only, or on some several times, make the dataset a "
         "torch.utils.data.Subset of these numbers"
     )
 
