@@ -1,7 +1,7 @@
 """The buffers of a model: made equal on all ranks after each step, and kept for recovery.
 
 A forward pass changes the buffers (running statistics, counters) before any rank knows whether the
-step counts. So in a run that goes on after the death of a rank, each rank keeps two copies:
+step counts. So in a run that continues after the death of a rank, each rank keeps two copies:
 
     agreed   the buffers after the last step that all ranks agreed on
     kept     the buffers after the last step that counts. An agreed step counts once the plain
@@ -25,7 +25,7 @@ from .same_model import broadcast_tensors
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """after, before: copies of the buffers behind and in front of the operation that brought those
+    """after, before: copies of the buffers after and before the operation that brought those
     of another rank. work: this operation, where it is not known whether it has succeeded."""
 
     after: list[torch.Tensor] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Buffers:
             error.ranks,
             f"{error.detail}; these are the model's buffers: since the model was wrapped, on rank "
             f"{rank}: {since}",
-            "A buffer must have the same shape on all ranks, or the model be wrapped with "
+            "A buffer must have the same shape on all ranks; otherwise wrap the model with "
             "broadcast_buffers=False.",
         )
 

@@ -50,14 +50,14 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     group: the ranks that reduce gradients; default: the session's group.
     bucket_cap_mb: the size of a bucket of gradients, in MiB.
     broadcast_buffers: after each synchronised step all ranks copy the buffers of one rank: rank 0,
-        or inside Join the largest rank that took the step.
+        or, inside Join, the highest rank that took the step.
     static_graph: a parameter may get several gradients in one backward pass, the same number in
         every pass, as with reentrant checkpoints that share it.
     find_unused_parameters: no effect. A parameter without a gradient on this rank counts as zero
         if another rank has a gradient for it; else it keeps none.
     gradient_as_bucket_view: no effect; `.grad` is always a view of a bucket.
     device_ids, output_device: no effect, at most one device; the module stays on its device.
-    mixed_precision: refused; the error names the alternatives.
+    mixed_precision: not supported; the error names the alternatives.
 
     Raises ValueError for a module without trainable parameters, and for parameters that are not
     all on the group's device; CollectiveMismatch, on all ranks, if the models differ, naming the
@@ -66,11 +66,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     @says(
         process_group="write group=, with a chorusline Group",
-        dim="batches are split before they come here; leave it out",
+        dim="batches are split before forward() is called; leave it out",
         check_reduction="leave it out",
         init_sync="all ranks start from rank 0's parameters; leave it out",
         device_mesh="write group=, with a chorusline Group",
-        **{TOO_MANY: "write the arguments behind the group as keywords"},
+        **{TOO_MANY: "pass the arguments after the group by name"},
     )
     def __init__(
         self,
@@ -160,7 +160,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     @property
     def group(self) -> Group:  # type: ignore[override]
-        """The group that reduces gradients; it changes when the run goes on with other ranks."""
+        """The group that reduces gradients; it changes when the run continues with other ranks."""
         return self._engine.group
 
     @property
@@ -286,15 +286,16 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the next one outside sends the sum.
+        """Context manager in which backward passes only accumulate gradients on this rank; the next
+        backward pass outside reduces the sum.
 
-        Raises RuntimeError inside a Join with joinables of your own, unless Join gets groups=[…].
+        Raises RuntimeError inside a Join with your own joinables, unless Join gets groups=[…].
         """
         if self._join is not None and self._join.takes_forward_for_step:
             raise RuntimeError(
-                "no_sync() does not work in a Join with joinables of your own: a rank without data "
-                "takes each forward pass for a step. Give Join a group to follow, groups=[…]; then "
-                "each joinable's part of a step is announced"
+                "no_sync() does not work in a Join with your own joinables, because a rank "
+                "without data counts each forward pass as a step. Give Join a group to follow, "
+                "groups=[…]; then each joinable's part of a step is announced"
             )
         before = self._reducer.is_syncing
         self._reducer.is_syncing = False
@@ -317,8 +318,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         if self._reducer.hook is not None:
             raise RuntimeError(
                 "weigh() does not work with a communication hook: the hook divides the gradients "
-                "itself, by the number of ranks, before the weights of all ranks are known. Leave "
-                "out one of the two"
+                "itself, by the number of ranks, before the weights of all ranks are known. Use "
+                "only one of the two"
             )
         self._reducer.held.weigh(weight)
         return loss * weight
@@ -337,7 +338,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             raise ValueError(
                 f"Join does not work with the communication hook {hook.name}: after its first "
                 "steps each rank has parameters of its own, and those of the last rank with data "
-                "would replace all others. Give all ranks the same number of batches, without Join"
+                "would replace all others. Give all ranks the same number of batches, without "
+                "Join"
             )
         return _Hook(self)
 
@@ -349,8 +351,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     def _is_training(self) -> bool:
         # The flags of the layers decide whether they share statistics, and `model.eval()` followed
-        # by `net.train()` leaves the wrapper's own flag behind. The module's flag counts as well: a
-        # step of a model whose layers are all frozen needs a batch too.
+        # by `net.train()` leaves the wrapper's own flag as it was. The module's flag counts as
+        # well: a step of a model whose layers are all frozen needs a batch too.
         return self.module.training or any(norm.training for norm in self._sync_norms)
 
     def _groups_to_follow(self) -> Sequence[Group]:
@@ -373,8 +375,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         if join.last_step_live and absent:
             raise RuntimeError(
                 f"a second backward pass before optimizer.step(), but ranks {absent} have run out "
-                "of data, and take part in one pass per step of an optimizer that is sharded by "
-                "whole parameters. Run all passes of a step but the last in model.no_sync()"
+                "of data, and take part in only one pass per step of an optimizer that is "
+                "sharded by whole parameters. Run all passes of a step except the last in "
+                "model.no_sync()"
             )
 
     def _on_backward_end(self) -> None:
@@ -466,10 +469,10 @@ class _Hook(JoinHook):
             "Join",
             model.group.generation,
             unlike,
-            f"parameter {reducer.gradients.names[number]} is another one on ranks {unlike} than on "
-            "rank 0" + (f"; ranks {joined} had no data for the last step" if joined else ""),
-            "Whatever changes parameters must do the same on all ranks, with the same options. "
-            "What the loop's body does to them behind optimizer.step() is not done on ranks that "
+            f"parameter {reducer.gradients.names[number]} differs between rank 0 and ranks {unlike}"
+            + (f"; ranks {joined} had no data for the last step" if joined else ""),
+            "Code that changes parameters must do the same on all ranks, with the same options. "
+            "Code after optimizer.step(), such as clamping weights, does not run on ranks that "
             "have run out of data: put it in a function, call it in the body, and list it, "
             "Join(..., step_along=[function]). For gradients that a GradScaler has scaled, use a "
             "ZeroRedundancyOptimizer.",

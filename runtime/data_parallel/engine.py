@@ -1,7 +1,7 @@
 """The engine of a model: the interface for recovery, sharded optimizers and checkpoints.
 
 A user holds, calls and joins a `DistributedDataParallel`, which has torch's public names and a few
-more. All other operations on a model (reduce more parameters, go on in another group, end a step
+more. All other operations on a model (reduce more parameters, continue in another group, end a step
 once more) are methods of its engine, which the rest of the package uses.
 """
 
@@ -202,22 +202,22 @@ class ModelEngine:
         living = {id(p) for p in self.module.parameters()}
         if any(id(p) not in living for p in self.reducer.parameters):
             raise RuntimeError(
-                f"parameters of the module ({names}) were replaced by others since it was wrapped, "
-                "as load_state_dict(assign=True) does, and the optimizer and the reduction still "
-                "hold the former ones. Load with assign=False, which copies into them, or assign "
+                f"parameters of the module ({names}) were replaced since it was wrapped, as "
+                "load_state_dict(assign=True) does, but the optimizer and the reduction still "
+                "use the former ones. Load with assign=False, which copies into them, or assign "
                 "before DistributedDataParallel(module)"
             )
         if self.reducer.is_sharded:
             raise RuntimeError(
-                f"the module has got parameters since it was wrapped ({names}) that its "
-                "ZeroRedundancyOptimizer does not step, so the ranks would drift apart. Call "
+                f"the module has new parameters since it was wrapped ({names}) that its "
+                "ZeroRedundancyOptimizer does not step, so the ranks would diverge. Call "
                 "optimizer.add_param_group({'params': [...]}) on all ranks before the next "
                 "forward pass"
             )
         if self.face._join is not None:
             raise RuntimeError(
-                f"the module has got parameters ({names}) inside a Join, but a rank that has run "
-                "out of data does not run the lines that make them. Let it grow outside of the "
+                f"the module has new parameters ({names}) inside a Join, but a rank that has run "
+                "out of data does not run the code that makes them. Add them outside of the "
                 "Join, on all ranks"
             )
         self.reduce_also(list(grown.values()))
@@ -233,7 +233,7 @@ class ModelEngine:
         self.buffers.count_when_agreed = True
 
     def _begin_step(self) -> None:
-        """A step of `ctx.steps` begins. On each rank, also if it gets no micro-batch of it."""
+        """A step of `ctx.steps` begins. On each rank, even if it gets no micro-batch of it."""
         self.buffers.begin_forward()
         self.reduce_unfrozen()
         self.reduce_grown()
@@ -258,7 +258,7 @@ class ModelEngine:
     def has_whole_gradients(self) -> bool:
         """Whether the operations have succeeded on whose results this rank's gradients may depend:
         statistics of layers, and what the program itself communicates. Asked when a generation
-        has ended: on a GPU the passes went through, also if one was stopped and left anything."""
+        has ended: on a GPU the passes went through, even if one was stopped and left anything."""
         norms = [layer for layer in self.module.modules() if isinstance(layer, SyncBatchNorm)]
         groups = [self.group, *(norm.group for norm in norms if norm.group is not None)]
         return not any(group.has_misled for group in groups)
@@ -266,12 +266,12 @@ class ModelEngine:
     # -- from one generation, and one run, to the next -------------------------------------------
 
     def change_group(self, group: Group) -> None:
-        """Go on as a rank of another group, also inside a sharded step."""
+        """Continue as a rank of another group, also inside a sharded step."""
         if self.group is not group:  # Else its sharded optimizer has changed it.
             self.reducer.change_group(group)
 
     def move_to(self, group: Group) -> None:
-        """Go on in a group of the same ranks, at the beginning of a step."""
+        """Continue in a group of the same ranks, at the beginning of a step."""
         self.reducer.move_to(group)
 
     def leave_run(self) -> None:
@@ -294,7 +294,7 @@ class ModelEngine:
         between_runs().stepped_by.clear()
 
     def let_go(self) -> None:
-        """Called when the train function was left in the middle of a step: it begins anew, perhaps
+        """Called when the train function was left in the middle of a step: it begins again, perhaps
         with the same module, which must hold no gradients."""
         self.release()
         self.reducer.gradients.drop()

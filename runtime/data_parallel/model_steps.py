@@ -124,12 +124,12 @@ class ModelSteps:
             return (
                 "its SyncBatchNorm would wait for statistics of ranks that have fewer "
                 "micro-batches. Leave the layers as BatchNorm, which then normalise over a "
-                "micro-batch, or take GroupNorm"
+                "micro-batch, or use GroupNorm"
             )
         if not self._buffers_travel and any(True for _ in self._module.buffers()):
             return (
-                "it has broadcast_buffers=False, and a rank's buffers would be those of the "
-                "micro-batches that it happens to compute; leave broadcast_buffers out"
+                "it has broadcast_buffers=False, and the buffers of a rank would depend on which "
+                "micro-batches it computes; leave broadcast_buffers out"
             )
         return self.ender.why_not_summed() if self.ender is not None else ""
 
@@ -179,7 +179,7 @@ class ModelSteps:
         if not self._takes_part:
             self._passed.append(number)
             return
-        # Weights say how much a loss counts, also in a micro-batch that is smaller than the others.
+        # Weights say how much a loss counts, even in a micro-batch that is smaller than the others.
         share = 1.0 if self._reducer.weight is not None else self.plan.shares[number]
         self._sums.end_micro_batch(number, share)
         if number == self.plan.num_micro_batches - 1:

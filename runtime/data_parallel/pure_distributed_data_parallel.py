@@ -26,13 +26,13 @@ class PureDistributedDataParallel(torch.nn.Module):
 
     The model has no buckets, no overlap and no agreement: as soon as a parameter's gradient is
     accumulated, the model reduces it and waits. That is slow, but simple to verify, and in a
-    debugger a rank that hangs stands in the all-reduce of the parameter in question.
+    debugger a rank that hangs is in the all-reduce of the parameter in question.
 
     module: the same on all ranks; it starts from rank 0's parameters and buffers.
     group: the ranks that reduce gradients; default: the session's group.
 
-    All ranks must use the same parameters in each backward pass. A parameter that one rank leaves
-    out causes a CollectiveMismatch or CollectiveTimeout; `DistributedDataParallel` handles it.
+    All ranks must use the same parameters in each backward pass. A parameter that one rank does not
+    use causes a CollectiveMismatch or CollectiveTimeout; `DistributedDataParallel` handles it.
     Buffers are not synchronised after the start. Join does not accept the model.
 
     Raises what `DistributedDataParallel` raises for a module that has no trainable parameters, is
@@ -66,7 +66,8 @@ class PureDistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the next one outside reduces the sum."""
+        """Context manager in which backward passes only accumulate gradients on this rank; the next
+        backward pass outside reduces the sum."""
         before, self._is_syncing = self._is_syncing, False
         try:
             yield

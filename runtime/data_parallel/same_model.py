@@ -27,12 +27,12 @@ def check_wrapping(module: object, group: object) -> None:
         return
     if isinstance(group, torch.distributed.ProcessGroup):
         mend = (
-            "that is torch's; leave it out in a train function, or pass a group of "
+            "that is a group of torch; leave it out in a train function, or pass a group of "
             "ctx.group.new_group(ranks)"
         )
     else:
         mend = (
-            "the second argument is not device_ids here. A rank owns one device, on which the "
+            "here, the second argument is not device_ids. A rank owns one device, on which the "
             "module is; leave device_ids out"
         )
     raise TypeError(f"group must be a chorusline Group, got {type(group).__name__}: {mend}")
@@ -67,8 +67,8 @@ def check_layouts(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         if layout != "strided":
             raise ValueError(
                 f"{kind} {name} is {layout.replace('_', ' ')}, and only dense tensors travel "
-                "between ranks. Make it dense, keep it as a plain attribute that every rank makes "
-                "alike, or hold its parts (indices, values) as dense buffers"
+                "between ranks. Make it dense, keep it as a plain attribute that every rank "
+                "computes in the same way, or hold its parts (indices, values) as dense buffers"
             )
         # Zero strides: several elements are one memory location, which torch refuses to write to.
         if any(n > 1 and not by for n, by in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -125,8 +125,8 @@ def check_same_parameters(
         remedy = f"Give {operation} the same options on every rank."
         check_like_rank_0(operation, group.generation, values, f"{name} is {each}", remedy)
     remedy = (
-        "All ranks must make the same model: the same parameters and buffers, of equal shapes and "
-        "dtypes, in the same order, with the same options."
+        "All ranks must make the same model: the same parameters and buffers, with the same "
+        "shapes and dtypes, in the same order, with the same options."
     )
     for place, kind in enumerate(kinds):
         counts = [row[place] for row in rows]

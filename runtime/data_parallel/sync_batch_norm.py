@@ -41,7 +41,7 @@ def group_beside(group: Group) -> Group:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """torch.nn.SyncBatchNorm over a Group, on any device; also with uneven inputs inside Join.
+    """torch.nn.SyncBatchNorm over a Group, on any device, including uneven inputs inside Join.
 
     Input: (samples, num_features, …) with at least 2 dimensions; the batch may be empty. In
     training the mean and variance are those of the samples of all ranks, and the running statistics

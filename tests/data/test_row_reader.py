@@ -145,9 +145,7 @@ def test_rows_that_were_not_kept_are_not_dealt_again_in_silence() -> None:
     reader = RowReader(Rows())
     begin(reader)
     reader.take(FIRST, 2, 3, False, None)
-    with pytest.raises(
-        RuntimeError, match=r"rows \[0, 1, 2\] of a rank that was lost are no"
-    ):
+    with pytest.raises(RuntimeError, match=r"rows \[0, 1, 2\] of a rank that was lost are no"):
         reader.lose(FIRST, {2: 0})
 
 

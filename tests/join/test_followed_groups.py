@@ -277,7 +277,7 @@ def test_joinables_of_the_users_own_go_with_accumulation_where_groups_are_follow
     results = ranks_of(2).run(accumulating_beside_a_joinable, lengths)
     assert [total for total, _, _ in results] == [2, 2 + 1 + 1]
     for _, parameters, told in results:
-        assert "a rank without data takes each forward pass for a step" in told
+        assert "a rank without data counts each forward pass as a step" in told
         for ours, theirs in zip(parameters, model.parameters(), strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
 

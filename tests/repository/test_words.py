@@ -20,6 +20,7 @@ PACKAGES = (
     "runtime/checkpoint",
     "runtime/commands",
     "runtime/data",
+    "runtime/data_parallel",
     "runtime/lightning",
     "runtime/notebook",
     "runtime/partition",

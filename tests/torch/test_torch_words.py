@@ -98,7 +98,7 @@ TYPED = {
     ),
     "many positions": (
         lambda h: cl.DistributedDataParallel(h.net, h.group, None),
-        "write the arguments behind the group as keywords",
+        "pass the arguments after the group by name",
     ),
     "pure": (
         lambda h: cl.PureDistributedDataParallel(h.net, process_group=h.group),

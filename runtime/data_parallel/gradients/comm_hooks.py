@@ -31,7 +31,7 @@ from chorusline.collectives.objects.blocking import all_gather_object
 
 
 class GradBucket:
-    """Gradients that travel together, as a communication hook sees them.
+    """Gradients that are reduced together, as a communication hook sees them.
 
     The gradients start at multiples of 64 elements, in order; the gaps between them are zero.
     """

@@ -41,10 +41,10 @@ _OUTSIDE_LAST = (
     "gradients before"
 )
 _INSIDE = (
-    "a backward pass did not begin at an output of this DistributedDataParallel, so its gradients "
-    "cannot be told from those that an earlier pass had reduced already: the loss comes from the "
-    "module inside (net(x), model.module(x)), from a parameter itself, or from a tensor that the "
-    "output makes only when it is asked"
+    "a backward pass did not begin at an output of this DistributedDataParallel, so its "
+    "gradients cannot be distinguished from those that an earlier pass had reduced already: the "
+    "loss comes from the module inside (net(x), model.module(x)), from a parameter itself, or "
+    "from a tensor that the output computes only on access"
 )
 _CALL_MODEL = (
     "Call the wrapped model, model(x), and compute the loss from tensors that its output holds"

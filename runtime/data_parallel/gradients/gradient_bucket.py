@@ -18,7 +18,7 @@ _FIRST_BUCKET_BYTES = 1 << 20
 class GradientBucket:
     """Gradients that travel together. The work and the memory that it uses are kept side by side.
 
-    flat: the local gradients, and room behind them.
+    flat: the local gradients, and room after them.
     padded: the number of its elements that a reduce-scatter takes.
     shard: (n,) the reduced part of this rank; empty where no optimizer shards the gradients.
     missing: the gradients that the pass still has to bring; frozen parameters get none.
@@ -34,7 +34,7 @@ class GradientBucket:
         group: Group,
         vote_numel: int,
     ) -> None:
-        """vote_numel: elements that the vote takes behind the content."""
+        """vote_numel: elements that the vote takes after the content."""
         first = parameters[plan.spans[0][0]]
         self.plan = plan
         self.padded = padded_numel(plan.content, group.size)
@@ -124,7 +124,7 @@ class Gradients:
         return fresh
 
     def lay_out(self, order: Sequence[int], group: Group, vote_numel: int) -> None:
-        """Make all buckets anew for gradients in this order; gradients that are there move."""
+        """Make all buckets again for gradients in this order; gradients that are there move."""
         self.order = list(order)
         self.buckets = self._made(range(len(self.parameters)), order, group, vote_numel)
 
@@ -238,8 +238,8 @@ def why_not_changed(changed: str) -> str:
     """changed: names of parameters."""
     return (
         f"the gradient of a parameter ({changed}) was changed after the backward pass. With a "
-        "ZeroRedundancyOptimizer the gradients are sent to their shards by then, so the change "
-        "would have no effect. To clip by norm, write ZeroRedundancyOptimizer(..., max_norm=...); "
-        "to change single gradients, use parameter.register_hook; for anything else take a plain "
-        "optimizer"
+        "ZeroRedundancyOptimizer the gradients have been sent to their shards by then, so the "
+        "change would have no effect. To clip by norm, write ZeroRedundancyOptimizer(..., "
+        "max_norm=...); to change single gradients, use parameter.register_hook; for anything "
+        "else use a plain optimizer"
     )

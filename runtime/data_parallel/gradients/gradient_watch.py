@@ -1,8 +1,8 @@
 """The hooks on parameters that tell a reducer of gradients.
 
 torch's garbage collector does not see through the hooks of a parameter: a hook that refers to what
-refers to the parameter keeps both for ever. While a run is in progress that is as it should be: a
-model goes on being reduced if its function has dropped the wrapper. When the run is over the
+refers to the parameter keeps both forever. While a run is in progress that is as it should be: a
+model continues to be reduced if its function has dropped the wrapper. When the run is over the
 hooks let go of the reducer, which lives on only if somebody keeps its model.
 """
 
@@ -64,7 +64,7 @@ class GradientWatch:
 def why_not_twice(name: str, shape: tuple[int, ...]) -> str:
     """name, shape: of a parameter."""
     return (
-        f"parameter {name} of shape {shape} got another gradient in the same backward pass after "
+        f"parameter {name} of shape {shape} got a second gradient in the same backward pass after "
         "its bucket was sent: it is used in several checkpointed segments. Checkpoint with "
         "use_reentrant=False, or pass static_graph=True, which waits for all gradients of a "
         "parameter"
@@ -73,7 +73,7 @@ def why_not_twice(name: str, shape: tuple[int, ...]) -> str:
 
 def why_not_between(name: str) -> str:
     return (
-        f"a backward pass has brought parameter {name} a gradient behind the last micro-batch of a "
-        "step of ctx.steps, when the ranks had summed theirs. Run all backward passes inside the "
-        "loop over the step's batches"
+        f"a backward pass has given parameter {name} a gradient after the last micro-batch of a "
+        "step of ctx.steps, when the ranks had already summed theirs. Run all backward passes "
+        "inside the loop over the step's batches"
     )

@@ -81,7 +81,7 @@ class Launcher:
         try:
             self._reduction.launch(bucket, number, self.group)
         except CollectiveError as error:
-            # The buckets are kept, so the pass goes on, and the step can start again from them.
+            # The buckets are kept, so the pass continues, and the step can start again from them.
             if not self.parks or not ends_a_generation(error):
                 raise
             self._failure = error
@@ -97,7 +97,7 @@ class Launcher:
         for bucket in self.buckets:
             if bucket.work is not None:
                 if bucket is carrier:
-                    bucket.work.wait_on_host()  # The host reads the vote behind the gradients.
+                    bucket.work.wait_on_host()  # The host reads the vote after the gradients.
                 else:
                     bucket.work.order_stream()  # The vote tells how it has ended.
                 bucket.work = None

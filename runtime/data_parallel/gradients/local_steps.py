@@ -114,8 +114,8 @@ class LocalSteps:
             self._steps.append(_Steps(optimizer, groups, unsent))
 
     def forget(self) -> None:
-        """The model goes on among other ranks, or after its run: nothing is compared with what was
-        before."""
+        """The model continues among other ranks, or after its run: nothing is compared with what
+        was before."""
         self._steps, self._voted, self._is_known = [], [], False
 
     def vote(self, takes_steps: bool) -> int:

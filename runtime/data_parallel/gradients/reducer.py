@@ -2,10 +2,10 @@
 
 Gradients live in flat buckets; a parameter's `.grad` is a view of its bucket. When the backward
 pass has made the last gradient of a bucket, the reducer launches the bucket, in the same order on
-all ranks, and the network works while the pass goes on (launcher.py). Buckets are reduced in one of
-three ways (reductions.py), which is chosen between two steps.
+all ranks, and the network works while the pass continues (launcher.py). Buckets are reduced in one
+of three ways (reductions.py), which is chosen between two steps.
 
-After the first step the reducer lays out the buckets anew, in the order in which the gradients
+After the first step the reducer lays out the buckets again, in the order in which the gradients
 came on the lowest rank that took the step. A broadcast makes the order the same on all ranks.
 Where an optimizer has cut its shards along the buckets, they stay as they are.
 
@@ -169,7 +169,7 @@ class Reducer(Launcher):
         return fresh
 
     def lay_out(self, order: Sequence[int]) -> None:
-        """Make all buckets anew for gradients in this order, the same on all ranks; gradients that
+        """Make all buckets again for gradients in this order, the same on all ranks; gradients that
         are there move. Allowed only between steps, and never once shards are cut."""
         self.gradients.lay_out(order, self.group, self._vote_numel())
         self._place_vote()
@@ -229,9 +229,9 @@ class Reducer(Launcher):
         if parameter.grad is not None and parameter.grad.requires_grad:
             raise RuntimeError(
                 "backward(create_graph=True) makes gradients that belong to a graph, and what a "
-                "DistributedDataParallel leaves in .grad is a sum over ranks, which has none. For "
-                "a penalty on gradients take torch.autograd.grad(loss, inputs, create_graph=True), "
-                "and call backward() without create_graph on the whole loss"
+                "DistributedDataParallel leaves in .grad is a sum over ranks, which has none. "
+                "For a penalty on gradients use torch.autograd.grad(loss, inputs, "
+                "create_graph=True), and call backward() without create_graph on the whole loss"
             )
         bucket = self.gradients.bring_home(number)
         if self.summing is not Summing.NO:
@@ -311,7 +311,7 @@ class Reducer(Launcher):
         num_early = len(self.buckets) - (0 if self.is_sharded else 1)
         while self._num_launched < num_early:
             bucket = self.buckets[self._num_launched]
-            if bucket.missing:  # Buckets behind it wait, since all ranks launch in one order.
+            if bucket.missing:  # Buckets after it wait, since all ranks launch in one order.
                 return
             self._launch(bucket)
 
@@ -386,7 +386,7 @@ class Reducer(Launcher):
             self._finish()
 
     def _launch_rest(self, vote: Sequence[float] = ()) -> None:
-        # The vote comes first: it may travel behind the content of the last bucket.
+        # The vote comes first: it may travel after the content of the last bucket.
         if self._reduction.votes:
             self._reduction.take_vote(vote or self._vote())
         for bucket in self.buckets[self._num_launched :]:
@@ -668,7 +668,7 @@ class Reducer(Launcher):
     def leave_shadows(self, *, is_stepped: bool) -> None:
         """The ranks with data have left the Join, and this one did not have the last batch. No vote
         says any more what they do to their gradients: it does as they did before. is_stepped:
-        whether they step behind the last pass."""
+        whether they step after the last pass."""
         if self.held.expects_clear if self.is_sharded else is_stepped and self.held.has_cleared:
             self.held.drop()
             self.earlier.forget()
@@ -680,7 +680,8 @@ class Reducer(Launcher):
     # -- from one generation to the next -------------------------------------------------------
 
     def change_group(self, group: Group) -> None:
-        """Go on in another group. The local gradients stay in the buckets; see `launch_again`."""
+        """Continue in another group. The local gradients stay in the buckets; see
+        `launch_again`."""
         self.group = group
         self._failure = None
         self.local_steps.forget()
@@ -694,7 +695,7 @@ class Reducer(Launcher):
         self._reduce(bucket, self.buckets.index(bucket))
 
     def move_to(self, group: Group) -> None:
-        """Go on in a group of the same ranks, at the beginning of a step, without gradients."""
+        """Continue in a group of the same ranks, at the beginning of a step, without gradients."""
         self.group = group
         self.is_syncing = True
         self.is_live = False

@@ -1,7 +1,7 @@
 """The three ways in which the buckets of a model are reduced: one small class for each.
 
 AllReduce      every rank gets the sum of all gradients; any optimizer can step. The step's vote
-               (agreement.py) travels behind the content of the last bucket if the dtype of the
+               (agreement.py) travels after the content of the last bucket if the dtype of the
                bucket can count ranks; else it is reduced alone.
 ByHook         as AllReduce, but a communication hook (comm_hooks.py) reduces the buckets. The
                vote is sent after all buckets are done: the hook may issue collectives until then.
@@ -32,7 +32,7 @@ class Reduction(ABC):
 
     hook: the communication hook that reduces them, if there is one.
     votes: whether the step is voted on here, and not in the ballot of an optimizer.
-    carrier: the bucket that carries the vote behind its content, if one does.
+    carrier: the bucket that carries the vote after its content, if one does.
     """
 
     hook: CommHook | None = None
@@ -43,7 +43,7 @@ class Reduction(ABC):
         """Prepare new buckets for this kind of reduction."""
 
     def place_vote(self, last: GradientBucket, numel: int) -> None:
-        """Place the vote anew, between two steps, for a new last bucket or a new vote length."""
+        """Place the vote again, between two steps, for a new last bucket or a new vote length."""
 
     @abstractmethod
     def launch(self, bucket: GradientBucket, number: int, group: Group) -> None:
