@@ -210,7 +210,7 @@ class ModelEngine:
         if self.reducer.is_sharded:
             raise RuntimeError(
                 f"the module has new parameters since it was wrapped ({names}) that its "
-                "ZeroRedundancyOptimizer does not step, so the ranks would diverge. Call "
+                "ZeroRedundancyOptimizer does not step, so the ranks would drift apart. Call "
                 "optimizer.add_param_group({'params': [...]}) on all ranks before the next "
                 "forward pass"
             )

@@ -149,7 +149,7 @@ def test_an_epoch_is_entered_again_if_anything_has_changed_behind_the_save(
     in_run_of(ranks_of(2), config, 1, tail)
     entered, _, (told,) = in_run_of(ranks_of(2), config, 2, tail)
     assert entered == [(0, 0), (1, EVERY)]
-    assert "in epoch 0 behind its batches, so the rest of its body runs now" in told
+    assert "in epoch 0 after its batches, so the rest of its body runs now" in told
 
 
 def test_an_epoch_whose_run_was_killed_behind_the_save_is_entered_again(

@@ -184,7 +184,7 @@ def test_shards_side_by_side_are_both_dealt_again() -> None:
 def test_more_iterations_than_a_step_can_tell_of_are_refused_with_the_mend() -> None:
     dealer = Dealer(0, 1)
     begun = []
-    with pytest.raises(RuntimeError, match="4 iterations over shards have begun and are not over"):
+    with pytest.raises(RuntimeError, match="4 iterations over shards are in progress"):
         for _ in range(5):
             begun.append(iter(Shard([1, 2], 1, rank=0, world_size=1, dealer=dealer)))
             next(begun[-1])
