@@ -32,7 +32,7 @@ def __getattr__(name: str) -> object:
     if name in _names:
         return _public(name)
     instead = ""
-    # Python itself asks for these names, also where torch is not to be imported or just now is.
+    # Python itself asks for these names, even where torch is not to be imported or just now is.
     if not name.startswith("_") and name not in ("actors", "collectives", "runtime"):
         from .collectives import Group
         from .collectives.contract.torch_words import instead_of_function

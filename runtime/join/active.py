@@ -19,7 +19,7 @@ def change_ranks(former_ranks: Sequence[int]) -> None:
 
 def follows_groups() -> bool:
     """Whether this process is in a Join that follows groups. These groups end with the generation,
-    and their collectives belong to no step, so the loop cannot go on in the next generation: the
+    and their collectives belong to no step, so the loop cannot continue in the next generation: the
     function has to run again from the top."""
     return any(join.is_following for join in boundary().joins)
 

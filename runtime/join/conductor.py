@@ -100,7 +100,7 @@ class Conductor:
 
     def stop(self) -> None:
         """All ranks have agreed to stop, and this rank is at the end of its loop's body. Followers
-        take part in everything that the body does behind its step, so they are released only here.
+        take part in everything that the body does after its step, so they are released only here.
         """
         if self._some_rank_is_out and not self._is_quiet:
             self._announce(Next.STOP)

@@ -44,23 +44,25 @@ def explain(error: BaseException, absent: Sequence[int], *, follows: bool) -> No
         who = f"ranks {list(absent)}, which have" if absent else "a rank that has"
         error.remedy = (
             f"This was inside Join(): {who} run out of data, take part in the steps of the listed "
-            "joinables and in nothing else. If the loop's body issues collectives of its own "
-            "(ctx.reduce, ctx.broadcast and barriers are some), issue them on a group that Join "
-            "follows: beside = ctx.group.new_group(range(ctx.world_size)), "
-            "Join([...], groups=[beside]), beside.all_reduce(...); or behind the Join."
+            "joinables and in nothing else. If the loop's body issues other collectives (such as "
+            "ctx.reduce, ctx.broadcast or a barrier), issue them on a group that Join follows: "
+            "beside = ctx.group.new_group(range(ctx.world_size)), Join([...], groups=[beside]), "
+            "beside.all_reduce(...); or after the Join."
             if absent
-            else "This was inside Join(): if one of the ranks has run out of data, it takes part "
-            "in the steps of the listed joinables and in nothing else, so collectives of the "
-            "loop's body need a group that Join follows, groups=[beside]. Ranks with data must "
-            "issue the same collectives in the same order."
+            else (
+                "This was inside Join(): if one of the ranks has run out of data, it takes part "
+                "in the steps of the listed joinables and in nothing else, so other collectives "
+                "of the loop's body need a group that Join follows, groups=[beside]. Ranks with "
+                "data must issue the same collectives in the same order."
+            )
         )
         error.__post_init__()
     elif isinstance(error, CollectiveTimeout) and error.remedy == ALL_ARRIVE:
         error.remedy = (
             "This was inside Join(), which waits for ranks that run out of data, but not for one "
-            "that is busy elsewhere, or has left the loop on its own: "
+            "that is busy elsewhere, or has left the loop alone: "
             + (
-                "leave a loop over a Join that follows groups on all ranks at the same step, or on "
+                "leave a loop in a Join that follows groups on all ranks at the same step, or on "
                 "none"
                 if follows
                 else "a rank that stops early must leave the Join as well"
@@ -75,11 +77,11 @@ def why_not_skipped(absent: Sequence[int]) -> str:
     all have data again by now."""
     who = f"ranks {list(absent)}" if absent else "ranks"
     return (
-        "the ranks with data ran another number of backward passes for this step than for the step "
-        f"before, or left out optimizer.step(), but {who} that have run out of data "
-        "step what is in step_along after as many passes as before. Run the same number of passes "
-        "in every step, run all but the last in model.no_sync(), or use a "
-        "ZeroRedundancyOptimizer, with which ranks without data need not know it"
+        "the ranks with data ran a different number of backward passes for this step than for "
+        f"the step before, or left out optimizer.step(), but {who} that have run out of data step "
+        "what is in step_along after as many passes as before. Run the same number of passes in "
+        "every step, run all but the last in model.no_sync(), or use a ZeroRedundancyOptimizer, "
+        "which does not need this"
     )
 
 
@@ -109,7 +111,7 @@ def warn_of_skew(skew: float, limit: float | None, steps_taken: Sequence[int]) -
     by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(steps_taken))
     warnings.warn(
         f"uneven inputs: a rank had no data for {skew:.0%} of the steps inside Join ({by_rank}). "
-        "Training is exact, but that rank only waited; deal the data out more evenly, or raise "
+        "Training is exact, but that rank only waited; distribute the data more evenly, or raise "
         "skew_warning",
         stacklevel=users_level(),
     )

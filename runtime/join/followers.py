@@ -21,9 +21,9 @@ def followers_of(given: object, joinables: Sequence[object]) -> list[Follower]:
     takes = isinstance(given, Sequence) and not isinstance(given, str)
     if not takes or not all(hasattr(each, "step") or callable(each) for each in given):  # type: ignore[attr-defined]
         raise TypeError(
-            "step_along takes a list of objects with a step(), as in "
-            f"Join([model], step_along=[optimizer, schedule]); got {given!r}. Functions without "
-            "arguments, and an AveragedModel, may be in it too"
+            "step_along takes a list of objects with a step(), as in Join([model], "
+            f"step_along=[optimizer, schedule]); got {given!r}. Functions without arguments, and "
+            "an AveragedModel, are also possible"
         )
     assert isinstance(given, Sequence)
     return [_follower(number, each, given, joinables) for number, each in enumerate(given)]
@@ -61,10 +61,10 @@ def _check_needs_nothing(number: int, each: Any) -> None:
         call = "step()" if hasattr(each, "step") else "it"
         raise TypeError(
             f"step_along[{number}], {named}, cannot be called without arguments ({error}), and a "
-            "rank that has run out of data has none for it. List a function in its place that "
-            f"calls {call} with a value that is the same on all ranks, and call that function in "
-            "the body; a ReduceLROnPlateau takes a metric of the whole epoch, so call its "
-            "step(metric) after the Join, with ctx.reduce(metric)"
+            "rank that has run out of data has no argument for it. List a function in its place "
+            f"that calls {call} with a value that is the same on all ranks, and call that "
+            "function in the body; a ReduceLROnPlateau takes a metric of the whole epoch, so "
+            "call its step(metric) after the Join, with ctx.reduce(metric)"
         ) from None
 
 

@@ -168,12 +168,12 @@ class Join:
 
     joinables: in the order in which their hooks run.
     enable: False makes the Join do nothing.
-    throw_on_early_termination: instead of shadowing, raise RuntimeError on every rank at the first
-        step that some rank cannot take.
+    throw_on_early_termination: raise RuntimeError on every rank at the first step that some rank
+        cannot take, instead of shadowing.
     step_along: objects besides the joinables whose `.step()` the body calls once per step:
         learning-rate schedules, and a plain optimizer of a model that is not sharded; functions
         without arguments that it calls; an AveragedModel that it updates. A joined rank calls them
-        in the steps that it shadows, in this order, so their state stays equal on all ranks.
+        in the steps that it shadows, in this order, so their state stays the same on all ranks.
     groups: groups of the same ranks whose collectives the body issues freely, in forward, in
         backward and between. A joined rank takes part in them with the neutral element (0, 1, the
         largest or smallest number; in an all_gather zeros, elsewhere nothing). The groups of a
@@ -181,15 +181,15 @@ class Join:
         `group.new_group(range(group.size))` makes another one.
     skew_warning: warn on exit, with the numbers of all ranks, if the shortest rank missed more than
         this share of the longest rank's steps. None: never.
-    kwargs: handed to every joinable's `join_hook`. `divide_by_initial_world_size` says what divides
+    kwargs: passed to every joinable's `join_hook`. `divide_by_initial_world_size` says what divides
         the sum over live ranks: True: the number of all ranks; False: that of live ranks. It has no
-        effect where losses are weighed (`DistributedDataParallel.weigh`).
+        effect where losses are weighted (`DistributedDataParallel.weigh`).
 
     When the body or a hook raises, the peers are released at once with this exception and its
-    traceback, and the group's generation ends. The joinables stay as they are, and belong to no
-    Join after any exit.
+    traceback, and the group's generation ends. The joinables stay as they are, and do not belong to
+    a Join after any exit.
 
-    Raises ValueError for no joinables, for different groups, and for a joinable that is listed
+    Raises ValueError without joinables, for different groups, and for a joinable that is listed
     without another one that it needs.
     Source: torch.distributed.algorithms.Join.
     """
@@ -393,7 +393,7 @@ class Join:
 
     def settle(self, has_stepped: bool) -> None:
         """The last pass of this Join is over on all ranks. has_stepped: whether the optimizer of a
-        rank with data has stepped behind it."""
+        rank with data has stepped after it."""
         expected = self.ledger.pattern.expects_step
         if expected and not has_stepped:
             ranks = range(self._group.size)
@@ -410,7 +410,7 @@ class Join:
 
     def check_may_begin(self, joinable: Joinable) -> None:
         """`joinable` begins a step, or a backward pass, on a rank with data. Raises RuntimeError if
-        the other ranks have left the Join: they were told that this one takes no more."""
+        the other ranks have left the Join: they assume that this one takes no more."""
         ledger = self.ledger
         if joinable is self._counts_steps and ledger.is_over:
             raise RuntimeError(why_not_one_more(ledger.pattern.of_batch))
@@ -439,7 +439,7 @@ class Join:
         return self._conductor is not None
 
     def change_group(self, group: Group) -> None:
-        """Go on in another group; a Join that follows groups cannot."""
+        """Continue in another group; a Join that follows groups cannot."""
         assert not self.is_following
         self._group, self._groups = group, [group] * len(self._groups)
 

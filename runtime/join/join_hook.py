@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class JoinHook:
-    """What a joinable does on a rank that has joined. Both methods do nothing by default."""
+    """What a joinable does on a rank that has joined. By default, both methods do nothing."""
 
     def main_hook(self) -> None:
         """Shadow one step by taking part in its collectives. Called once per shadowed step."""

@@ -22,7 +22,7 @@ def not_joinable(number: int, given: object) -> str:
     """given: the object at this place of the list, which is no joinable."""
     kind = type(given).__name__
     if kind in _OF_TORCH:
-        mend = "is torch's. Make it by the class of that name in chorusline"
+        mend = "is torch's class. Use the class of that name in chorusline"
     elif isinstance(given, torch.optim.Optimizer):
         mend = (
             "is stepped by each rank alone. Write Join([model], step_along=[optimizer]) for an "
@@ -34,7 +34,7 @@ def not_joinable(number: int, given: object) -> str:
     elif hasattr(given, "step"):
         mend = "has no collectives. Objects with a step() belong in step_along=[...]"
     else:
-        mend = "is not one: derive its class from chorusline.Joinable"
+        mend = "is not a Joinable: derive its class from chorusline.Joinable"
     return f"Join takes joinables, and number {number} of its list, {with_article(kind)}, {mend}"
 
 
@@ -45,8 +45,8 @@ def check_groups(groups: Sequence[Group], followed: Sequence[Group]) -> None:
         if group.ranks != first.ranks or group.rank != first.rank:
             raise ValueError(
                 "Using join context manager with multiple process groups of different ranks: "
-                f"{group} has {list(group.ranks)}, {first} has {list(first.ranks)}. A rank "
-                "joins in all of them or in none; give each set of ranks a Join of its own"
+                f"{group} has {list(group.ranks)}, {first} has {list(first.ranks)}. A rank joins "
+                "in all of them or in none; use one Join for each set of ranks"
             )
     for group in followed:
         if group in groups:

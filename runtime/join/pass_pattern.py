@@ -1,7 +1,7 @@
 """How many agreements a batch and a step of one joinable have: what a rank may expect to come.
 
 A rank that looks ahead knows its last batch, but not how often the loop's body will still step in
-it. And where each backward pass ends with an agreement, a rank without data does not see behind
+it. And where each backward pass ends with an agreement, a rank without data does not see after
 which of them the others step their optimizers. Bodies repeat, so the batches and steps before say
 it. Where that turns out wrong, later agreements show it.
 """
@@ -36,13 +36,13 @@ class PassPattern:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether the body may ask for another agreement behind the next one, in one batch. In the
-        very first batch it may; if it does not, the ranks take part in one in vain."""
+        """Whether the body may ask for another agreement after the next one, in one batch. In the
+        very first batch it may; if it does not, the ranks take part in one needlessly."""
         return self._most_of_batch is None or self.of_batch + 1 < self._most_of_batch
 
     @property
     def expects_step(self) -> bool:
-        """Whether an optimizer steps behind the present pass."""
+        """Whether an optimizer steps after the present pass."""
         return self._of_step >= self._usual
 
     def note(self, has_stepped: bool) -> bool:

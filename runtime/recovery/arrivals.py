@@ -1,4 +1,4 @@
-"""How a worker comes to ranks that train with `ctx.steps`, and they go on where they are.
+"""How a worker comes to ranks that train with `ctx.steps`, and they continue where they are.
 
 On a rank that was there before:
 
@@ -7,7 +7,7 @@ On a rank that was there before:
     (2) When the worker waits at its first step, all ranks are invited to take it in. A rank says so
         in its next vote, if it is in the pass over the epoch in which the worker waits, has made
         the same objects, and no checkpoint of it is being written.
-    (3) When all ranks have said so in one vote, they meet behind that step, end the generation
+    (3) When all ranks have said so in one vote, they meet after that step, end the generation
         together, and enter the next one in place (in_place.py), with the worker.
 
 On the worker:
@@ -15,8 +15,8 @@ On the worker:
     (a) The function runs from the top, with the score, in a group without peers
         (collectives/rehearsal.py), up to its first step of `ctx.steps`.
     (b) It waits there, and says what it has made (`Ticket`).
-    (c) It enters the generation of the others as a rank that holds nothing, and goes on behind
-        their step with their random state, options, schedules and place in the data.
+    (c) It enters the generation of the others as a rank that holds nothing, and continues after
+    their step with their random state, options, schedules and place in the data.
 
 Where the others have moved on to another epoch meanwhile, or their number has changed, it
 rehearses again. If the function cannot be rehearsed, all run again from the top (from_the_top.py).
@@ -159,9 +159,9 @@ class Arrivals:
 
     def _why_not_now(self, steps: StepsUnderWay, ticket: Ticket) -> str:
         if ticket.passage != steps.passage or not steps.has_next:
-            return "the ranks have come to the end of the pass over the epoch in which it waits"
+            return "the ranks have reached the end of the epoch in which it waits"
         if ticket.objects != digest_of(self._objects):
-            return "it has made other models or optimizers than the function has made here"
+            return "it made other models or optimizers than the function made here"
         return ""
 
     def at_boundary(self, steps: StepsUnderWay) -> None:
@@ -175,12 +175,12 @@ class Arrivals:
         self._invitation = None
         checkpoints, group = self._objects.call.checkpoints, self._objects.call.group
         if checkpoints is not None:
-            checkpoints.finish()  # One that was due behind this step: the next group is another.
+            checkpoints.finish()  # One that was due after this step: the next group is another.
         error: CollectiveError
         try:
             # (3) No rank ends the generation while another one is still in code of the loop's body.
             group.barrier().wait_on_host()
-            error = GroupAborted(group.generation, [], "a worker comes in between two steps")
+            error = GroupAborted(group.generation, [], "a worker joins between two steps")
         except CollectiveError as failure:
             if not ends_a_generation(failure):
                 raise
@@ -232,7 +232,6 @@ class Arrivals:
 def tell_why_not(why: str) -> None:
     """In the log of the rank or worker that knows it."""
     logger.warning(
-        "a worker comes to the run, and the functions run again from the top on all ranks, because "
-        "%s",
+        "a new worker is joining; the functions run again from the top on all ranks, because %s",
         why,
     )

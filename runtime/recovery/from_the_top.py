@@ -6,7 +6,7 @@
         boundary.
     (c) The ranks exchange summaries of the kept state, and choose a leader, whose step and position
         in the data apply to all.
-    (d) The functions make their objects anew, and each registered object gets its state back.
+    (d) The functions make their objects again, and each registered object gets its state back.
 
 After a failure in one of the phases the ranks begin again at (b). If the run is given up, they
 write a checkpoint in place of (c) (last_checkpoint.py).
@@ -58,7 +58,7 @@ class FromTheTop:
         self._summaries: list[Summary] = []
 
     def begin_call(self) -> None:
-        """The function makes its objects anew."""
+        """The function makes its objects again."""
         self._on_the_way = {}
 
     def keep_on_the_way(self, held: Mapping[int, ShardState]) -> None:

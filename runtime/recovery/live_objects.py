@@ -65,7 +65,7 @@ class LiveObjects:
         self._models: list[weakref.ref[ModelEngine]] = []
 
     def begin(self, call: RunningCall) -> None:
-        """The function is called, and makes all its objects anew."""
+        """The function is called, and makes all its objects again."""
         for model in self.models().values():
             model.let_go()
         self.plain.begin()
@@ -147,7 +147,7 @@ class LiveObjects:
         yet to launch them.
         passes: by rank, and by number of a model, how often its gradients were sent.
 
-        A rank that is a pass behind the others holds gradients that no rank will use: a loss of one
+        A rank that is a pass late holds gradients that no rank will use: a loss of one
         model went through another one, whose own next pass the others have sent already.
         """
         models = self.models()

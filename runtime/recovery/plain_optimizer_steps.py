@@ -15,7 +15,7 @@ When ranks are lost, the remaining ranks are at most one step apart: no rank see
 before all have voted in it, and so have taken step n. (Joined ranks take no steps.) The functions
 run again from the top, and all ranks take over the registered objects of the furthest rank, with
 its view of the samples (restart.py). So a step that one of them has taken counts. A step that none
-has taken is taken again, by the remaining ranks, over samples that were dealt anew.
+has taken is taken again, by the remaining ranks, over samples that were dealt again.
 
 Several optimizers that step with one backward pass count as one. If each has a backward pass of its
 own, a loss may come between the two steps: then these samples skip the second step.

@@ -210,7 +210,7 @@ class Recovery:
                     self._objects.catch_up(resumption.progress)
                     self.from_the_top.keep_on_the_way(self.in_place.held)
                     if optimizer is not None and optimizer.step_counts:
-                        # The loop's body behind the step may read the parameters.
+                        # The loop's body after the step may read the parameters.
                         self.from_the_top.meet_waiting(optimizer)
                         self._state.has_to_leave(resumption)
                         return
@@ -242,7 +242,7 @@ class Recovery:
         """
         is_left = isinstance(error, FunctionLeft) or ends_a_generation(error)
         resumption = self._state.take_restart()
-        # The loop's body behind a step that counts finds the group of that step closed.
+        # The loop's body after a step that counts finds the group of that step closed.
         if resumption is None or not (is_left or isinstance(error, GroupClosed)):
             if not is_left:
                 raise error

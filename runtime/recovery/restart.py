@@ -1,6 +1,6 @@
 """The state of registered objects that a rank keeps while its function runs again from the top.
 
-The function makes its objects anew and registers them under the same names. Each object then takes
+The function makes its objects again and registers them under the same names. Each object then takes
 over the state of the one before it:
 
 - a sharded optimizer takes its shards, from the ranks that keep them;
@@ -183,7 +183,7 @@ def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.
 
     committed: return copies, with the buffers after the last step that counts, because a forward
         pass may have changed them since. Copies are needed also because the function may wrap the
-        same module anew, which overwrites its tensors with those of rank 0.
+        same module again, which overwrites its tensors with those of rank 0.
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     tensors = {name: p.detach() for name, p in inner.named_parameters()}

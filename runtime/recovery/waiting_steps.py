@@ -1,7 +1,7 @@
 """Finishes steps that count, before functions run again in a new generation.
 
 A rank may be inside such a step when its generation ends: it has stepped its shard, and does not
-have the other ranks' parameters yet. The loop's body continues behind the step before the function
+have the other ranks' parameters yet. The loop's body continues after the step before the function
 is left, and may read the parameters, for a moving average for example. So all ranks first meet,
 also newcomers and those that have left their functions:
 

@@ -1,7 +1,8 @@
 """What a worker gets from the others when it has run its function by itself and comes to them.
 
-A **score** comes first, between two steps of a rank that goes on: what the function's constructors
-and the code before its first step would find after a restart. The worker rehearses with it.
+A **score** comes first, between two steps of a rank that continues: what the function's
+constructors and the code before its first step would find after a restart. The worker rehearses
+with it.
 
 A **welcome** comes last, in the generation that the worker enters: where the ranks are in their
 steps and in the data, what a step counts on, and the state of everything that is registered and not
@@ -215,7 +216,7 @@ def _take(welcome: Welcome, objects: LiveObjects, steps: StepsUnderWay) -> None:
         optimizer.summed.take_place(place.progress, place.last_live)
     for number, model in objects.models().items():
         model.reducer.num_passes = welcome.passes[number]
-        # One behind, so that the buffers of the others are sent (Buffers.sync_again).
+        # One less, so that the buffers of the others are sent (Buffers.sync_again).
         model.buffers.synced_step = welcome.synced[number] - 1
     for entry in call.registry:
         if entry.name in welcome.states:

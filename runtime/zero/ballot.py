@@ -100,14 +100,14 @@ class Ballot:
     def __init__(
         self, group: Group, num_options: int, *, counts_samples: bool, num_digests: int = 0
     ) -> None:
-        """counts_samples: votes have cursors, since the run goes on when a rank is lost."""
+        """counts_samples: votes have cursors, since the run continues when a rank is lost."""
         self._group = group
         self.num_options = num_options
         self._num_cursors = MAX_ITERATIONS if counts_samples else 0
         self._digests_at = _OPTIONS + num_options
         self._own_numel = self._digests_at + num_digests
         self._vote_at = _PER_RANK + group.size * self._own_numel
-        self._numel = self._vote_at  # Without the exact norm behind the vote; see `hold`.
+        self._numel = self._vote_at  # Without the exact norm after the vote; see `hold`.
 
     def move_to(self, group: Group) -> None:
         self._group = group
@@ -181,9 +181,9 @@ class Ballot:
                 self._group.generation,
                 list(lengths),
                 f"the dataset has different numbers of samples on the ranks ({by_rank}), so "
-                "ctx.shard dealt some of them to no rank or to several",
-                "Every rank must pass the same dataset to ctx.shard, also when it changes between "
-                "two epochs.",
+                "ctx.shard gave some of them to no rank or to several",
+                "Every rank must pass the same dataset to ctx.shard, even when it changes "
+                "between two epochs.",
             )
 
     def says(self, note: Note, seen: Sequence[float]) -> bool:
@@ -269,10 +269,9 @@ def check_same_options(
                 "step()",
                 generation,
                 different,
-                f"{label} is {each}, so each rank would step its shard by another value",
-                "Every rank must set the same options. What the loop's body steps or sets is not "
-                "done on a rank that has run out of data: list a schedule in "
-                "Join(..., step_along=[schedule]).",
+                f"{label} is {each}, so each rank would step its shard with a different value",
+                "Every rank must set the same options. A rank that has run out of data does not "
+                "run the loop's body: list a schedule in Join(..., step_along=[schedule]).",
             )
 
 

@@ -101,7 +101,7 @@ class DigestChecks:
         self._last: tuple[tuple[tuple[float, ...], ...], Verdicts] | None = None
 
     def laid_out(self) -> int:
-        """The shards have been laid out anew. Lets go of their memory; returns how many numbers a
+        """The shards have been laid out again. Lets go of their memory; returns how many numbers a
         vote has now."""
         self._state.forget()
         return Digests.numel(num_copies(self._engine.shard)) if self._every else 0
@@ -258,7 +258,7 @@ class DigestChecks:
         if not all(one.is_fine for one in verdicts.gradients.values()):
             raise self._mismatch(
                 sorted({r for one in verdicts.gradients.values() for r in _ranks_of(one)}),
-                "two copies of a reduced gradient differ, also when it is reduced once more",
+                "two copies of a reduced gradient differ, even when it is reduced once more",
             )
         before, after = [Digests.read(row) for row in first], [Digests.read(row) for row in again]
         for owner in differing:
@@ -277,20 +277,19 @@ class DigestChecks:
         face.corrections.append(Correction(face.num_steps, rank, what, source, names))
         if not is_here:
             return
-        mend = (
-            "reduced once more" if source is None else f"copied from rank {source}, which had them"
-        ) + (", and the step was left out" if what == "parameters" else "")
+        repair = "reduced once more" if source is None else f"copied from rank {source}"
+        repair += ", and the step was left out" if what == "parameters" else ""
         count = Counter(one.rank for one in face.corrections)[rank]
         advice = (
             f"This is correction {count} on rank {rank}: take its machine out of the cluster"
             if count >= _SUSPECT_FROM
-            else f"If rank {rank} says so again, suspect the memory or the processor of its machine"
+            else f"If rank {rank} says this again, check the memory and processor of its machine"
         )
         of_names = f" of {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else ""
         warnings.warn(
-            f"rank {rank} had other bits than they should be in its {what}{of_names} before step "
-            f"{face.num_steps + 1}, although no program wrote them. The right ones were {mend}. "
-            f"{advice}.",
+            f"silent data corruption on rank {rank}: its {what}{of_names} changed before step "
+            f"{face.num_steps + 1}, although no program wrote there. The right values were "
+            f"{repair}. {advice}.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -310,8 +309,8 @@ class DigestChecks:
             if verdict.undecided:
                 raise self._mismatch(
                     verdict.undecided,
-                    f"their copies of the optimizer state of rank {owner}'s shard differ, and each "
-                    "is as its rank wrote it",
+                    f"their copies of the optimizer state of rank {owner}'s shard differ, though "
+                    "none has changed since its rank wrote it",
                 )
         for owner, verdict in verdicts.written.items():
             if verdict.undecided or owner in verdict.sources:
@@ -326,9 +325,8 @@ class DigestChecks:
             "step()",
             self._group.generation,
             list(ranks),
-            f"{detail}; a bit has flipped in memory or in a processor, and nothing tells which "
-            "copy is right",
-            "Go back to the last checkpoint, and suspect the machines of these ranks.",
+            f"{detail}; this is silent data corruption, and it is not known which copy is right",
+            "Resume from the last checkpoint, and check the machines of these ranks.",
         )
 
     @property

@@ -71,7 +71,7 @@ class EarlyUpdate:
         if number == 0 and self._votes:
             raise RuntimeError(
                 "with overlap_with_ddp a synchronised backward pass steps most parameters, so "
-                "optimizer.step() must follow it, before the next one; accumulate gradients under "
+                "call optimizer.step() after it, before the next one; accumulate gradients under "
                 "no_sync()"
             )
         if number == 0:

@@ -55,8 +55,8 @@ from .shards.shardable_optimizers import ELEMENTWISE
 from .summed_steps import SummedSteps
 
 _OF_THE_MODEL = (
-    "Give it the model, ZeroRedundancyOptimizer(model, ...), or parameters of the module that was "
-    "wrapped: a copy of the module, or one that was made again, has others."
+    "Give it the model, ZeroRedundancyOptimizer(model, ...), or parameters of the module that "
+    "was wrapped: a copy of the module has other parameters."
 )
 
 
@@ -207,7 +207,7 @@ class OptimizerEngine:
                 if not self.step_counts and self.model and not self.model.has_whole_gradients:
                     raise  # The function has to run again from the top, with gradients that are.
                 # If some rank has seen this step's ballot, the step is taken in here (`catch_up`),
-                # and the loop ends; if none has, the buckets are reduced again, and it goes on.
+                # and the loop ends; if none has, the buckets are reduced again, and it continues.
                 self._recovery.recover(error, self)
         self.has_stepped()
 
@@ -255,8 +255,8 @@ class OptimizerEngine:
 
     @property
     def step_counts(self) -> bool:
-        """Whether the ranks have agreed on the current step. Then the loop's body must run the
-        code behind it, even if the parameters could not be gathered."""
+        """Whether the ranks have agreed on the current step. Then the loop's body must run the code
+        after it, even if the parameters could not be gathered."""
         return self._seen.ballots >= self._ballot_of_step
 
     def _try_step(self, is_live: bool) -> None:
@@ -292,10 +292,10 @@ class OptimizerEngine:
         return True
 
     def _end_step(self, live: tuple[int, ...], gathers: Sequence[Gather]) -> None:
-        """Synchronize the buffers. In a run that goes on when ranks are lost, return when it is
+        """Synchronize the buffers. In a run that continues when ranks are lost, return when it is
         known that parameters and buffers have come; the last operation tells for all.
 
-        What the program does with them behind the step, such as an average of parameters, cannot be
+        What the program does with them after the step, such as an average of parameters, cannot be
         taken back, and the gradients of the next step are kept.
         """
         goes_on = self._recovery is not None
@@ -465,8 +465,8 @@ class OptimizerEngine:
                 "step()",
                 self.group.generation,
                 unlike,
-                f"the gradient of a parameter of shape {tuple(used[number].shape)} is another one "
-                f"on ranks {unlike} than on rank 0, and no DistributedDataParallel reduces it",
+                f"the gradient of a parameter of shape {tuple(used[number].shape)} differs "
+                f"between rank 0 and ranks {unlike}, and no DistributedDataParallel reduces it",
                 f"{_OF_THE_MODEL} If your own code makes the gradients equal, it must do so before "
                 "step().",
             )
@@ -518,7 +518,7 @@ class OptimizerEngine:
     def catch_up(self, decided: Progress) -> None:
         """Take the step whose ballot other ranks have seen, as far as this rank can alone."""
         # No rank can have seen a ballot that this one has not come to: an optimizer that was just
-        # made again is not behind, it has yet to get its state.
+        # made again is not late, it has yet to get its state.
         is_behind = self._seen.ballots < decided.ballots == self._ballot_of_step
         if self.summed.sums is not None:
             self.summed.catch_up(decided.payload if is_behind else None)

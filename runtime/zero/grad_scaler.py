@@ -20,12 +20,13 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
 
     torch.amp.GradScaler looks at a rank's local gradients, so ranks would skip different steps and
     their scales would diverge. This scaler reads the result of the optimizer's ballot: if the
-    reduced gradient of any rank is not finite, all ranks skip the step, and all scales stay equal.
+    reduced gradient of any rank is not finite, all ranks skip the step, and all scales stay the
+    same.
 
     optimizer: the optimizer whose losses are scaled.
     options: arguments of torch.amp.GradScaler (init_scale, growth_interval, …).
 
-    Inside Join, list the scaler behind the optimizer: Join([model, optimizer, scaler]).
+    Inside Join, list the scaler after the optimizer: Join([model, optimizer, scaler]).
 
     Raises ValueError if the scaler is enabled and the optimizer has overlap_with_ddp.
     """

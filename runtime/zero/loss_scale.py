@@ -22,7 +22,7 @@ def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> torch.Te
     scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
     if not uses_scaler or scale is None:
         raise RuntimeError(
-            "this GradScaler decides and unscales by local gradients, but a "
+            "this GradScaler decides and unscales with local gradients, but a "
             "ZeroRedundancyOptimizer steps with the mean gradient. Use "
             "chorusline.GradScaler(optimizer), leave unscale_ out, and clip with max_norm"
         )

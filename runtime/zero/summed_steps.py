@@ -2,7 +2,7 @@
 
 There a step has two halves. Phases (1) to (3) of engine.py come at the end of the loop over the
 step's batches: a rank that is lost until then brings the others its micro-batches, in the same
-loop. Phases (4) and (5) come in `step()`, behind the loop. If a rank is lost between the halves,
+loop. Phases (4) and (5) come in `step()`, after the loop. If a rank is lost between the halves,
 the others apply the step where they are, and `step()` has nothing left to do.
 """
 
@@ -115,7 +115,7 @@ class SummedSteps:
         if self._agreed is not None:
             raise RuntimeError(
                 "the ranks have agreed on a step of ctx.steps whose gradient no optimizer.step() "
-                "has used, and it would be lost. Call optimizer.step() once behind the loop over "
+                "has used, and it would be lost. Call optimizer.step() once after the loop over "
                 "the batches of each step"
             )
         self._engine.take_up_waiting()
@@ -150,8 +150,8 @@ class SummedSteps:
         if engine.option_numbers() != agreed.options:
             raise RuntimeError(
                 "options of the optimizer were changed between the last batch of a step of "
-                "ctx.steps and optimizer.step(), when the ranks had agreed on the step. Set them, "
-                "or step the schedule, behind optimizer.step()"
+                "ctx.steps and optimizer.step(), when the ranks had agreed on the step. Set "
+                "them, or step the schedule, after optimizer.step()"
             )
         self._agreed = None
         try:

@@ -44,27 +44,28 @@ class ZeroRedundancyOptimizer(Face):
     params: a chorusline DistributedDataParallel, or what a torch optimizer takes (tensors, or
         dictionaries of parameter groups). If these are all parameters of one
         DistributedDataParallel, gradients travel once: each rank receives the sum for its own
-        shard, and `.grad` keeps the local gradient. Otherwise `.grad` must be equal on all ranks.
+        shard, and `.grad` keeps the local gradient. Otherwise `.grad` must be the same on all
+        ranks.
     optimizer_class: a torch.optim class, or one like it. The state of elementwise optimizers (SGD,
         Adam, AdamW, …) is cut anywhere. Others (Muon, Adafactor, …) get whole parameters,
-        distributed by size, and the model's gradients are all-reduced for them. For a class that is
-        not torch's, a trial on small tensors finds out. Its `train()` and `eval()` (schedule-free
+        distributed by size, and the model's gradients are all-reduced for them. For a class outside
+        of torch, a trial on small tensors decides. Its `train()` and `eval()` (schedule-free
         optimizers have them) are called on all ranks.
     group: default: the model's group, or else the session's.
     max_norm: the 2-norm to which the whole mean gradient is clipped. Use it instead of
         torch.nn.utils.clip_grad_norm_, which would see local gradients. `grad_norm` has the norm.
     replicas: number of ranks that keep each shard of the state, its owner included. With 2 or more,
-        in a session that may lose workers (max_failures), the loss of a worker costs no state and
-        no step; with fewer workers than replicas, all of them keep each shard. Each replica costs
-        P/N elements sent per step, and the memory and arithmetic of a shard.
+        in a session that may lose workers (max_failures), losing a worker costs no state and no
+        step; with fewer workers than replicas, all of them keep each shard. Each replica costs P/N
+        elements sent per step, and the memory and arithmetic of a shard.
     overlap_with_ddp: the backward pass steps each bucket's shard as soon as the bucket is reduced;
         `step()` finishes the step. Change options before the backward pass. Excludes max_norm and
         GradScaler.
-    check_every: check by digests, in one of so many steps, that all ranks hold the same parameters
-        and that an owner and its replicas hold the same state and gradients: a bit that has flipped
-        is found with its rank, and copied again from a rank that has it right. `corrections` lists
-        what was made right. Excludes overlap_with_ddp. Default: no check (docs/flipped-bits.md).
-    parameters_as_bucket_view: without effect, accepted for scripts written for torch: parameters
+    check_every: every `check_every` steps, compare checksums of parameters, state and gradients
+        across ranks to detect silent data corruption. A wrong value is restored from a rank that
+        has the right one; `corrections` lists the repairs. Excludes overlap_with_ddp. Default: no
+        check (docs/flipped-bits.md).
+    parameters_as_bucket_view: no effect, accepted for scripts written for torch: parameters
         always lie in the memory of their buckets, each with a storage of its own.
     defaults: arguments of optimizer_class.
 
@@ -135,8 +136,8 @@ class ZeroRedundancyOptimizer(Face):
             raise ValueError(
                 "replicas need the gradients of a DistributedDataParallel model, and an "
                 f"elementwise optimizer, which {optimizer_class.__name__} "
-                f"{'is' if is_elementwise else 'is not'}: only then are gradients reduced shard by "
-                "shard, and only then can a shard be cut again for other ranks"
+                f"{'is' if is_elementwise else 'is not'}: only then are gradients reduced shard "
+                "by shard, and only then can the shards be cut again for other ranks"
             )
         self.num_steps = 0
         """Number of applied steps, equal on all ranks."""
@@ -190,8 +191,8 @@ class ZeroRedundancyOptimizer(Face):
         if recovery_of(self.group) is not None:
             raise ValueError(
                 "overlap_with_ddp steps parameters before all ranks have agreed on the step, and "
-                "such a step cannot be undone when a rank dies; leave overlap_with_ddp out, or let "
-                "the session end with the first loss of a rank (max_failures=0)"
+                "such a step cannot be undone when a rank dies; leave overlap_with_ddp out, or "
+                "let the session end when a worker is lost (max_failures=0)"
             )
         return EarlyUpdate(reducer, shard, self.param_groups, self._engine.divisor)
 
@@ -217,9 +218,9 @@ class ZeroRedundancyOptimizer(Face):
             verdict = verdict_on(shard.optimizer_class, self.param_groups, shard.defaults)
             if shard.elementwise and not verdict.elementwise:
                 raise ValueError(
-                    f"{shard.optimizer_class.__name__} needs these parameters whole, and the "
-                    "shards of the others are cut anywhere; give the group to the optimizer when "
-                    "it is made"
+                    f"{shard.optimizer_class.__name__} needs whole parameters, but the shards of "
+                    "the other parameters are cut anywhere; pass the group when the optimizer is "
+                    "made"
                 )
             if model is not None:
                 model.check_has(fresh)
@@ -237,7 +238,7 @@ class ZeroRedundancyOptimizer(Face):
         self._engine.add(fresh)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, as in torch; the other ranks hear of it with the next step.
+        """Clear the gradients, as in torch; the other ranks learn of it with the next step.
 
         set_to_none: False sets them to zero.
         """
@@ -252,7 +253,7 @@ class ZeroRedundancyOptimizer(Face):
         """Take one step; every rank must call it (inside Join, joined ranks take it implicitly).
 
         Afterwards all ranks hold the same parameters, bit by bit. Returns the closure's loss.
-        kwargs: refused, since joined ranks, which step too, do not have them.
+        kwargs: not supported, since joined ranks, which step too, do not have them.
 
         Raises RuntimeError if no gradients were reduced since the last step.
         """

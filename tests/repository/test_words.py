@@ -13,22 +13,7 @@ from tests import ROOT
 from tests.repository.test_comments import sources
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PACKAGES = (
-    "collectives",
-    "actors",
-    "runtime/averaging",
-    "runtime/checkpoint",
-    "runtime/commands",
-    "runtime/data",
-    "runtime/data_parallel",
-    "runtime/lightning",
-    "runtime/notebook",
-    "runtime/partition",
-    "runtime/process",
-    "runtime/program",
-    "runtime/session",
-    "runtime/tracking",
-)
+PACKAGES = ("collectives", "actors", "runtime", "chorusline")
 FORBIDDEN = {
     r"\b(?:go|goes|went|gone|going) on\b": "continue",
     r"\banew\b": "again",

@@ -174,7 +174,7 @@ WRONG: dict[str, tuple[Callable[[cl.Group], None], type[Exception], str]] = {
     "no step()": (not_stepped, RuntimeError, "Call optimizer.step()"),
     "no backward()": (without_backward, RuntimeError, "call backward()"),
     "late backward()": (backward_behind_the_loop, RuntimeError, "inside the loop over the step's"),
-    "options": (options_changed, RuntimeError, "behind optimizer.step()"),
+    "options": (options_changed, RuntimeError, "after optimizer.step()"),
     "clip_grad_norm_": (clipped_by_hand, RuntimeError, "max_norm"),
     "weighed in part": (weighed_in_part, RuntimeError, "1 of the 2 micro-batches"),
     "sizes": (lambda group: print(steps_of(group, part=5)), ValueError, "the part of a step"),

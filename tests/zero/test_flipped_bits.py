@@ -116,7 +116,9 @@ def test_a_flip_in_state_or_gradient_of_owner_or_replica_leaves_no_trace(
         assert [one[:3] for one in found] == [(2, 1, named), (4, 0, named)]
     for rank, (_, _, _, said) in enumerate(results):
         assert len(said) == (rank < 2)
-        assert all(f"rank {rank} had other bits" in text and named in text for text in said)
+        assert all(
+            f"silent data corruption on rank {rank}: " in text and named in text for text in said
+        )
         if named == "optimizer state":
             assert all("weight" in text or "bias" in text for text in said)
 
@@ -147,7 +149,7 @@ def test_masters_of_half_precision_are_checked_too(ranks_of):
 def test_a_third_flip_on_a_rank_tells_to_take_out_its_machine(ranks_of):
     flips = {step: [(1, "exp_avg", 0, step)] for step in (2, 3, 4)}
     said = run(ranks_of(2), flips)[1][3]
-    assert "suspect the memory" in said[1]
+    assert "check the memory" in said[1]
     assert "correction 3 on rank 1: take its machine out of the cluster" in said[2]
 
 
@@ -174,7 +176,7 @@ def error_of(group, what, **more):
 def test_without_a_replica_a_flip_in_the_state_is_an_error_on_all_ranks(ranks_of):
     for text in ranks_of(2).run(functools.partial(error_of, what="exp_avg", replicas=1)):
         assert "the optimizer state of rank 1 has changed since its last step" in text
-        assert "Go back to the last checkpoint" in text
+        assert "Resume from the last checkpoint" in text
 
 
 def wrong_update(group, replicas):

@@ -96,7 +96,7 @@ def test_unfit_arguments_get_torchs_errors_and_a_mend(ranks_of):
         "wrong type": ("TypeError", "optimizer can only optimize Tensors"),
         "twice": ("ValueError", "some parameters appear in more than one parameter group"),
         "vector": ("ValueError", "found a parameter with size: torch.Size([7])"),
-        "sparse parameter": ("ValueError", "use parameter.to_dense(), or give it an optimizer"),
+        "sparse parameter": ("ValueError", "use parameter.to_dense(), or a separate optimizer"),
         "sparse gradient": ("ValueError", "torch.sparse_coo gradient, and only dense ones"),
         "not elementwise": ("ValueError", "LBFGS cannot be sharded: its line search"),
         "max_norm": ("ValueError", "max_norm must be positive, got -1.0"),
@@ -204,7 +204,7 @@ def train_at_rates_of_their_own(group, how):
 def test_ranks_with_learning_rates_of_their_own_are_told_on_every_rank(ranks_of):
     for steps, ranks, told in ranks_of(2).run(train_at_rates_of_their_own, "by hand"):
         assert (steps, ranks) == (1, [1]), "the step was not taken"
-        assert "lr is 0.1 on rank 0, 0.2 on rank 1, so each rank would step its shard by" in told
+        assert "lr is 0.1 on rank 0, 0.2 on rank 1, so each rank would step its shard with" in told
 
 
 def test_a_schedule_that_a_joined_rank_has_not_stepped_is_told_or_stepped_along(ranks_of):

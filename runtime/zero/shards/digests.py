@@ -2,7 +2,7 @@
 
 A digest is the sum, modulo 2^64, of a tensor's memory in words of eight bytes (the last few bytes
 one by one). One pass over the memory makes it, without a copy and in any order of words. A flipped
-bit always changes it, also in a NaN or in the sign of a zero: one word changes by a power of two,
+bit always changes it, even in a NaN or in the sign of a zero: one word changes by a power of two,
 and so does the sum. Flips in several words may cancel each other, with odds of about one in 2^64 if
 they are random; a flip and its opposite at the same bit of two words do. Tensors of several names
 are told apart by an odd factor of each name. The optimizer's state is in state_digests.py.

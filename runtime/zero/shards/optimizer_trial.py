@@ -192,7 +192,7 @@ def _judge(
         )
     if not _is_like(generators, RandomState().state_dict()):
         return _refused(
-            name, "it draws random numbers, and each rank would draw others than one process"
+            name, "it draws random numbers, and the ranks would draw other numbers than one process"
         )
     if not trial.ignores_losses(whole):
         return _refused(name, "its steps depend on the loss, which differs between the ranks")
@@ -202,12 +202,12 @@ def _judge(
         differing = f"it needs all parameters in one place, and raises {_said(error)} without them"
     if differing:
         mend = (
-            "If an option is the cause that looks at all gradients (a clipping norm), turn it off, "
+            "If the cause is an option that uses all gradients (a clipping norm), turn it off, "
             "and use max_norm of ZeroRedundancyOptimizer. Otherwise use"
         )
         return _refused(name, differing, mend)
     per_element = whole.per_element(trial.shapes)
-    # Counters among the attributes would be lost when shards are cut anew for other ranks.
+    # Counters among the attributes would be lost when shards are cut again for other ranks.
     may_be_flat = whole.is_plain(trial.shapes) and not whole.has_counted
     try:
         is_flat = may_be_flat and not trial.run(trial.flat()).differs_from(whole, _TOLERANCE)

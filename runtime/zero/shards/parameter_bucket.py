@@ -115,7 +115,7 @@ class ParameterBucket:
     """Parameters that travel together, in the memory of one flat tensor.
 
     parameters: of the optimizer, by number; those that come later are appended to it.
-    flat: all parameters of the plan, with room behind them for slack when ranks come (`room_for`).
+    flat: all parameters of the plan, with room after them for slack when ranks come (`room_for`).
     ranges: the ranges that this rank keeps: its own shard first, then replicas.
     """
 
@@ -145,7 +145,7 @@ class ParameterBucket:
         self.cut(group, reduced, replicas)
 
     def cut(self, group: Group, reduced: torch.Tensor | None, replicas: int) -> None:
-        """Lay out anew the ranges that this rank keeps."""
+        """Lay out again the ranges that this rank keeps."""
         length = shard_numel(self.plan.content, group.size)
         self.ranges: list[ShardRange] = []
         for owner in guarded_ranks(group.rank, group.size, replicas):
@@ -187,7 +187,7 @@ class ParameterBucket:
                     f"parameter {number} has {numel} elements of {self.flat.dtype} on "
                     f"{self.flat.device} in its shards, and was rebound to {parameter.numel()} of "
                     f"{parameter.dtype} on {parameter.device}: convert, move or change the module "
-                    "before it is wrapped, and the optimizer is made"
+                    "before it is wrapped and the optimizer is made"
                 )
             if numel and parameter.data_ptr() != known[number]:
                 parameter.data = parameter.detach().clone()

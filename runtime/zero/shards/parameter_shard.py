@@ -33,7 +33,7 @@ its tensors ten times or more. AdamW over 6.3 M elements took 37 ms as one tenso
 
 Tiles of 1 MiB are as fast only if malloc keeps their temporary tensors for the next tile. Where the
 process has freed nothing larger before, it gives them back to the kernel each time, and every page
-of them is made anew: up to 6272 page faults a step, and 20 ms. Tiles of 512 KiB had none.
+of them is made again: up to 6272 page faults a step, and 20 ms. Tiles of 512 KiB had none.
 """
 
 
@@ -92,7 +92,7 @@ class ParameterShard:
         groups: Sequence[Mapping[str, Any]],
         reduced_in: Sequence[GradientBucket] | None,
     ) -> None:
-        """Lay out `parameters` behind the existing ones, which stay.
+        """Lay out `parameters` after the existing ones, which stay.
 
         groups: all parameter groups of the user's optimizer.
         reduced_in: the reducer's buckets of these parameters; None if `.grad` is read.
@@ -365,7 +365,7 @@ class ParameterShard:
         groups: Sequence[Mapping[str, Any]],
         held: ShardState,
     ) -> None:
-        """Cut the shards anew, for this rank of `group`.
+        """Cut the shards again, for this rank of `group`.
 
         reduced_in, groups: as for `add`.
         held: values and state of at least all that this rank keeps in the new group.

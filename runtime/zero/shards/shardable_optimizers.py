@@ -98,7 +98,7 @@ def check_dense(groups: Sequence[Mapping[str, Any]]) -> None:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} in group {number} is "
                     f"{parameter.layout}, and shards are cut from dense parameters only; use "
-                    "parameter.to_dense(), or give it an optimizer of its own without "
+                    "parameter.to_dense(), or a separate optimizer without "
                     "ZeroRedundancyOptimizer"
                 )
 
