@@ -65,10 +65,23 @@ def _normalised() -> torch.nn.Module:
     )
 
 
+class Spectral(torch.nn.Module):
+    """Its weights and gradients are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(10, 33, dtype=torch.complex128))
+        self.bias = torch.nn.Parameter(torch.randn(33, dtype=torch.complex128))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        return (points.to(torch.complex128) @ self.weight + self.bias).abs()
+
+
 MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Any, Any]] = {
     "transformer": (Tied, tokens_of, loss_of_tokens),
     "perceptron": (_perceptron, points_of, loss_of_points),
     "normalised": (_normalised, points_of, loss_of_points),
+    "spectral": (Spectral, points_of, loss_of_points),
 }
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.references.stepped_training import stepped
 
@@ -28,6 +29,13 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {"sharded": False, "optimizer_name": "sgd"},
     "plain, clipped": {"sharded": False, "max_norm": 0.05},
     "clipped": {"max_norm": 0.05},
+    "complex, clipped": {"model_name": "spectral", "optimizer_name": "sgd", "max_norm": 0.05},
+    "complex, plain, clipped": {
+        "model_name": "spectral",
+        "optimizer_name": "sgd",
+        "sharded": False,
+        "max_norm": 0.05,
+    },
     "weighed": {"weighs": True},
     "several passes of some micro-batches": {"num_passes": 3, "num_samples": 61},
     "some micro-batches without a pass": {"skips": True, "num_samples": 48},
@@ -47,3 +55,32 @@ def test_any_number_of_ranks_gives_the_bits_of_one(ranks_of: Any, case: str) -> 
         assert {one[0] for one in results} == {alone[0]}
         assert results[0][1] == alone[1]
         assert sorted(x for one in results for batch in one[2] for x in batch) == samples
+
+
+def _norms(group: Any, sharded: bool) -> list[float]:
+    """The norm of each step's mean gradient, as clipping finds it: `grad_norm`, or what torch's
+    function returns."""
+    norms: list[float] = []
+
+    def watch(optimizer: Any) -> None:
+        optimizer.register_step_post_hook(lambda *_: norms.append(optimizer.grad_norm))
+
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def clip_and_note(*args: Any) -> torch.Tensor:
+        norms.append(float(norm := clip(*args)))
+        return norm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_note)
+        stepped(group, "spectral", "sgd", sharded=sharded, max_norm=0.05, watch=watch)
+    return norms
+
+
+def test_the_norm_of_complex_gradients_is_torchs(ranks_of: Any) -> None:
+    """The imaginary parts count too."""
+    torchs = ranks_of(1).run(_norms, False)[0]
+    assert len(torchs) == 8
+    for size in (1, 2, 3):
+        assert ranks_of(size).run(_norms, True)[0] == pytest.approx(torchs, rel=1e-12)
+        assert ranks_of(size).run(_norms, False)[0] == pytest.approx(torchs, rel=1e-12)
