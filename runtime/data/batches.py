@@ -121,7 +121,7 @@ class Batches(Dealt):
                     self._warn_without_join()
                 if join and not self._has_more():
                     # This rank has no batch at all: it shadows from the first step.
-                    join.shadow(until=self._has_more)
+                    join.shadow(self._has_more, self._together)
                 number = 0
                 while self._has_more():
                     taken_before = self.taken
@@ -147,7 +147,7 @@ class Batches(Dealt):
                     if join and not self._has_more():
                         # Shadow in here: a loss may give this rank samples, and the loop continues.
                         join.ledger.batch = number
-                        join.shadow(until=self._has_more)
+                        join.shadow(self._has_more, self._together)
             if passage is not None:
                 passage.is_over = True
             self._end()
@@ -200,7 +200,7 @@ class Batches(Dealt):
         # The last one that gives its part of the batch begins the step. Its vote tells the other
         # ranks whether this rank has a next one.
         if beside and all(one.num_given > number for one in beside):
-            join.begin_batch(number, is_last=not all(one._has_more() for one in beside))
+            join.begin_batch(number, beside, is_last=not all(one._has_more() for one in beside))
 
     def _leave_together(self, join: Join) -> None:
         beside, self._together = self._together, []

@@ -144,7 +144,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             on_backward_end=self._on_backward_end,
             on_agreement=self._on_agreement,
             has_next=self._has_next,
-            join=self._join_settings,
+            join=self._told_of_join,
             is_uneven=lambda: self._join is not None,
             may_launch=lambda: self._join is None or self._join.expects_pass_of(self),
             steps_along=lambda: self._join is not None and self._join.steps_along(self),

@@ -10,6 +10,8 @@ from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.errors import ALL_ARRIVE, SAME_ORDER
 
 IN_JOIN, DIVIDES_BY_ALL, THROWS = 1, 2, 4
+GOES_ON = 8
+"""The rank has more batches of a loop in whose body it iterates another shard."""
 
 _SETTINGS = {
     IN_JOIN: "whether the step is inside a Join that is enabled",
@@ -18,12 +20,15 @@ _SETTINGS = {
 }
 
 
-def unlike_joins(joins: Sequence[int], generation: int) -> CollectiveMismatch:
-    """The error of all ranks where their Joins differ. joins: by rank, the bits of its Join."""
-    bit = next(bit for bit in _SETTINGS if len({one & bit for one in joins}) > 1)
+def check_same_joins(joins: Sequence[int], generation: int) -> None:
+    """Raise CollectiveMismatch, on all ranks, where their Joins differ. joins: by rank, the bits of
+    its Join."""
+    bit = next((bit for bit in _SETTINGS if len({one & bit for one in joins}) > 1), 0)
+    if not bit:
+        return
     values = [bool(one & bit) for one in joins]
     each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-    return CollectiveMismatch(
+    raise CollectiveMismatch(
         "Join",
         generation,
         [rank for rank, value in enumerate(values) if value != values[0]],

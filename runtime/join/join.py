@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -34,10 +34,11 @@ from ..process.step_boundary import Iteration, boundary
 from .conductor import Conductor
 from .explained import (
     DIVIDES_BY_ALL,
+    GOES_ON,
     IN_JOIN,
     THROWS,
+    check_same_joins,
     explain,
-    unlike_joins,
     warn_of_skew,
     why_exhausted,
     why_not_one_more,
@@ -48,6 +49,12 @@ from .join_hook import JoinHook
 from .ledger import JoinLedger
 from .listed import check_groups, not_a_list, not_joinable
 from .pass_pattern import PassPattern
+
+
+class _Batches(Iteration, Protocol):
+    """An iteration over a shard (data/batches.py)."""
+
+    def _has_more(self) -> bool: ...
 
 
 class Joinable(ABC):
@@ -133,8 +140,8 @@ class GroupJoinable(Joinable):
         """Whether this rank may take another step."""
         return self._join.ledger.may_go_on if self._join is not None else True
 
-    def _join_settings(self) -> int:
-        return self._join.settings if self._join is not None else 0
+    def _told_of_join(self) -> int:
+        return self._join.told if self._join is not None else 0
 
     def _divisor(self, agreement: Agreement) -> float:
         """The number by which the summed gradient is divided to get the mean."""
@@ -153,8 +160,7 @@ class GroupJoinable(Joinable):
         counts: the samples of the step count now; those of a plain optimizer, which each rank
             steps by itself, count when it has stepped.
         """
-        if len(set(agreement.joins)) > 1:
-            raise unlike_joins(agreement.joins, self.group.generation)
+        check_same_joins(agreement.joins, self.group.generation)
         if self._join is not None:
             # First: it may raise an error on all ranks, and then none of them applies the step.
             self._join.record(self, agreement)
@@ -244,9 +250,14 @@ class Join:
         """The ranks that took the last step; none for the step that all ranks shadow at the end."""
         self.at_boundary: Callable[[], None] | None = None
         """Called after each step that this rank shadows, as `ctx.shard` does between batches."""
-        self.together: list[Sequence[Iteration]] = []
+        self.together: list[Sequence[_Batches]] = []
         """The iterations over shards inside this Join, the innermost last: several of them where
         their batches come together, as in a zip."""
+        self._given_last: Sequence[_Batches] = ()
+        """Of `together`, the iterations that have given the last batch."""
+        self._num_around = -1
+        """Of `together`, how many are around the iteration that is under way, or that has run out;
+        -1: all but the last."""
         self.ledger = JoinLedger(
             self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
         )
@@ -258,10 +269,26 @@ class Join:
         self._follows_evaluation = bool(groups)
 
     @property
-    def settings(self) -> int:
-        """What votes say of the Join: the bits of IN_JOIN, DIVIDES_BY_ALL and THROWS."""
+    def told(self) -> int:
+        """What votes say of the Join: the bits of IN_JOIN, DIVIDES_BY_ALL, THROWS and GOES_ON."""
         divides = DIVIDES_BY_ALL * self.ledger.divide_by_initial_world_size
-        return IN_JOIN + divides + THROWS * self._throws
+        return IN_JOIN + divides + THROWS * self._throws + GOES_ON * self._goes_on
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether this rank has more of a loop around the iteration that is under way, or has run
+        out: more batches, or one from which it has taken no step of the iteration yet."""
+        around = self.together[: self._num_around]
+        return any(
+            beside is self._given_last or (beside and all(one._has_more() for one in beside))
+            for beside in around
+        )
+
+    def _comes_next(self) -> bool:
+        """Whether some rank may take another step before this rank has data again: one of the
+        iteration that is under way; if this rank is through with all loops, any step."""
+        ledger = self.ledger
+        return ledger.somebody_may_continue() or (ledger.somebody_goes_on and not self._goes_on)
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
@@ -335,9 +362,24 @@ class Join:
     ) -> None:
         self.__exit__(kind, error, trace)
 
-    def shadow(self, until: Callable[[], bool] = lambda: False) -> None:
+    def shadow(
+        self,
+        until: Callable[[], bool] = lambda: False,
+        beside: Sequence[_Batches] = (),
+    ) -> None:
         """Shadow the steps that other ranks still take, until no rank takes any, or `until` is
-        true: the samples of a lost rank may go to ranks that shadow."""
+        true: the samples of a lost rank may go to ranks that shadow.
+
+        beside: of `together`, the iterations that have run out; default: all have. Where loops are
+            around them that this rank is in, it shadows steps in their bodies only."""
+        places = [place for place, one in enumerate(self.together) if one is beside]
+        self._num_around = places[0] if places else 0
+        try:
+            self._shadow(until)
+        finally:
+            self._num_around = -1
+
+    def _shadow(self, until: Callable[[], bool]) -> None:
         ledger, bound = self.ledger, boundary()
         ledger.join()
         bound.stop_if_agreed()
@@ -347,7 +389,7 @@ class Join:
             self._conductor.follow(ledger.known_batch, self._run_announced_hooks)
             bound.stop_if_agreed()
         # A header asks all ranks before each step; agreements of the last step say it in advance.
-        while self._header() if self._needs_header else ledger.somebody_may_continue():
+        while self._header() if self._needs_header else self._comes_next():
             bound.steps.has_joined = True
             for hook in self._hooks:
                 hook.main_hook()
@@ -421,7 +463,7 @@ class Join:
         another model may reach this one out of turn, as a generator's reaches its critic."""
         if self.is_following:
             return True
-        if not self.ledger.somebody_may_continue():
+        if not self._comes_next():
             return False
         group = model.join_group
         same = [j for j in self._models if j.join_group is group]
@@ -455,8 +497,9 @@ class Join:
         """Whether the body of a loop over a shard runs in this Join."""
         return any(one.taken for beside in self.together for one in beside)
 
-    def begin_batch(self, number: int, *, is_last: bool) -> None:
-        """An iteration over a shard gives this rank its batch `number`."""
+    def begin_batch(self, number: int, beside: Sequence[_Batches], *, is_last: bool) -> None:
+        """Iterations over shards give this rank their batch `number`."""
+        self._given_last = beside
         self.ledger.begin_batch(number, is_last=is_last)
         # Where the ranks do not know each other's numbers of batches, the forward begins the batch.
         if self._conductor and self.ledger.known_batch is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..process.agreement import Agreement
+from .explained import GOES_ON
 from .pass_pattern import PassPattern
 
 
@@ -32,6 +33,8 @@ class JoinLedger:
         self.began_earlier = False
         # Before the first agreement any rank may have data.
         self._may_continue = tuple(range(num_ranks))
+        self.somebody_goes_on = False
+        """Whether a rank has more batches of a loop in whose body it iterates another shard."""
         self._batches_per_rank: Sequence[int] = ()
         self.batch: int | None = None
         """The number of this rank's batch, or of its next one; None if unknown."""
@@ -92,6 +95,7 @@ class JoinLedger:
     def record(self, agreement: Agreement, *, is_step: bool = True) -> None:
         """All ranks have agreed. is_step: False for a second agreement on the same step."""
         self._may_continue = agreement.may_continue
+        self.somebody_goes_on = any(one & GOES_ON for one in agreement.joins)
         if agreement.live:
             self.last_live = agreement.live
             for rank in agreement.live if is_step else ():

@@ -56,7 +56,7 @@ class Agreement:
     cursors: by rank, how many samples it has taken of each iteration; empty if not counted.
     notes: by Note, how many ranks note it; empty where nobody asked.
     standings: by rank; empty where nobody asked.
-    joins: by rank, the Join of the step, as the bits of `Join.settings`; 0: it is in none.
+    joins: by rank, the Join of the step, as the bits of `Join.told`; 0: it is in none.
     epochs: by rank, the epoch of `ctx.epochs` that it is in, counted from 1; 0: none.
     digests: by rank. Above 0: of the steps of plain optimizers since the vote before
         (local_steps.py). Below 0: of the generators with which its first forward pass has drawn
@@ -92,7 +92,7 @@ _VOTES, _WEIGHT, _WEIGHING, _ASKING = range(NOTES_AT)
 _HEAD = NOTES_AT + len(Note)
 _OF_RANK = 5
 """A rank's standing, its outlook, and its digest. The outlook is one number, whose lowest bit says
-whether the rank may continue, the next three its Join, and the rest its epoch."""
+whether the rank may continue, the next four its Join, and the rest its epoch."""
 _LOW = 1 << 23
 """A cursor travels as two numbers, since float32 counts only to 2^24."""
 
@@ -129,7 +129,7 @@ def vote_of(
     weight: of this rank's loss; None if ranks do not weigh.
     stop: whether this rank was asked to stop.
     cursors: each below 2^47; where they are fewer than num_cursors, the rest is 0.
-    join, epoch, digest: of this rank, as in an Agreement; below 2^3, 2^20 and 2^24.
+    join, epoch, digest: of this rank, as in an Agreement; below 2^4, 2^19 and 2^24.
     """
     first = vote_numel(num_ranks, len(used))
     vote = [0.0] * vote_numel(num_ranks, len(used), num_cursors)
@@ -148,7 +148,7 @@ def vote_of(
         vote[_ASKING] = 1.0
     for note in notes:
         vote[NOTES_AT + note] = 1.0
-    beside = float(has_next + 2 * join + 16 * epoch), float(digest)
+    beside = float(has_next + 2 * join + 32 * epoch), float(digest)
     vote[_HEAD + 3 * num_ranks + rank : _HEAD + _OF_RANK * num_ranks : num_ranks] = beside
     if cursors:
         halves = [float(half) for cursor in cursors for half in divmod(cursor, _LOW)]
@@ -217,8 +217,8 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         used=tuple(v > 0 for v in values[_OF_RANK * num_ranks : len(values) - len(numbers)]),
         weight=weight if live else 0.0,
         standings=standings,
-        joins=tuple(outlook // 2 % 8 for outlook in outlooks),
-        epochs=tuple(outlook // 16 for outlook in outlooks),
+        joins=tuple(outlook // 2 % 16 for outlook in outlooks),
+        epochs=tuple(outlook // 32 for outlook in outlooks),
         digests=tuple(map(int, values[4 * num_ranks : _OF_RANK * num_ranks])),
         stop=num_asking > 0,
         notes=tuple(map(int, total[NOTES_AT:_HEAD])),

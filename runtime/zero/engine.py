@@ -358,7 +358,7 @@ class OptimizerEngine:
             num_samples=boundary().num_samples,
             stop=boundary().steps.stop_is_wanted,
             notes=[*(self.reducer.notes() if self.reducer else ()), *boundary().notes()],
-            join=self.face._join_settings(),
+            join=self.face._told_of_join(),
             epoch=boundary().epoch,
             digest=-boundary().draws or digest_of_growth(self.face._growth_of_scale()),
             digests=self._digests.vote(),
