@@ -125,16 +125,17 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             "broadcast_buffers": bool(broadcast_buffers),
             "static_graph": bool(static_graph),
         }
+        if (recovery := recovery_of(group)) is not None:
+            recovery.makes_model()
         check_same_model("DistributedDataParallel", parameters, group, buffers, settings)
         # Running statistics that do not travel are not kept for recovery either.
-        self._norms_check = recovery_of(group) is not None and not broadcast_buffers
+        self._norms_check = recovery is not None and not broadcast_buffers
         self._sync_norms = _sync_norms(module, group, self._norms_check)
         self._norms_group = group
         self._hooked = WeakIdKeyDictionary()
         """Outputs that outlive a pass, such as a parameter, have had the hook since the first."""
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, group)
-        recovery = recovery_of(group)
         self._reducer = reducer = Reducer(
             named,
             group,

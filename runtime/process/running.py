@@ -27,6 +27,9 @@ class Survival(Protocol):
     def faults(self) -> Faults:
         """What was ordered to happen to this rank."""
 
+    def makes_model(self) -> None:
+        """A model is being made, with collectives of its own."""
+
     def watch_model(self, model: Any) -> None:
         """Take this model along into later generations, as long as it lives."""
 

@@ -59,6 +59,8 @@ class LiveObjects:
         """The optimizer whose step ended last on this rank. Other ranks may still be in that step,
         and need this rank's state, even after the function has returned. When another step has
         ended here, they have left it."""
+        self.makes_model = False
+        """Whether the function has begun to make a model."""
         self._call: RunningCall | None = None
         self._began_at = 0.0
         self._optimizers: list[weakref.ref[OptimizerEngine]] = []
@@ -71,7 +73,7 @@ class LiveObjects:
         self.plain.begin()
         self._call, self._began_at = call, time.time()
         self._optimizers, self._models = [], []
-        self.stepped_last = None
+        self.stepped_last, self.makes_model = None, False
 
     @property
     def call(self) -> RunningCall:
@@ -91,6 +93,13 @@ class LiveObjects:
     def models(self) -> dict[int, ModelEngine]:
         """The models that still exist, by number."""
         return {n: one for n, made in enumerate(self._models) if (one := made())}
+
+    @property
+    def are_being_made(self) -> bool:
+        """Whether the function was left while it made and registered its first objects: it has sent
+        no gradients, so no rank has taken a step, and all may begin afresh."""
+        has_sent = any(model.reducer.num_passes for model in self.models().values())
+        return self.makes_model and not has_sent and bool(self._missing())
 
     def has_taken_part(self) -> bool:
         """Whether any collective of the function has completed. If not, no other rank has received

@@ -64,7 +64,8 @@ class Where(enum.Enum):
     worker, at its first step."""
 
     NOT_BEGUN = "not begun"
-    """The function was left before any of its collectives had completed: it may begin afresh."""
+    """The function was left before any of its collectives had completed, or while it made its
+    models and optimizers: it may begin afresh."""
 
 
 @dataclass(frozen=True, slots=True)

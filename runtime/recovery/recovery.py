@@ -93,6 +93,9 @@ class Recovery:
         self.in_place.begin()
         self.from_the_top.begin_call()
 
+    def makes_model(self) -> None:
+        self._objects.makes_model = True
+
     def watch_model(self, model: ModelEngine) -> None:
         self._objects.add_model(model)
 
@@ -268,7 +271,8 @@ class Recovery:
 
     def _where_left(self) -> Where:
         is_fresh = self._state.stage is Stage.FRESH
-        has_begun = not is_fresh or (self._objects.has_taken_part() and not self.can_resume_again)
+        begins_again = self.can_resume_again or self._objects.are_being_made
+        has_begun = not is_fresh or (self._objects.has_taken_part() and not begins_again)
         return Where.OUTSIDE if has_begun else Where.NOT_BEGUN
 
     # -- how a function begins ---------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from chorusline.runtime.data_parallel import distributed_data_parallel
 
 
 class StrikesOnce:
@@ -92,4 +93,66 @@ async def test_a_driver_that_dies_when_ranks_meet_for_the_first_time_costs_nothi
         told = await session.run(train, fault=None)
         assert session._crew._driver is not driver, "the order was carried out"
     assert all(8 <= steps <= 24 for _, steps, _ in told)  # By three ranks, and by one.
+    assert all(parameters == told[0][2] for _, _, parameters in told)
+
+
+def train_slowly_made(
+    ctx: cl.Context, folder: Path, instant: str, sharded: bool
+) -> tuple[int, int, list[list[float]]]:
+    """As `train`; rank 1 dies at this instant, while the objects are made."""
+
+    def reach(name: str) -> None:
+        if ctx.rank == 1 and name == instant:
+            struck(folder, signal.SIGKILL)
+
+    ctx.reduce(1.0)  # So that a collective of the function has succeeded.
+    module = torch.nn.Linear(3, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        copy = distributed_data_parallel.broadcast_tensors
+        patch.setattr(
+            distributed_data_parallel,
+            "broadcast_tensors",
+            lambda *args, **kwargs: (reach("in the model"), copy(*args, **kwargs))[1],
+        )
+        model = cl.DistributedDataParallel(module)
+    reach("after the model")
+    if sharded:
+        optim: torch.optim.Optimizer = cl.ZeroRedundancyOptimizer(
+            model, torch.optim.AdamW, lr=0.1, replicas=2
+        )
+    else:
+        optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ctx.register("model", model)
+    reach("before the optimizer is registered")
+    ctx.barrier()
+    ctx.register("optim", optim)
+    steps = 0
+    for epoch in ctx.epochs(2):
+        with cl.Join([model, optim] if sharded else [model]):
+            for batch in ctx.shard(torch.ones(24, 3), 2, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                steps += 1
+    return os.getpid(), steps, [p.tolist() for p in model.parameters()]
+
+
+INSTANTS = ["in the model", "after the model", "before the optimizer is registered"]
+
+
+@pytest.mark.parametrize(
+    ("instant", "sharded"),
+    [
+        pytest.param(instant, sharded, marks=() if number == int(sharded) else pytest.mark.slow)
+        for number, instant in enumerate(INSTANTS)
+        for sharded in (True, False)
+    ],
+)
+async def test_a_death_while_the_objects_are_made_lets_the_others_begin_again(
+    session: cl.Session, tmp_path: Path, instant: str, sharded: bool
+) -> None:
+    told = await session.run(train_slowly_made, folder=tmp_path, instant=instant, sharded=sharded)
+    assert (tmp_path / "pid").exists(), "it was killed"
+    assert int((tmp_path / "pid").read_text()) not in {pid for pid, _, _ in told}
+    assert sum(steps for _, steps, _ in told) == 12 * 2
     assert all(parameters == told[0][2] for _, _, parameters in told)
