@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import chorusline as cl
 from tests.harness.standing_ranks import another_group
@@ -17,72 +19,98 @@ CHANGES = {
 }
 
 
-def train(group, name, lengths):
+def train(group, before, after, when, lengths):
+    """before, after: options, and max_norm; the body sets them when it begins step `when`."""
     with another_group(group) as own:
-        before, after = CHANGES[name]
         model = cl.DistributedDataParallel(make_model(torch.float64), own)
-        optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, **{"lr": 0.1, **before})
+        optim = cl.ZeroRedundancyOptimizer(model, kind_of(before), **{"lr": 0.1, **before})
         with cl.Join([model, optim], skew_warning=None):
             for number, batch in enumerate(batches_of(own.rank, lengths[own.rank], torch.float64)):
-                if number == 2:
-                    for option, value in after.items():
-                        if option == "max_norm":
-                            optim.max_norm = value
-                        else:
-                            optim.param_groups[0][option] = value
+                if number == when:
+                    options = dict(after)
+                    optim.max_norm = options.pop("max_norm", optim.max_norm)
+                    optim.param_groups[0].update(options)
                 loss_of(model, batch).backward()
                 optim.step()
                 optim.zero_grad()
         return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_a_rank_with_data_sets_reaches_the_shard_of_one_without(ranks_of, name):
-    lengths = (2, 5)
-    before, after = ({"max_norm": None, **one} for one in CHANGES[name])
+def kind_of(options):
+    return torch.optim.AdamW if "betas" in options else torch.optim.SGD
+
+
+def plain(options):
+    """As Python's numbers, without max_norm."""
+    return {
+        name: tuple(map(float, value)) if name == "betas" else float(value)
+        for name, value in options.items()
+        if name != "max_norm"
+    }
+
+
+def in_one_process(before, after, when, lengths):
     model = make_model(torch.float64)
-    max_norm = before.pop("max_norm")
-    optim = torch.optim.SGD(model.parameters(), **{"lr": 0.1, **before})
+    optim = kind_of(before)(model.parameters(), **{"lr": 0.1, **plain(before)})
+    max_norm = before.get("max_norm")
     for step in range(max(lengths)):
-        if step == 2:
-            max_norm = after.pop("max_norm")
-            optim.param_groups[0].update({k: float(np.asarray(v).item()) for k, v in after.items()})
+        if step == when:
+            max_norm = after.get("max_norm", max_norm)
+            optim.param_groups[0].update(plain(after))
         for rank, length in enumerate(lengths):
             if step < length:
                 batch = batches_of(rank, length, torch.float64)[step]
-                (loss_of(model, batch) / 2).backward()
+                (loss_of(model, batch) / len(lengths)).backward()
         if max_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optim.step()
         optim.zero_grad()
-    for parameters in ranks_of(2).run(train, name, lengths):
-        assert largest_difference(parameters, list(model.parameters())) < 1e-12
+    return list(model.parameters())
 
 
-def refuse(group, what):
-    with another_group(group) as own:
-        model = cl.DistributedDataParallel(make_model(torch.float32), own)
-        betas = [0.9, 0.95 if what == "constructor" and own.rank else 0.99]
-        try:
-            optim = cl.ZeroRedundancyOptimizer(model, torch.optim.Adam, lr=0.1, betas=betas)
-            if what == "max_norm":
-                optim.max_norm = 1.0 + own.rank
-            if what == "length":
-                optim.param_groups[0]["betas"] = [0.9]
-            loss_of(model, torch.randn(3, 7)).backward()
-            optim.step()
-        except (RuntimeError, cl.CollectiveError) as error:
-            return str(error)
-        return ""
+def check(ranks_of, before, after, when, lengths):
+    whole = in_one_process(before, after, when, lengths)
+    for parameters in ranks_of(2).run(train, before, after, when, lengths):
+        assert largest_difference(parameters, whole) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("constructor", "betas"),
-        ("max_norm", "max_norm is 1 on rank 0, 2 on rank 1"),
-        ("length", "number of entries"),
-    ],
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_rank_with_data_sets_reaches_the_shard_of_one_without(ranks_of, name):
+    check(ranks_of, *CHANGES[name], 2, (2, 5))
+
+
+def held(value):
+    """A number as programs hold it; each of these is exact in all of them."""
+    whole = [int(value)] if value == int(value) else []
+    return st.sampled_from([*whole, value, np.float32(value), np.float64(value)])
+
+
+NUMBERS = st.sampled_from([0.0, 0.25, 0.5, 1.0]).flatmap(held)
+BETAS = st.sampled_from([0.5, 0.75, 0.875]).flatmap(held)
+OPTIONS = {
+    "lr": NUMBERS,
+    "weight_decay": NUMBERS,
+    "max_norm": st.sampled_from([None, 0.125, 1, 4.0]),
+}
+OF_SGD = {**OPTIONS, "momentum": NUMBERS}
+OF_ADAMW = {**OPTIONS, "betas": st.lists(BETAS, min_size=2, max_size=2) | st.tuples(BETAS, BETAS)}
+
+
+@st.composite
+def changes(draw):
+    """The options of an optimizer, and those that the body sets."""
+    names, always = draw(st.sampled_from([(OF_SGD, []), (OF_ADAMW, ["betas"])]))
+    drawn = draw(st.lists(st.sampled_from(sorted(names)), unique=True))
+    before = {name: draw(names[name]) for name in {*drawn, *always}}
+    after = {name: draw(names[name]) for name in draw(st.sets(st.sampled_from(sorted(names))))}
+    return before, after
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_options_that_differ_or_change_their_length_are_refused_by_name(ranks_of, what, told):
-    assert all(told in text for text in ranks_of(2).run(refuse, what))
+@given(changes(), st.integers(0, 4), st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(any))
+def test_any_options_set_at_any_step_over_any_lengths_are_those_of_one_process(
+    ranks_of, change, when, lengths
+):
+    check(ranks_of, *change, when, lengths)
