@@ -27,7 +27,7 @@ def export(
 ) -> CheckpointReader:
     """Write a checkpoint to one file; returns the reader of the checkpoint.
 
-    source: a checkpoint, or a place, whose newest whole checkpoint is taken.
+    source: a checkpoint, or a place, whose newest complete checkpoint is taken.
     target: the file.
     file_format: "torch" (torch.save) or "safetensors"; default: the latter for a target that ends
         in .safetensors.

@@ -137,7 +137,7 @@ def choose(
     weights_only: bool,
     check: Callable[[CheckpointReader], None],
 ) -> tuple[CheckpointReader | None, list[str]]:
-    """The newest whole checkpoint, the same on all ranks; each rank verifies a share of it. With
+    """The newest complete checkpoint, the same on all ranks; each rank verifies a share of it. With
     it come the folders of those that were found corrupted. weights_only: of the reader.
 
     check: raises CheckpointCorrupted for what cannot be a checkpoint of a run.

@@ -347,7 +347,7 @@ class Steps(Dealt):
         return is_stream or bool(self._sizes_ahead(self._first + self.taken))
 
     def place(self) -> StepsPlace:
-        """Between two steps."""
+        """This rank's place in the pass under way, between two steps."""
         rest = self._passage.rest if self._passage is not None else Rest()
         dealt = self._dealer.place_in(self)
         return StepsPlace(self._first, rest, self.taken, self.agreed, tuple(self._paces), dealt)
@@ -432,7 +432,7 @@ def _check_together(models: Sequence[Summing]) -> None:
     if len(models) > 1 and any(model.can_wait for model in models):
         raise RuntimeError(
             f"the {len(models)} DistributedDataParallel models of this function would take the "
-            "steps of ctx.steps together, and in a run that survives losses only one model with "
-            "a ZeroRedundancyOptimizer can. Wrap one module that has both, drop the other model, "
-            "or let the session end when a worker is lost (max_failures=0)"
+            "steps of ctx.steps together, but in a run that survives lost workers only one model "
+            "with a ZeroRedundancyOptimizer can. Wrap one module that has both, drop the other "
+            "model, or let the session end when a worker is lost (max_failures=0)"
         )

@@ -32,7 +32,7 @@ def check_same_joins(joins: Sequence[int], generation: int) -> None:
         "Join",
         generation,
         [rank for rank, value in enumerate(values) if value != values[0]],
-        f"{_SETTINGS[bit]} is {each}, so the ranks would not end the step alike",
+        f"{_SETTINGS[bit]} is {each}, so the ranks would end the step differently",
         "Every rank must enter the same Join around its steps, with the same enable, "
         "divide_by_initial_world_size and throw_on_early_termination.",
     )

@@ -45,8 +45,8 @@ class ContextSteps:
         multiprocessing_context: str | None = None,
         device: torch.device | str | None = None,
     ) -> Steps:
-        """The steps of one epoch, each over `global_batch_size` samples, whatever the number of
-        ranks is. Each step is an iterable of this rank's micro-batches, some or none:
+        """The steps of one epoch, each over `global_batch_size` samples at any number of ranks.
+        Each step is an iterable of this rank's micro-batches, perhaps none:
 
             for step in ctx.steps(dataset, global_batch_size=64, micro_batch_size=8, epoch=epoch):
                 for batch in step:
@@ -59,21 +59,24 @@ class ContextSteps:
         may be smaller. Every rank takes every step, so no Join is needed.
 
         Parameters, optimizer state, buffers and random states are those of a run with one rank, bit
-        by bit, whoever computed what: sums over micro-batches have one order, and each micro-batch
-        has a random state of its own. Buffers are those that the last micro-batch has left.
+        by bit, whichever rank computed what: sums over micro-batches have one order, and each
+        micro-batch has a random state of its own. Buffers are those that the last micro-batch has
+        left.
 
         dataset: an object with a length and numbered samples, the same on all ranks; or a Stream,
-            whose rows come in their order (without an effect of seed and shuffle on it).
+            whose rows come in their order (seed and shuffle have no effect on it).
         global_batch_size: samples per step, of all ranks together.
-        micro_batch_size: samples per forward pass. Another size gives other bits.
+        micro_batch_size: samples per forward pass. Another size changes the bits of the result.
         epoch, seed, shuffle: as for `shard`. The seed, with that of the run, also decides the
             random states.
-        deterministic: False adds up micro-batches as they come; then the bits depend on the ranks.
-        num_workers: how many loader processes of this rank make batches ahead, those that it will
-            compute if the next steps are dealt as this one is.
+        deterministic: False adds up micro-batches in the order of arrival; then the bits depend on
+            the ranks.
+        num_workers: how many loader processes of this rank prefetch batches: those that it computes
+            if the next steps are dealt like this one.
         collate_fn, prefetch_factor, pin_memory, persistent_workers, worker_init_fn,
-            multiprocessing_context: as for torch's DataLoader, which makes the batches. What
-            collate_fn and the dataset draw depends on the micro-batch alone, not on num_workers.
+            multiprocessing_context: as for torch's DataLoader, which makes the batches. The random
+            numbers of collate_fn and of the dataset depend on the micro-batch alone, not on
+            num_workers.
         device: where batches are copied to; None: they stay on the CPU.
 
         Raises ValueError for an empty dataset and for sizes that do not fit, TypeError for one

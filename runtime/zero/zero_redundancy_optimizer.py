@@ -130,14 +130,19 @@ class ZeroRedundancyOptimizer(Face):
         # A run that gains and loses workers may have fewer ranks than replicas for a while.
         if replicas > group.size and recovery_of(group) is None:
             raise ValueError(
-                f"replicas={replicas} is more than the {group.size} ranks that could keep them"
+                f"replicas={replicas} is more than the {group.size} ranks of the group; every "
+                "replica needs a rank of its own"
             )
         if replicas > 1 and not (model and is_elementwise):
+            kind = (
+                "is elementwise; pass it the DistributedDataParallel"
+                if is_elementwise
+                else "is not elementwise; use replicas=1, or AdamW"
+            )
             raise ValueError(
-                "replicas need the gradients of a DistributedDataParallel model, and an "
-                f"elementwise optimizer, which {optimizer_class.__name__} "
-                f"{'is' if is_elementwise else 'is not'}: only then are gradients reduced shard "
-                "by shard, and only then can the shards be cut again for other ranks"
+                f"replicas={replicas} needs a DistributedDataParallel model, whose gradients are "
+                "reduced shard by shard, and an elementwise optimizer, whose shards can be cut for "
+                f"other ranks. {optimizer_class.__name__} {kind}"
             )
         self.num_steps = 0
         """Number of applied steps, equal on all ranks."""

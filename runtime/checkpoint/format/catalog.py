@@ -136,7 +136,7 @@ def candidates(storage: Storage) -> list[str]:
 
 
 def newest_whole(storage: Storage) -> CheckpointReader:
-    """The newest whole checkpoint, of which one process has verified every byte.
+    """The newest complete checkpoint, of which one process has verified every byte.
 
     Raises CheckpointNotFound if there is no checkpoint, CheckpointCorrupted if all are broken, and
     OSError if it cannot be read, or if the manifest of none can be.
@@ -160,7 +160,7 @@ def newest_whole(storage: Storage) -> CheckpointReader:
 
 
 def why_none(storage: Storage) -> str:
-    """What is to be said of a place without a whole checkpoint."""
+    """What is to be said of a place without a complete checkpoint."""
     if METADATA in storage.children():
         return (
             f"there is no complete checkpoint here: it has {METADATA}, as checkpoints of "

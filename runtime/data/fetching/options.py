@@ -16,7 +16,7 @@ class FetchOptions:
 
     num_workers: the loader processes of this rank. 0: the training thread makes a batch when the
         loop asks for it.
-    prefetch_factor: how many batches each loader process makes ahead; None: 2.
+    prefetch_factor: how many batches each loader process prefetches; None: 2.
     pin_memory: batches are copied to page-locked memory, from which a GPU copies them while it
         computes.
     collate_fn: makes a batch of a list of samples; None: torch's default_collate.
@@ -26,7 +26,7 @@ class FetchOptions:
     multiprocessing_context: how loader processes start. None: "fork", so they have the dataset
         without a copy of it. "forkserver" and "spawn" send it to each of them as a pickle.
 
-    Raises TypeError or ValueError for values that torch would refuse.
+    Raises TypeError or ValueError for values that torch would reject.
     """
 
     num_workers: int = 0

@@ -193,7 +193,7 @@ class Face:
         return self.last
 
     async def begin(self, program: Parcel) -> int:
-        """Begin a run; return its number. Raises RuntimeError if the session refuses it."""
+        """Begin a run; return its number. Raises RuntimeError if the session rejects it."""
         token = uuid.uuid4().hex
         parcel = ray.put(program)  # Once, however often it has to be sent.
         said = await self._ask("begin", token, parcel, get_debug_level(), timeout_s=None)

@@ -185,9 +185,9 @@ class ParameterBucket:
             if there != (self.flat.dtype, self.flat.device, numel):
                 raise RuntimeError(
                     f"parameter {number} has {numel} elements of {self.flat.dtype} on "
-                    f"{self.flat.device} in its shards, and was rebound to {parameter.numel()} of "
-                    f"{parameter.dtype} on {parameter.device}: convert, move or change the module "
-                    "before it is wrapped and the optimizer is made"
+                    f"{self.flat.device} in the optimizer's shards, but was replaced by "
+                    f"{parameter.numel()} of {parameter.dtype} on {parameter.device}. Convert, "
+                    "move or change the module before it is wrapped and the optimizer is made"
                 )
             if numel and parameter.data_ptr() != known[number]:
                 parameter.data = parameter.detach().clone()
