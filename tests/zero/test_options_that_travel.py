@@ -86,7 +86,7 @@ def held(value):
 
 
 NUMBERS = st.sampled_from([0.0, 0.25, 0.5, 1.0]).flatmap(held)
-BETAS = st.sampled_from([0.5, 0.75, 0.875]).flatmap(held)
+BETAS = st.sampled_from([0.5, 0.75, 0.875, np.float64(0.625)])  # Adam takes no other numbers.
 OPTIONS = {
     "lr": NUMBERS,
     "weight_decay": NUMBERS,
@@ -102,6 +102,8 @@ def changes(draw):
     names, always = draw(st.sampled_from([(OF_SGD, []), (OF_ADAMW, ["betas"])]))
     drawn = draw(st.lists(st.sampled_from(sorted(names)), unique=True))
     before = {name: draw(names[name]) for name in {*drawn, *always}}
+    if "betas" in before:
+        before["eps"] = 0.125  # Else rounding is divided by 1e-8 where a gradient is almost zero.
     after = {name: draw(names[name]) for name in draw(st.sets(st.sampled_from(sorted(names))))}
     return before, after
 
