@@ -81,6 +81,10 @@ class GroupDescription:
 class Group(HostReads, ObjectCollectives, Subgroups):
     """An immutable membership of `size` ranks that run collectives together.
 
+        with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+            tensor = torch.ones(4)
+            group.all_reduce(tensor).wait()
+
     `Group.create` makes one; no Ray is needed. Every rank issues the same operations in the same
     order. Each returns a `Work` at once; `.wait()` or `await` it before using the tensors.
 

@@ -28,6 +28,9 @@ _LOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, bytes, pi
 class FileStore(DictStore):
     """A store in a file, for processes of one host. No server is needed.
 
+        with cl.FileStore(folder + "/store") as store:  # In a folder that is there.
+            store.set("key", "value")
+
     The file is a log of writes. The process that closes it last (by `close`, a with-block, or its
     ordinary end) removes it. If a file still exists after all its users are gone, their run was
     killed: opening the file raises StaleStore at once. Every process makes its own FileStore; one

@@ -305,11 +305,22 @@ class DictStore(Store):
 
 
 class HashStore(DictStore):
-    """A store for the threads of one process."""
+    """A store for the threads of one process.
+
+        store = cl.HashStore()
+        store.set("address", "10.0.0.1")
+        assert store.get("address") == b"10.0.0.1"
+
+    Other processes cannot see it; they need a FileStore, or `store_from_url`.
+    """
 
 
 class PrefixStore(Store):
     """Part of another store: a prefix before every key, so that users of one store cannot collide.
+
+        store = cl.HashStore()
+        cl.PrefixStore("first", store).set("key", "1")
+        cl.PrefixStore("second", store).set("key", "2")
 
     Each call is one call of the underlying store.
     """

@@ -57,6 +57,9 @@ class ModelAverager(ABC):
 class PeriodicModelAverager(ModelAverager):
     """Averages over all ranks of `process_group` every `period` steps.
 
+        averager = cl.PeriodicModelAverager(period=4, warmup_steps=100, process_group=group)
+        averager.average_parameters(net.parameters())  # After each step of the optimizer.
+
     period: steps are counted from 0 after the warm-up; a step that `period` divides averages.
     warmup_steps: the number of steps at the start without an average, since gradients are still
         averaged in them.

@@ -14,6 +14,8 @@ AUTO, NEVER = "auto", "never"
 class CheckpointConfig:
     """Where and when a session saves checkpoints; storage_path and num_to_keep are as in Ray Train.
 
+        checkpoint = cl.CheckpointConfig("checkpoints", every_n_steps=100, num_to_keep=2)
+
     storage_path: a folder that all ranks see (made absolute), or an fsspec URL (s3://bucket/run).
     num_to_keep: the number of newest complete checkpoints to keep; None keeps all. Older ones are
         deleted once a newer one is complete. Damaged ones do not count.

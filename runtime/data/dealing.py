@@ -30,6 +30,8 @@ def deal(
 ) -> list[list[int]]:
     """The sample numbers of each rank, by rank; each number exactly once.
 
+        cl.deal(5, world_size=2, shuffle=False)  # [[0, 2, 4], [1, 3]]
+
     A pure function: the same result on all ranks.
 
     shuffle: the order depends on `seed` and `epoch`; otherwise it is that of the dataset.

@@ -46,6 +46,9 @@ def engine_of(model: DistributedDataParallel) -> ModelEngine:
 class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     """A module whose gradients are the mean over all ranks, as in torch.nn.parallel.
 
+        model = cl.DistributedDataParallel(net, group)  # In a train function, without a group.
+        model(torch.ones(2, 8)).mean().backward()
+
     module: the same on all ranks; it starts from rank 0's parameters and buffers.
     group: the ranks that reduce gradients; default: the session's group.
     bucket_cap_mb: the size of a bucket of gradients, in MiB.

@@ -24,6 +24,9 @@ from .same_model import (
 class PureDistributedDataParallel(torch.nn.Module):
     """A module whose gradients are the mean over all ranks: one all-reduce for each gradient.
 
+        model = cl.PureDistributedDataParallel(net, group)  # In a train function, without a group.
+        model(torch.ones(2, 8)).mean().backward()
+
     The model has no buckets, no overlap and no agreement: as soon as a parameter's gradient is
     accumulated, the model reduces it and waits. That is slow, but simple to verify, and in a
     debugger a rank that hangs is in the all-reduce of the parameter in question.

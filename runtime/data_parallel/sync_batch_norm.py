@@ -43,6 +43,10 @@ def group_beside(group: Group) -> Group:
 class SyncBatchNorm(_BatchNorm):
     """torch.nn.SyncBatchNorm over a Group, on any device, including uneven inputs inside Join.
 
+        net = torch.nn.Sequential(net, torch.nn.BatchNorm1d(1))
+        net = cl.SyncBatchNorm.convert_sync_batchnorm(net)
+        model = cl.DistributedDataParallel(net, group)
+
     Input: (samples, num_features, …) with at least 2 dimensions; the batch may be empty. In
     training the mean and variance are those of the samples of all ranks, and the running statistics
     follow them. In evaluation the layer is plain batch normalisation.

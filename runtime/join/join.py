@@ -172,6 +172,14 @@ class GroupJoinable(Joinable):
 class Join:
     """`with Join([model, optimizer]):` around a training loop over uneven inputs.
 
+        model = cl.DistributedDataParallel(net, group)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        with cl.Join([model, optimizer]):
+            for batch in [torch.ones(2, 8)] * (group.rank + 1):
+                model(batch).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
     joinables: in the order in which their hooks run.
     enable: False makes the Join do nothing.
     throw_on_early_termination: raise RuntimeError on every rank at the first step that some rank

@@ -18,6 +18,13 @@ from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 class GradScaler(torch.amp.GradScaler, GroupJoinable):
     """torch.amp.GradScaler for a ZeroRedundancyOptimizer, with the same interface.
 
+        model = cl.DistributedDataParallel(net, group)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        scaler = cl.GradScaler(optimizer)
+        scaler.scale(model(torch.ones(2, 8)).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
     torch.amp.GradScaler looks at a rank's local gradients, so ranks would skip different steps and
     their scales would diverge. This scaler reads the result of the optimizer's ballot: if the
     reduced gradient of any rank is not finite, all ranks skip the step, and all scales stay the

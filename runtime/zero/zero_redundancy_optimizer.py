@@ -41,6 +41,11 @@ from .shards.state_dict_format import match_state, parameter_name, plain_state, 
 class ZeroRedundancyOptimizer(Face):
     """A torch optimizer whose state is sharded over the ranks of a group.
 
+        model = cl.DistributedDataParallel(net, group)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-3)
+        model(torch.ones(2, 8)).mean().backward()
+        optimizer.step()
+
     params: a chorusline DistributedDataParallel, or what a torch optimizer takes (tensors, or
         dictionaries of parameter groups). If these are all parameters of one
         DistributedDataParallel, gradients travel once: each rank receives the sum for its own

@@ -151,7 +151,7 @@ def test_a_resume_is_told_with_its_step_and_the_options_that_are_not_those_given
     assert others == []
     (told, changed), others = ranks_of(2).run(_train_with, config, 0.2, 0.01)
     assert ", of step 2 (CheckpointConfig(resume='never'), or" in told
-    assert "'optim' goes on with the options of the checkpoint" in changed
+    assert "'optim' resumes with the options of the checkpoint" in changed
     assert "lr 0.1, not 0.2; weight_decay 0.0, not 0.01" in changed
     assert others == []
 
