@@ -16,6 +16,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
+from chorusline.collectives.contract.argument_kinds import check_kinds
+from chorusline.collectives.contract.deadlines import Seconds
 from chorusline.collectives.contract.errors import CollectiveError, StoreLost, fresh_copy
 from chorusline.collectives.stores.signed_store import new_secret
 from chorusline.collectives.stores.store import (
@@ -212,6 +214,7 @@ class ActorStore(Store):
     """
 
     def __init__(self, actor: Actor, secret: bytes | None = None) -> None:
+        check_kinds(ActorStore.__init__, locals())
         self._actor = actor
         self.secret = secret
         self._lock = threading.Lock()
@@ -279,13 +282,13 @@ class ActorStore(Store):
         """The number of keys in the store."""
         return int(self._call("num_keys"))
 
-    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+    def wait(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> None:
         waited_s = self._seconds(timeout_s)
         missing = self._call("wait", encoded_keys(keys), waited_s, suspended_s=waited_s)
         if missing:
             raise timed_out(missing, waited_s)
 
-    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+    def multi_get(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> list[bytes]:
         waited_s = self._seconds(timeout_s)
         wanted = encoded_keys(keys)
         missing, values = self._call("multi_get", wanted, waited_s, suspended_s=waited_s)
@@ -294,7 +297,7 @@ class ActorStore(Store):
         return list(values)
 
     def gather(
-        self, name: Data, rank: int, size: int, value: Data, timeout_s: float | None = None
+        self, name: Data, rank: int, size: int, value: Data, timeout_s: Seconds | None = None
     ) -> list[bytes]:
         waited_s = self._seconds(timeout_s)
         own = encoded(name, "name"), rank, size, encoded(value, "value")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.autograd import profiler
 
+from .contract.argument_kinds import check_kinds, checked_device, checked_place
 from .contract.communicator import Communicator
-from .contract.deadlines import checked_seconds
+from .contract.deadlines import Seconds, checked_seconds
 from .contract.errors import GroupClosed, UnsupportedOperation
 from .contract.modes import outside_modes
 from .contract.operation import Finish, Kind, Operation
@@ -47,10 +47,6 @@ from .transports.backends import backend_for
 from .transports.interfaces import network_of
 
 DEFAULT_TIMEOUT_S = 60.0
-MOST_RANKS = 1 << 16
-"""A rendezvous of n ranks names n keys: with a million, naming those that are missing takes longer
-than a deadline of seconds."""
-
 _LONGEST_NAME = 1000  # characters; a subgroup's name begins with that of its group
 
 Announce = Callable[[Kind, int, int, int], None]
@@ -160,10 +156,10 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         store: Store,
         rank: int,
         size: int,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | int = "cpu",
         *,
         generation: int = 0,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: Seconds = DEFAULT_TIMEOUT_S,
         name: str = "default",
         backend: str | None = None,
     ) -> Self:
@@ -183,27 +179,22 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         the ranks have different secrets. After a timeout the ranks may call it again, at different
         times; those that call again meet.
         """
-        rank, size = _checked_place(rank, size)
-        timeout_s = checked_seconds(timeout_s)
         if not isinstance(store, Store):
             raise TypeError(
                 f"store must be a chorusline.Store, got {type(store).__name__}; "
                 "StoreFromTorch(store) makes one of a store of torch"
             )
-        generation = _whole(generation, "generation")
+        check_kinds(cls.create, locals())
+        rank, size = checked_place(rank, size)
+        timeout_s = checked_seconds(timeout_s)
+        generation = int(generation)
         if not 0 <= generation < 2**63:
             raise ValueError(f"generation must be in [0, 2**63), got {generation}")
-        if not isinstance(name, str):
-            raise TypeError(f"name must be a string, got {type(name).__name__}")
         if not 0 < len(name) <= _LONGEST_NAME:
             raise ValueError(
                 f"name must have 1 to {_LONGEST_NAME} characters, got one of {len(name)}"
             )
-        try:
-            device = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-            raise type(error)(f"torch does not know the device {device!r}: {reason}") from None
+        device = checked_device(device)
         chosen = backend_for(backend, device)
         communicator, rendezvous, seal = meet(
             chosen,
@@ -235,10 +226,10 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         url: str,
         rank: int | None = None,
         size: int | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | int = "cpu",
         *,
         generation: int = 0,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: Seconds = DEFAULT_TIMEOUT_S,
         name: str = "default",
         secret: str | bytes | None = None,
     ) -> Self:
@@ -273,7 +264,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         """
         return self._communicator.empty_symmetric(numel, dtype)
 
-    def coalesce(self, *, timeout_s: float | None = None) -> Coalesced:
+    def coalesce(self, *, timeout_s: Seconds | None = None) -> Coalesced:
         """A block whose operations are one work: `with group.coalesce() as work:`.
 
         Messages may be in any order; collectives are in the same order on all ranks.
@@ -309,7 +300,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
 
     @says(timeout="write timeout_s=, in seconds", group="call it on that group")
     def monitored_barrier(
-        self, timeout_s: float | None = None, wait_all_ranks: bool = False
+        self, timeout_s: Seconds | None = None, wait_all_ranks: bool = False
     ) -> Work:
         """A barrier that finds missing ranks: its CollectiveTimeout names the first one.
 
@@ -416,7 +407,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         numel: int,
         dtype: int,
         detail: int,
-        timeout_s: float | None,
+        timeout_s: Seconds | None,
         elements: float,
         finish: Finish | None = None,
     ) -> Operation:
@@ -440,7 +431,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         return operation
 
     def _begin_between_two(
-        self, kind: Kind, numel: int, dtype: int, peer: int, tag: int, timeout_s: float | None
+        self, kind: Kind, numel: int, dtype: int, peer: int, tag: int, timeout_s: Seconds | None
     ) -> Operation:
         deadline_s = self._deadline_s(kind, timeout_s)
         if self._announce is not None:
@@ -456,7 +447,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
             operation.span = begin_span(operation, self._with_nvtx)
         return operation
 
-    def _deadline_s(self, kind: Kind, timeout_s: float | None) -> float:
+    def _deadline_s(self, kind: Kind, timeout_s: Seconds | None) -> float:
         """The seconds that an operation has; raises if it may not be issued here and now."""
         if os.getpid() != self._pid:
             raise RuntimeError(
@@ -477,7 +468,7 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         usual_s = self.timeout_s if block is None else block.operation.timeout_s
         return usual_s if timeout_s is None else checked_seconds(timeout_s)
 
-    def _count_objects(self, kind: Kind, timeout_s: float | None) -> float:
+    def _count_objects(self, kind: Kind, timeout_s: Seconds | None) -> float:
         deadline_s = self._deadline_s(kind, timeout_s)
         if self._announce is not None:
             self._announce(kind, 0, -1, -1)
@@ -517,25 +508,3 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         if block is None or (block.thread != get_ident() and self.device.type == "cpu"):
             return None
         return block
-
-
-def _checked_place(rank: int, size: int) -> tuple[int, int]:
-    rank, size = _whole(rank, "rank"), _whole(size, "size")
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
-    if size > MOST_RANKS:
-        raise ValueError(f"size must be at most {MOST_RANKS}, got {size}")
-    if not 0 <= rank < size:
-        raise ValueError(f"rank must be in [0, {size}), got {rank}")
-    return rank, size
-
-
-def _whole(number: object, name: str) -> int:
-    if isinstance(number, bool):
-        raise TypeError(f"{name} must be a whole number, got {number}")
-    try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(
-            f"{name} must be a whole number, got {type(number).__name__} {number!r}"
-        ) from None

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from .contract.communicator import Communicator
+from .contract.deadlines import Seconds
 from .contract.errors import SecretMismatch, StoreTimeout
 from .stores.signed_store import Seal, looks_signed, new_nonce
 from .stores.store import Data, PrefixStore, Store
@@ -32,20 +33,20 @@ class WatchedStore(PrefixStore):
         super().__init__(prefix, store)
         self._look = look
 
-    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+    def wait(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> None:
         return self._in_slices(lambda s: super(WatchedStore, self).wait(keys, s), timeout_s)
 
-    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+    def multi_get(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> list[bytes]:
         return self._in_slices(lambda s: super(WatchedStore, self).multi_get(keys, s), timeout_s)
 
     def gather(
-        self, name: Data, rank: int, size: int, value: Data, timeout_s: float | None = None
+        self, name: Data, rank: int, size: int, value: Data, timeout_s: Seconds | None = None
     ) -> list[bytes]:
         return self._in_slices(
             lambda s: super(WatchedStore, self).gather(name, rank, size, value, s), timeout_s
         )
 
-    def _in_slices(self, call: Callable[[float], Result], timeout_s: float | None) -> Result:
+    def _in_slices(self, call: Callable[[float], Result], timeout_s: Seconds | None) -> Result:
         limit_s = self._seconds(timeout_s)
         give_up_at = time.monotonic() + limit_s
         while True:

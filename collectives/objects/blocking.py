@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
+from ..contract.deadlines import Seconds
 from ..operations.operations import Operations
 from .payloads import bytes_of, loads, opened, pickled, sealed, words_of
 
 
 def all_gather_row(
-    group: Operations, row: Sequence[int], timeout_s: float | None = None
+    group: Operations, row: Sequence[int], timeout_s: Seconds | None = None
 ) -> list[list[int]]:
     """The integers of all ranks, by rank. All ranks pass the same number of integers."""
     mine = torch.tensor(row, dtype=torch.int64, device=group.device)

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from ..contract.deadlines import Seconds
 from ..contract.operation import Kind, Operation
 from ..contract.torch_words import object_operation
 from ..operations.operations import Operations
@@ -45,7 +46,7 @@ class ObjectCollectives(ABC):
     def _objects(self) -> ObjectChannel: ...
 
     @abstractmethod
-    def _count_objects(self, kind: Kind, timeout_s: float | None) -> float:
+    def _count_objects(self, kind: Kind, timeout_s: Seconds | None) -> float:
         """Check that the group is open, count the operation, and return the timeout in seconds."""
 
     @abstractmethod
@@ -59,7 +60,7 @@ class ObjectCollectives(ABC):
 
     @abstractmethod
     def _begin_between_two(
-        self, kind: Kind, numel: int, dtype: int, peer: int, tag: int, timeout_s: float | None
+        self, kind: Kind, numel: int, dtype: int, peer: int, tag: int, timeout_s: Seconds | None
     ) -> Operation: ...
 
     @abstractmethod
@@ -75,7 +76,7 @@ class ObjectCollectives(ABC):
         root: int = 0,
         *,
         map_location: MapLocation = None,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
     ) -> ObjectWork:
         """Replace the elements of `objects` by those of rank `root`. The result is `objects`.
 
@@ -111,7 +112,7 @@ class ObjectCollectives(ABC):
 
     @object_operation(object_list="it is the result of the Work", obj="write value=")
     def all_gather_object(
-        self, value: Any, *, map_location: MapLocation = None, timeout_s: float | None = None
+        self, value: Any, *, map_location: MapLocation = None, timeout_s: Seconds | None = None
     ) -> ObjectWork:
         """The result on every rank is the values of all ranks, in rank order, all of them copies.
 
@@ -136,7 +137,7 @@ class ObjectCollectives(ABC):
         root: int = 0,
         *,
         map_location: MapLocation = None,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
     ) -> ObjectWork:
         """The result is the values of all ranks, in rank order, on rank `root`; None elsewhere.
 
@@ -168,7 +169,7 @@ class ObjectCollectives(ABC):
         root: int = 0,
         *,
         map_location: MapLocation = None,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
     ) -> ObjectWork:
         """The result on rank r is `objects[r]` of rank `root`: a copy, even on `root`.
 
@@ -205,7 +206,7 @@ class ObjectCollectives(ABC):
         object_list="write objects=", device="the objects say where their tensors are; leave it out"
     )
     def send_object_list(
-        self, objects: Sequence[Any], dst: int, *, timeout_s: float | None = None
+        self, objects: Sequence[Any], dst: int, *, timeout_s: Seconds | None = None
     ) -> ScriptedWork:
         """Send `objects` to rank `dst`, which calls `recv_object_list` with as many.
 
@@ -229,7 +230,7 @@ class ObjectCollectives(ABC):
         src: int | None = None,
         *,
         map_location: MapLocation = None,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
     ) -> ScriptedWork:
         """Replace the elements of `objects` by those that rank `src` sends; None: any rank, on CPU.
 

@@ -28,6 +28,7 @@ import torch
 
 from ..contract.arithmetic import reduce_into
 from ..contract.articles import with_article
+from ..contract.deadlines import Seconds
 from ..contract.dtypes import DTYPE_INDEX
 from ..contract.operation import UNEVEN, Finish, Kind, Operation, ReduceOp, root_and_op
 from ..contract.torch_words import tensor_operation
@@ -53,7 +54,7 @@ class Operations(GroupArguments):
         numel: int,
         dtype: int,
         detail: int,
-        timeout_s: float | None,
+        timeout_s: Seconds | None,
         elements: float,
         finish: Finish | None = None,
     ) -> Operation:
@@ -61,7 +62,7 @@ class Operations(GroupArguments):
 
     @abstractmethod
     def _begin_between_two(
-        self, kind: Kind, numel: int, dtype: int, peer: int, tag: int, timeout_s: float | None
+        self, kind: Kind, numel: int, dtype: int, peer: int, tag: int, timeout_s: Seconds | None
     ) -> Operation:
         """Count and record a send or recv."""
 
@@ -81,7 +82,7 @@ class Operations(GroupArguments):
         op: ReduceOp = ReduceOp.SUM,
         *,
         factor: complex | None = None,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
     ) -> Work:
         """Reduce `tensor` over all ranks, in place, to the same bits on every rank.
 
@@ -94,7 +95,7 @@ class Operations(GroupArguments):
         tensor: Array,
         op: ReduceOp = ReduceOp.SUM,
         factor: complex | None = None,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
         finishers: Sequence[Finisher] = (),
     ) -> Work:
         """finishers: what else ends the operation."""
@@ -124,7 +125,7 @@ class Operations(GroupArguments):
         op: ReduceOp = ReduceOp.SUM,
         *,
         factor: complex | None = None,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
     ) -> Work:
         """Reduce `tensor` over all ranks into `tensor` of rank `dst`; the others keep theirs.
 
@@ -153,7 +154,7 @@ class Operations(GroupArguments):
         return self._issued(self._communicator.reduce(operation, flat, dst, wire_op), tensor)
 
     @tensor_operation(src="write root=")
-    def broadcast(self, tensor: Array, root: int = 0, *, timeout_s: float | None = None) -> Work:
+    def broadcast(self, tensor: Array, root: int = 0, *, timeout_s: Seconds | None = None) -> Work:
         """Copy `tensor` of rank `root` into `tensor` of every other rank.
 
         tensor: any shape; same number of elements and dtype on all ranks.
@@ -164,7 +165,7 @@ class Operations(GroupArguments):
         self,
         tensor: Array,
         root: int,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
         finishers: Sequence[Finisher] = (),
     ) -> Work:
         """finishers: what else ends the operation."""
@@ -186,7 +187,7 @@ class Operations(GroupArguments):
         return self._issued(self._communicator.broadcast(operation, flat, root), tensor)
 
     @tensor_operation(device_ids="a group has one device, and its barrier uses that; leave it out")
-    def barrier(self, *, timeout_s: float | None = None) -> Work:
+    def barrier(self, *, timeout_s: Seconds | None = None) -> Work:
         """Wait until every rank has called barrier()."""
         operation = self._begin(Kind.BARRIER, 0, -1, -1, timeout_s, 0)
         return self._issued(self._communicator.barrier(operation))
@@ -201,7 +202,7 @@ class Operations(GroupArguments):
         op: ReduceOp = ReduceOp.SUM,
         *,
         factor: complex | None = None,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
     ) -> Work:
         """Reduce `input` over all ranks and leave this rank's part in `output`.
 
@@ -256,7 +257,7 @@ class Operations(GroupArguments):
 
     @tensor_operation(tensor_list="write output=", tensor="write input=")
     def all_gather(
-        self, output: Array | Sequence[Array], input: Array, *, timeout_s: float | None = None
+        self, output: Array | Sequence[Array], input: Array, *, timeout_s: Seconds | None = None
     ) -> Work:
         """Put the `input` of all ranks, in rank order, into `output` on every rank.
 
@@ -311,7 +312,7 @@ class Operations(GroupArguments):
         output: Array | Sequence[Array] | None = None,
         dst: int = 0,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
     ) -> Work:
         """Put the `tensor` of all ranks, in rank order, into `output` on rank `dst`.
 
@@ -339,7 +340,7 @@ class Operations(GroupArguments):
         input: Array | Sequence[Array] | None = None,
         src: int = 0,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
     ) -> Work:
         """Put part r of `input` of rank `src` into `tensor` of rank r.
 
@@ -369,7 +370,7 @@ class Operations(GroupArguments):
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
     ) -> Work:
         """Send part r of `input` to rank r, and put what rank r sends into part r of `output`.
 
@@ -422,7 +423,7 @@ class Operations(GroupArguments):
 
     @tensor_operation()
     def send(
-        self, tensor: Array, dst: int, tag: int = 0, *, timeout_s: float | None = None
+        self, tensor: Array, dst: int, tag: int = 0, *, timeout_s: Seconds | None = None
     ) -> Work:
         """Send `tensor` to rank `dst`, which receives it with the same tag.
 
@@ -447,7 +448,7 @@ class Operations(GroupArguments):
         src: int | None = None,
         tag: int = 0,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Seconds | None = None,
     ) -> Work:
         """Receive into `tensor` what rank `src` sends with the same tag; None: any rank, on CPU.
 
@@ -472,7 +473,7 @@ class Operations(GroupArguments):
         kind: Kind,
         tensor: torch.Tensor,
         detail: int,
-        timeout_s: float | None,
+        timeout_s: Seconds | None,
         sent: float,
         outputs: list[torch.Tensor],
         inputs: list[torch.Tensor],

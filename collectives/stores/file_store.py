@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..contract.argument_kinds import check_kinds
 from ..contract.errors import StaleStore, StoreLost
 from .store import DictStore, Polling
 
@@ -53,6 +54,9 @@ class FileStore(DictStore):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
+        check_kinds(FileStore.__init__, locals())
+        if not str(path):
+            raise ValueError("path must name a file, and is empty")
         self.path = Path(path).absolute()
         self._pid = os.getpid()
         self._seen = 0  # bytes of the log that are in the dictionary
@@ -77,6 +81,10 @@ class FileStore(DictStore):
             try:
                 file = os.open(self.path, _OPEN, 0o600)
             except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    raise ValueError(
+                        f"path has {len(str(self.path))} characters, too many"
+                    ) from None
                 if error.errno != errno.ELOOP:
                     raise
                 raise ValueError(

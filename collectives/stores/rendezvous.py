@@ -18,7 +18,6 @@ everywhere.
 
 from __future__ import annotations
 
-import operator
 import os
 import socket
 import weakref
@@ -29,7 +28,8 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ..contract.deadlines import checked_seconds
+from ..contract.argument_kinds import check_kinds, checked_place
+from ..contract.deadlines import Seconds, checked_seconds
 from ..contract.errors import StoreLost
 from .file_store import FileStore
 from .signed_store import checked_secret, signed
@@ -55,7 +55,7 @@ def store_from_url(
     rank: int | None = None,
     size: int | None = None,
     *,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: Seconds = DEFAULT_TIMEOUT_S,
     secret: str | bytes | None = None,
 ) -> Rendezvous:
     """The store at `url`, and this process's rank and the number of ranks.
@@ -74,6 +74,7 @@ def store_from_url(
     """
     if not isinstance(url, str):
         raise TypeError(f"url must be a string, got {type(url).__name__}; write {_FORMS}")
+    check_kinds(store_from_url, locals())
     timeout_s = checked_seconds(timeout_s)
     if secret is not None:
         secret = checked_secret(secret)
@@ -94,10 +95,7 @@ def store_from_url(
         said = _environment(url) | said
     rank = _settled("rank", rank, "rank", said, url)
     size = _settled("size", size, "world_size", said, url)
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size} for url {url!r}")
-    if not 0 <= rank < size:
-        raise ValueError(f"rank must be in [0, {size}), got {rank} for url {url!r}")
+    rank, size = checked_place(rank, size)
     store: Store
     if parts.scheme == "file":
         store = _file_store(url, parts)
@@ -152,7 +150,7 @@ def _settled(
             if url.startswith("env:"):
                 place = f"the environment variable {parameter.upper()}"
             raise ValueError(f"{argument} is missing: pass {argument}=..., or set {place}")
-        return operator.index(given)
+        return int(given)
     number = _number(argument, said[parameter], url)
     if given is not None and given != number:
         raise ValueError(

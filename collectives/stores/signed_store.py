@@ -17,6 +17,8 @@ import os
 import struct
 from collections.abc import Sequence
 
+from ..contract.argument_kinds import check_kinds
+from ..contract.deadlines import Seconds
 from ..contract.errors import SecretMismatch
 from .store import (
     Data,
@@ -83,6 +85,7 @@ class SignedStore(Store):
 
     def __init__(self, store: Store, secret: str | bytes) -> None:
         """secret: at least 16 bytes. Raises ValueError for a shorter one."""
+        check_kinds(SignedStore.__init__, locals())
         self.store = store
         self.secret: bytes = checked_secret(secret)
         self.timeout_s = store.timeout_s
@@ -141,16 +144,16 @@ class SignedStore(Store):
         """The number of keys in the whole underlying store."""
         return self.store.num_keys()
 
-    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+    def wait(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> None:
         self.store.wait(keys, self._seconds(timeout_s))
 
-    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+    def multi_get(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> list[bytes]:
         wanted = encoded_keys(keys)
         found = self.store.multi_get(wanted, self._seconds(timeout_s))
         return [self._opened(key, value) for key, value in zip(wanted, found, strict=True)]
 
     def gather(
-        self, name: Data, rank: int, size: int, value: Data, timeout_s: float | None = None
+        self, name: Data, rank: int, size: int, value: Data, timeout_s: Seconds | None = None
     ) -> list[bytes]:
         start = encoded(name, "name")
         mine = self._signed(key_of_rank(start, rank), value)

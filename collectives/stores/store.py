@@ -18,7 +18,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from ..contract.deadlines import checked_seconds
+from ..contract.argument_kinds import check_kinds
+from ..contract.deadlines import Seconds, checked_seconds
 from ..contract.errors import StoreTimeout
 
 Data = bytes | str
@@ -93,7 +94,7 @@ class Store(ABC):
     is_signed: bool = False
     """Whether values are signed, and checked when they are read."""
 
-    def set_timeout(self, timeout_s: float) -> None:
+    def set_timeout(self, timeout_s: Seconds) -> None:
         """Set the seconds that `get` and `wait` wait if the call passes no timeout_s."""
         self.timeout_s = checked_seconds(timeout_s)
 
@@ -133,19 +134,19 @@ class Store(ABC):
     def num_keys(self) -> int: ...
 
     @abstractmethod
-    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+    def wait(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> None:
         """Block until all keys exist. Raises StoreTimeout with the missing ones."""
 
     @abstractmethod
-    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+    def multi_get(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> list[bytes]:
         """Block until all keys exist; their values, in one round trip. Raises StoreTimeout."""
 
-    def get(self, key: Data, timeout_s: float | None = None) -> bytes:
+    def get(self, key: Data, timeout_s: Seconds | None = None) -> bytes:
         """Block until the key exists; returns its value. Raises StoreTimeout."""
         return self.multi_get([key], timeout_s)[0]
 
     def gather(
-        self, name: Data, rank: int, size: int, value: Data, timeout_s: float | None = None
+        self, name: Data, rank: int, size: int, value: Data, timeout_s: Seconds | None = None
     ) -> list[bytes]:
         """Write `value` under the key name/rank, and block until all `size` ranks have written
         theirs; the values, by rank. A rank that timed out may call it again with the same value.
@@ -162,13 +163,11 @@ class Store(ABC):
         for key, value in paired(keys, values):
             self.set(key, value)
 
-    def _seconds(self, timeout_s: float | None) -> float:
+    def _seconds(self, timeout_s: Seconds | None) -> float:
         """Seconds that a call may wait; with 0 it checks once."""
         if timeout_s is None:
             return self.timeout_s
-        if not timeout_s >= 0:
-            raise ValueError(f"timeout_s must not be negative, got {timeout_s}")
-        return timeout_s
+        return checked_seconds(timeout_s, may_be_zero=True)
 
 
 def paired(keys: Sequence[Data], values: Sequence[Data]) -> list[tuple[bytes, bytes]]:
@@ -255,11 +254,11 @@ class DictStore(Store):
             self._refresh()
             return len(self._data)
 
-    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+    def wait(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> None:
         with self._changed:
             self._await(encoded_keys(keys), self._seconds(timeout_s))
 
-    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+    def multi_get(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> list[bytes]:
         wanted = encoded_keys(keys)
         with self._changed:
             self._await(wanted, self._seconds(timeout_s))
@@ -326,6 +325,7 @@ class PrefixStore(Store):
     """
 
     def __init__(self, prefix: Data, store: Store) -> None:
+        check_kinds(PrefixStore.__init__, locals())
         self.prefix = prefix
         self.store = store
         self.timeout_s = store.timeout_s
@@ -364,14 +364,14 @@ class PrefixStore(Store):
         """The number of keys in the whole underlying store, as in torch."""
         return self.store.num_keys()
 
-    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+    def wait(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> None:
         self.store.wait(self._keys(keys), self._seconds(timeout_s))
 
-    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+    def multi_get(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> list[bytes]:
         return self.store.multi_get(self._keys(keys), self._seconds(timeout_s))
 
     def gather(
-        self, name: Data, rank: int, size: int, value: Data, timeout_s: float | None = None
+        self, name: Data, rank: int, size: int, value: Data, timeout_s: Seconds | None = None
     ) -> list[bytes]:
         return self.store.gather(self._key(name), rank, size, value, self._seconds(timeout_s))
 

@@ -18,6 +18,8 @@ from typing import Any, ClassVar, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store as AnyTorchStore
 
+from ..contract.argument_kinds import check_kinds
+from ..contract.deadlines import Seconds
 from ..contract.errors import StoreLost, StoreTimeout
 from .store import (
     Data,
@@ -50,6 +52,7 @@ class TorchStore(AnyTorchStore):
 
     def __init__(self, store: Store) -> None:
         super().__init__()
+        check_kinds(TorchStore.__init__, locals())
         self.store = store
         # torch keeps the timeout in its half, where dist.PrefixStore changes it unseen.
         self.set_timeout(timedelta(seconds=store.timeout_s))
@@ -175,7 +178,7 @@ class StoreFromTorch(Store):
         """The number of keys, which may include one or two that torch uses."""
         return int(self._call("num_keys", self._clone.num_keys))
 
-    def wait(self, keys: Sequence[Data], timeout_s: float | None = None) -> None:
+    def wait(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> None:
         waited_s = self._seconds(timeout_s)
         missing = encoded_keys(keys)
         polling = Polling(waited_s)
@@ -188,7 +191,7 @@ class StoreFromTorch(Store):
                 raise timed_out(missing, waited_s)
             time.sleep(pause_s)
 
-    def multi_get(self, keys: Sequence[Data], timeout_s: float | None = None) -> list[bytes]:
+    def multi_get(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> list[bytes]:
         wanted = encoded_keys(keys)
         self.wait(wanted, timeout_s)
         return list(self._call("multi_get", self._clone.multi_get, wanted)) if wanted else []

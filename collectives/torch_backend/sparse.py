@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..contract.deadlines import Seconds
 from ..contract.operation import ReduceOp
 from ..contract.work import Work
 from ..group import Group
@@ -13,7 +14,7 @@ from ..objects.blocking import all_gather_row
 
 
 def all_reduce(
-    group: Group, tensor: torch.Tensor, op: ReduceOp, timeout_s: float | None
+    group: Group, tensor: torch.Tensor, op: ReduceOp, timeout_s: Seconds | None
 ) -> tuple[Work, Callable[[], None]]:
     """Gather the elements of all ranks: the work, and the function that adds them up after it.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..contract.argument_kinds import check_kinds, checked_device
 from ..contract.communicator import Communicator
 from ..stores.store import Store
 
@@ -39,13 +40,12 @@ def register_backend(name: str, factory: Factory, devices: Sequence[str]) -> Non
 
     Every rank's process registers it. Raises ValueError if the name belongs to another factory.
     """
-    if isinstance(devices, str) or not devices:
+    check_kinds(register_backend, locals())
+    if not devices:
         raise ValueError(
             f"devices must be a sequence of device types such as ('cpu',), got {devices!r}"
         )
-    if not callable(factory):
-        raise TypeError(f"factory must be callable, got {type(factory).__name__}")
-    types = tuple(torch.device(device).type for device in devices)
+    types = tuple(checked_device(device).type for device in devices)
     backend = Backend(name, factory, types)
     if _backends.setdefault(name, backend) != backend:
         raise ValueError(

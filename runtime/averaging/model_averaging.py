@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from chorusline.collectives import Group, ReduceOp
+from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 
 from ..join.active import active_join
 from ..process.running import current_group
@@ -32,6 +33,7 @@ class ModelAverager(ABC):
     """
 
     def __init__(self, process_group: Group | None = None) -> None:
+        check_kinds(ModelAverager.__init__, locals())
         self.process_group = process_group if process_group is not None else current_group()
         self.step = 0
 
@@ -73,9 +75,10 @@ class PeriodicModelAverager(ModelAverager):
         self, period: int, warmup_steps: int = 0, process_group: Group | None = None
     ) -> None:
         super().__init__(process_group)
+        check_kinds(PeriodicModelAverager.__init__, locals())
         if period < 1:
             raise ValueError(f"period must be a positive number of steps, got {period}")
-        _check_warmup(warmup_steps)
+        check_range("warmup_steps", warmup_steps, 0)
         if period == 1:
             _warn_of_every_step("period")
         self.period = period
@@ -113,9 +116,10 @@ class HierarchicalModelAverager(ModelAverager):
         process_group: Group | None = None,
     ) -> None:
         super().__init__(process_group)
+        check_kinds(HierarchicalModelAverager.__init__, locals())
         whole = self.process_group
         _check_hierarchy(period_group_size_dict, whole.size)
-        _check_warmup(warmup_steps)
+        check_range("warmup_steps", warmup_steps, 0)
         if max(period_group_size_dict) == 1:
             _warn_of_every_step("the largest period in period_group_size_dict")
         self.warmup_steps = warmup_steps
@@ -162,11 +166,6 @@ def _parameters(
             yield from entry["params"]
         else:
             yield entry
-
-
-def _check_warmup(warmup_steps: int) -> None:
-    if warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be a number of at least 0, got {warmup_steps}")
 
 
 def _check_hierarchy(sizes: Mapping[int, int], num_ranks: int) -> None:

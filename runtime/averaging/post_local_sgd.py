@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from chorusline.collectives import Group, ReduceOp
+from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 from chorusline.collectives.objects.blocking import all_gather_object
 from chorusline.collectives.transports.host import host_identity
 
@@ -48,6 +49,8 @@ class PostLocalSGDState:
         start_localSGD_iter: int,
         post_local_gradient_allreduce: bool = True,
     ) -> None:
+        check_kinds(PostLocalSGDState.__init__, locals())
+        check_range("start_localSGD_iter", start_localSGD_iter, 0)
         self.process_group = process_group if process_group is not None else current_group()
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
@@ -63,6 +66,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
 
     For `DistributedDataParallel.register_comm_hook(state, post_localSGD_hook)`.
     """
+    check_kinds(post_localSGD_hook, locals())
     gradients = bucket.buffer()
     if state.iter < state.start_localSGD_iter:
         if bucket.is_last():
@@ -94,6 +98,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
     # torch's constructor is not called: parameter groups and hooks are those of `optim`.
     def __init__(self, optim: torch.optim.Optimizer, averager: ModelAverager) -> None:
+        check_kinds(PostLocalSGDOptimizer.__init__, locals())
         self.optim = optim
         self.averager = averager
         self.defaults = optim.defaults

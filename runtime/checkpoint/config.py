@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from chorusline.collectives.contract.plain_numbers import real, whole
+from chorusline.collectives.contract.argument_kinds import check_kinds
+from chorusline.collectives.contract.deadlines import Seconds, checked_seconds
+from chorusline.collectives.contract.plain_numbers import whole
 
 AUTO, NEVER = "auto", "never"
 
@@ -35,7 +37,7 @@ class CheckpointConfig:
     num_to_keep: int | None = None
     every_n_steps: int | None = None
     resume: str | Path = AUTO
-    timeout_s: float = 1800.0
+    timeout_s: Seconds = 1800.0
     weights_only: bool = True
 
     def __post_init__(self) -> None:
@@ -59,13 +61,8 @@ class CheckpointConfig:
             if (count := whole(given)) is None or count < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {given!r}")
             object.__setattr__(self, name, count)
-        if (seconds := real(self.timeout_s)) is None or not seconds > 0:
-            raise ValueError(
-                f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}"
-            )
-        object.__setattr__(self, "timeout_s", seconds)
-        if not isinstance(self.weights_only, bool):
-            raise TypeError(f"weights_only must be True or False, got {self.weights_only!r}")
+        object.__setattr__(self, "timeout_s", checked_seconds(self.timeout_s))
+        check_kinds(CheckpointConfig.__init__, vars(self))
 
 
 def _absolute(path: str | Path) -> str:

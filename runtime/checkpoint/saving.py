@@ -7,6 +7,8 @@ import concurrent.futures
 from collections.abc import Generator
 from dataclasses import dataclass
 
+from chorusline.collectives.contract.deadlines import Seconds, checked_seconds
+
 
 @dataclass(frozen=True, slots=True)
 class SavingTimes:
@@ -45,7 +47,7 @@ class Saving:
         """Whether the checkpoint is complete, or was given up."""
         return self._future.done()
 
-    def wait(self, timeout_s: float | None = None) -> SavingTimes:
+    def wait(self, timeout_s: Seconds | None = None) -> SavingTimes:
         """Block until all ranks have written, and the checkpoint is complete in the storage.
 
         Raises CheckpointWriteFailed, on all ranks, if the checkpoint was given up; TimeoutError if
@@ -54,7 +56,8 @@ class Saving:
         collective.
         """
         try:
-            return self._future.result(timeout_s)
+            limit_s = None if timeout_s is None else checked_seconds(timeout_s, may_be_zero=True)
+            return self._future.result(limit_s)
         finally:
             self.is_observed = self._future.done()
 

@@ -7,6 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
+from chorusline.collectives.contract.argument_kinds import (
+    check_kinds,
+    checked_device,
+    checked_place,
+)
 from chorusline.collectives.contract.articles import with_article
 
 from .batches import Batches
@@ -110,6 +115,9 @@ class Shard(Batches):
                 "if it has one of its own"
             )
         check_dataset(dataset, "shard")
+        check_kinds(Shard.__init__, locals())
+        rank, world_size = checked_place(rank, world_size, "world_size")
+        device = None if device is None else checked_device(device)
         self.dataset = dataset
         self._given_samples = len(dataset)
         self._seed, self._shuffle = seed, shuffle

@@ -14,9 +14,19 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from chorusline.collectives.contract.argument_kinds import (
+    check_kinds,
+    check_range,
+    checked_place,
+)
+
 Hands = list["array[int]"]
 """By rank, the sample numbers in the order in which the rank takes them. Each rank knows those of
 all ranks, so they are arrays of 8 bytes a number; a list takes 36 more."""
+
+
+_MOST_SAMPLES = 2**28
+"""In lists, whose numbers take 44 bytes each; the arrays of `ctx.shard` take 8."""
 
 
 def deal(
@@ -38,8 +48,11 @@ def deal(
     keep_together: (num_samples,) keys; samples of one key go to the same rank. Keys (without them,
         samples) are distributed round robin, so ranks may get different numbers of samples.
 
-    Raises ValueError if keep_together has another length.
+    Raises ValueError if keep_together has another length, and for more than 2**28 samples.
     """
+    check_kinds(deal, locals())
+    checked_place(0, world_size, "world_size")
+    check_range("num_samples", num_samples, 0, _MOST_SAMPLES)
     dealt = dealt_hands(
         num_samples,
         world_size=world_size,

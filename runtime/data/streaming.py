@@ -87,7 +87,7 @@ class Stream:
             )
         if not hasattr(source, "iter_rows") and not hasattr(source, "__iter__"):
             raise TypeError(
-                f"Stream needs something to iterate, got {type(source).__name__}; a dataset with "
+                f"source must be something to iterate, got {type(source).__name__}; a dataset with "
                 "a length and numbered samples is passed to ctx.shard directly"
             )
         self.batch_size: int | None = None

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from chorusline.actors.errors import ends_a_generation
 from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.torch_words import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import is_informing
 
@@ -91,6 +92,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     ) -> None:
         super().__init__()
         check_wrapping(module, group)
+        check_kinds(DistributedDataParallel.__init__, locals())
         if device_ids is not None and len(device_ids) > 1:
             raise ValueError(
                 f"device_ids has {len(device_ids)} devices, but a rank owns one: start a "

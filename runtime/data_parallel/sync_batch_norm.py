@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from chorusline.collectives import Group
+from chorusline.collectives.contract.argument_kinds import check_kinds, check_range, checked_device
 from chorusline.collectives.contract.torch_words import says
 
 from ..process.between_runs import between_runs
@@ -71,14 +72,12 @@ class SyncBatchNorm(_BatchNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_kinds(SyncBatchNorm.__init__, locals())
+        check_range("num_features", num_features, 0)
+        device = None if device is None else checked_device(device)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
-        if process_group is not None and not isinstance(process_group, Group):
-            raise TypeError(
-                f"process_group must be a chorusline Group or None, got "
-                f"{type(process_group).__name__}"
-            )
         self.process_group = process_group
         self._group: Group | None = None
         self._checks_at_once = False
@@ -95,6 +94,7 @@ class SyncBatchNorm(_BatchNorm):
     ) -> torch.nn.Module:
         """Replace each BatchNorm layer in `module`, including torch.nn.SyncBatchNorm, by one of
         this class with its parameters and buffers. Call it before DistributedDataParallel."""
+        check_kinds(cls.convert_sync_batchnorm, locals())
         converted = module
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
             converted = cls(

@@ -26,6 +26,7 @@ import torch
 
 from chorusline.actors.errors import Interrupted
 from chorusline.collectives import Group, Work
+from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..process.agreement import Agreement, Note
@@ -227,6 +228,9 @@ class Join:
             if not isinstance(joinable, Joinable):
                 raise TypeError(not_joinable(number, joinable))
         self._followers = followers_of(step_along, joinables)
+        check_kinds(Join.__init__, locals())
+        if skew_warning is not None:
+            check_range("skew_warning", skew_warning, 0, 1)
         for joinable in joinables:
             joinable._check_joined_with(joinables)
         self._joinables = list(joinables)
@@ -549,6 +553,7 @@ class Join:
         The first joinable of a Join that needs it all-reduces a vector of one int32 per rank, and
         gets the finished work. All other calls communicate nothing, and return None.
         """
+        check_kinds(Join.notify_join_context, locals())
         join = joinable._join
         if join is None:
             return None

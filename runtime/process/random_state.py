@@ -96,6 +96,8 @@ def checked_seed(seed: object) -> int:
     number = whole(seed)
     if number is None or number < 0:
         raise ValueError(f"seed must be a whole number of at least 0, got {seed!r}")
+    if number >= 2**64:
+        raise ValueError(f"seed must be below 2**64, of which torch takes no more, got {seed!r}")
     return number
 
 

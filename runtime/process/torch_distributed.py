@@ -25,6 +25,7 @@ import torch.distributed.device_mesh
 from ray.util import get_node_ip_address
 
 from chorusline.collectives import Group, TorchStore
+from chorusline.collectives.contract.deadlines import Seconds, checked_seconds
 from chorusline.collectives.objects.blocking import broadcast_object
 from chorusline.collectives.torch_backend.options import Options
 from chorusline.collectives.torch_backend.registration import NAME
@@ -56,7 +57,7 @@ class Seat(Protocol):
 
 
 def initialise(
-    group: Group, timeout_s: float | None, *, local_rank: int, local_world_size: int
+    group: Group, timeout_s: Seconds | None, *, local_rank: int, local_world_size: int
 ) -> None:
     """`Context.init_torch_distributed`."""
     ours = between_runs().world
@@ -72,7 +73,7 @@ def initialise(
         )
     variables = _variables(group, local_rank=local_rank, local_world_size=local_world_size)
     store = TorchStore(group.another_store())
-    seconds = group.timeout_s if timeout_s is None else timeout_s
+    seconds = group.timeout_s if timeout_s is None else checked_seconds(timeout_s)
     try:
         dist.init_process_group(
             NAME,

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.utils.data import DataLoader
 
+from chorusline.collectives.contract.deadlines import Seconds
 from chorusline.collectives.contract.torch_words import TOO_FEW, TOO_MANY, says
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
@@ -422,7 +423,7 @@ class Context(ContextSteps):
         result: T | float | torch.Tensor = reduced(self.group, value, op, weight)
         return result
 
-    def init_torch_distributed(self, timeout_s: float | None = None) -> None:
+    def init_torch_distributed(self, timeout_s: Seconds | None = None) -> None:
         """Initialise torch.distributed among the ranks of this run, with the backend "chorusline".
 
         Afterwards `torch.distributed.*` and what is built on it (torch's DDP, FSDP2, DTensor,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from chorusline.actors.messages import Report
+from chorusline.collectives.contract.deadlines import Seconds
 from chorusline.collectives.contract.torch_words import TOO_MANY, says
 
 from ..checkpoint.config import CheckpointConfig
@@ -28,8 +29,8 @@ def run(
     use_gpu: bool = False,
     resources_per_worker: Mapping[str, float] | None = None,
     placement_strategy: str = "PACK",
-    timeout_s: float = 60.0,
-    startup_timeout_s: float = 60.0,
+    timeout_s: Seconds = 60.0,
+    startup_timeout_s: Seconds = 60.0,
     address: str | None = None,
     on_report: Callable[[Report], None] | None = None,
     progress: bool | Progress = True,
@@ -37,7 +38,7 @@ def run(
     checkpoint: CheckpointConfig | None = None,
     seed: int | None = None,
     max_failures: int | None | Default = DEFAULT,
-    pause_s: float = 300.0,
+    pause_s: Seconds = 300.0,
     env_vars: Mapping[str, str] | None = None,
     runtime_env: Mapping[str, Any] | None = None,
     label_selector: Mapping[str, str] | None = None,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import enum
-import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from ray.runtime_env import RuntimeEnv
 
 from chorusline.actors.worker.devices import narrowed_by
-from chorusline.collectives.contract.plain_numbers import real, whole
+from chorusline.collectives.contract.argument_kinds import MOST_RANKS
+from chorusline.collectives.contract.plain_numbers import whole
 
 from ..checkpoint.config import CheckpointConfig
 from ..process.random_state import checked_seed
@@ -38,6 +39,8 @@ def checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
     fewest, most = counts
     if fewest < 1:
         raise ValueError(f"num_workers must be at least 1, got {num_workers!r}")
+    if most > MOST_RANKS:
+        raise ValueError(f"num_workers must be at most {MOST_RANKS}, got {num_workers!r}")
     if most < fewest:
         raise ValueError(f"num_workers=(fewest, most) must be in order, got {num_workers!r}")
     return fewest, most
@@ -59,8 +62,10 @@ def checked_failures(max_failures: int | None | Default, is_pair: bool) -> int |
 
 def checked_spares(spares: int, max_failures: int | None, placement_strategy: str) -> int:
     count = whole(spares)
-    if count is None or count < 0:
-        raise ValueError(f"spares must be a number of workers, at least 0, got {spares!r}")
+    if count is None or not 0 <= count <= MOST_RANKS:
+        raise ValueError(
+            f"spares must be a number of workers, 0 to {MOST_RANKS}, got {reprlib.repr(spares)}"
+        )
     spares = count
     if spares and max_failures == 0:
         raise ValueError(
@@ -88,11 +93,7 @@ def checked_replacing(replace_stragglers: bool, max_failures: int | None) -> boo
     return replace_stragglers
 
 
-def check_kinds(address: object, on_report: object, checkpoint: object, seed: object) -> None:
-    if address is not None and not isinstance(address, str):
-        raise TypeError(f"address must be a string, got {type(address).__name__}")
-    if on_report is not None and not callable(on_report):
-        raise TypeError(f"on_report must be a function of a Report, got {type(on_report).__name__}")
+def check_objects(checkpoint: object, seed: object) -> None:
     if checkpoint is not None and not isinstance(checkpoint, CheckpointConfig):
         raise TypeError(
             f"checkpoint must be a CheckpointConfig, got {type(checkpoint).__name__}; write "
@@ -110,13 +111,6 @@ def checked_progress(progress: bool | Progress, on_report: object) -> bool | Pro
         )
     is_shown_already = isinstance(getattr(on_report, "__self__", None), Progress)
     return False if is_shown_already else progress
-
-
-def checked_seconds(name: str, value: object) -> float:
-    number = real(value)
-    if number is None or not 0 < number < math.inf:
-        raise ValueError(f"{name} must be a positive number of seconds, got {value!r}")
-    return number
 
 
 def checked_environment(
@@ -203,6 +197,11 @@ def _check_texts(name: str, texts: Mapping[str, str] | None, example: str) -> No
     for key, value in texts.items():
         if not isinstance(key, str) or not key:
             raise TypeError(f"the names in {name} must be strings, got {key!r}; write {example}")
+        if "=" in key or "\0" in f"{key}{value}":
+            raise ValueError(
+                f"{name}[{key!r}] has an = in its name or a null character, which the environment "
+                f"of no process can hold; write {example}"
+            )
         if not isinstance(value, str):
             raise TypeError(
                 f"{name}[{key!r}] must be a string, got {value!r}; write {str(value)!r}"

@@ -17,6 +17,8 @@ from chorusline.actors import fault_plan
 from chorusline.actors.messages import Report, RunFailed, RunSucceeded, WorkerSnapshot
 from chorusline.actors.outcomes import raise_failure
 from chorusline.actors.parcels.parcel import Parcel
+from chorusline.collectives.contract.argument_kinds import check_kinds
+from chorusline.collectives.contract.deadlines import Seconds, checked_seconds
 from chorusline.collectives.contract.torch_words import TOO_MANY, says
 
 from .. import notebook
@@ -35,14 +37,13 @@ from .options import (
     Default,
     check_accelerator,
     check_gpus_are_rays_to_deal,
-    check_kinds,
+    check_objects,
     checked_environment,
     checked_failures,
     checked_labels,
     checked_progress,
     checked_range,
     checked_replacing,
-    checked_seconds,
     checked_spares,
 )
 from .placing import placement
@@ -146,8 +147,8 @@ class Session(Holding):
         use_gpu: bool = False,
         resources_per_worker: Mapping[str, float] | None = None,
         placement_strategy: str = "PACK",
-        timeout_s: float = 60.0,
-        startup_timeout_s: float = 60.0,
+        timeout_s: Seconds = 60.0,
+        startup_timeout_s: Seconds = 60.0,
         address: str | None = None,
         on_report: Callable[[Report], None] | None = None,
         live_view: bool = True,
@@ -156,7 +157,7 @@ class Session(Holding):
         checkpoint: CheckpointConfig | None = None,
         seed: int | None = None,
         max_failures: int | None | Default = DEFAULT,
-        pause_s: float = 300.0,
+        pause_s: Seconds = 300.0,
         env_vars: Mapping[str, str] | None = None,
         runtime_env: Mapping[str, Any] | None = None,
         label_selector: Mapping[str, str] | None = None,
@@ -164,27 +165,29 @@ class Session(Holding):
         log_to_driver: bool = True,
         name: str | None = None,
         detached: bool = False,
-        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        idle_timeout_s: Seconds = IDLE_TIMEOUT_S,
     ) -> None:
-        given = {key: value for key, value in locals().items() if key not in _STAY_HERE}
+        arguments = dict(locals())
+        given = {key: value for key, value in arguments.items() if key not in _STAY_HERE}
         check_name(name, detached)
         super().__init__()
         self._fewest, self._most = checked_range(num_workers)
         self._max_failures = checked_failures(max_failures, isinstance(num_workers, tuple))
         self._spares = checked_spares(spares, self._max_failures, placement_strategy)
         self._replaces_stragglers = checked_replacing(replace_stragglers, self._max_failures)
-        placement.check(resources_per_worker, use_gpu, placement_strategy)
-        timeout_s = checked_seconds("timeout_s", timeout_s)
-        pause_s = checked_seconds("pause_s", pause_s)
-        startup_timeout_s = checked_seconds("startup_timeout_s", startup_timeout_s)
-        idle_timeout_s = checked_seconds("idle_timeout_s", idle_timeout_s)
+        timeout_s = checked_seconds(timeout_s)
+        pause_s = checked_seconds(pause_s, "pause_s")
+        startup_timeout_s = checked_seconds(startup_timeout_s, "startup_timeout_s")
+        idle_timeout_s = checked_seconds(idle_timeout_s, "idle_timeout_s")
         check_accelerator(accelerator_type, use_gpu)
         self._labels = checked_labels(label_selector, placement_strategy)
         self._environment = checked_environment(runtime_env, env_vars)
         check_gpus_are_rays_to_deal(self._environment, use_gpu)
-        check_kinds(address, on_report, checkpoint, seed)
+        check_objects(checkpoint, seed)
         self._progress = checked_progress(progress, on_report)
         self._trackers = checked_trackers(trackers)
+        check_kinds(Session.__init__, arguments)
+        placement.check(resources_per_worker, use_gpu, placement_strategy)
         self._fault_plan = fault_plan.ordered(self._most)
         self._use_gpu = use_gpu
         self._accelerator_type = accelerator_type
@@ -377,23 +380,24 @@ class Session(Holding):
             _log.warning("%s", heavy_parts(train, kwargs, program.nbytes))
         return program
 
-    async def snapshot(self, timeout_s: float = 2.0) -> SessionSnapshot:
+    async def snapshot(self, timeout_s: Seconds = 2.0) -> SessionSnapshot:
         """The state of the session, its driver and its workers, even during a run. Silent
         workers delay it by at most `timeout_s`."""
+        limit_s = checked_seconds(timeout_s)
         if self._face is not None:
-            return SessionSnapshot(self._state, None, await self._ask_workers(timeout_s))
+            return SessionSnapshot(self._state, None, await self._ask_workers(limit_s))
         if self._crew is None:
             return SessionSnapshot(self._state, None, ())
-        driver, self._seen = await self._crew.snapshots(timeout_s)
+        driver, self._seen = await self._crew.snapshots(limit_s)
         return SessionSnapshot(self._state, driver, self._seen)
 
-    async def trace(self, path: str | Path, timeout_s: float = 2.0) -> int:
+    async def trace(self, path: str | Path, timeout_s: Seconds = 2.0) -> int:
         """Write the last collectives of all ranks to a file for ui.perfetto.dev (session/trace.py);
         return their number. It works while a function runs, and after one has failed."""
         asked = self._face or self._crew
         if asked is None:
             raise RuntimeError(REMEDIES[self._state])
-        document = as_json(*traced(await asked.whereabouts(timeout_s)))
+        document = as_json(*traced(await asked.whereabouts(checked_seconds(timeout_s))))
         await asyncio.to_thread(Path(path).write_text, json.dumps(document))
         return sum(event["ph"] == "X" for event in document["traceEvents"])
 

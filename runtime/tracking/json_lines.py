@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from chorusline.collectives.contract.argument_kinds import check_kinds
+
 from .tracker import TrackedEvent, TrackedRun, Tracker
 
 
@@ -29,6 +31,7 @@ class JSONLinesTracker(Tracker):
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
+        check_kinds(JSONLinesTracker.__init__, locals())
         self._path = Path(path) if path is not None else None
         self._file: TextIO | None = None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from chorusline.collectives.contract.argument_kinds import check_kinds
+
 from .tracker import NUM_WORKERS, TrackedEvent, TrackedRun, Tracker
 
 _TAG = "chorusline.run"
@@ -27,6 +29,7 @@ class MLflowTracker(Tracker):
     """
 
     def __init__(self, experiment: str | None = None, tracking_uri: str | None = None) -> None:
+        check_kinds(MLflowTracker.__init__, locals())
         self._experiment, self._tracking_uri = experiment, tracking_uri
         self._client: Any = None
         self._run_id = ""

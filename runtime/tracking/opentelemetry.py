@@ -7,6 +7,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
+
 from .tracker import TrackedEvent, TrackedRun, Tracker
 
 if TYPE_CHECKING:
@@ -36,8 +38,13 @@ class OpenTelemetryTracker(Tracker):
     def __init__(
         self, every_n_steps: int = 100, *, tracer_provider: TracerProvider | None = None
     ) -> None:
-        if type(every_n_steps) is not int or every_n_steps < 0:
-            raise ValueError(f"every_n_steps must be a number of at least 0, got {every_n_steps!r}")
+        check_kinds(OpenTelemetryTracker.__init__, locals())
+        check_range("every_n_steps", every_n_steps, 0)
+        if tracer_provider is not None and not hasattr(tracer_provider, "get_tracer"):
+            raise TypeError(
+                "tracer_provider must be a TracerProvider of OpenTelemetry, got "
+                f"{type(tracer_provider).__name__}"
+            )
         self._every, self._provider = every_n_steps, tracer_provider
         self._tracer: Any = None
         self._run: Span | None = None

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chorusline.collectives.contract.argument_kinds import check_kinds
+
 from .tracker import NUM_WORKERS, TrackedEvent, TrackedRun, Tracker
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class TensorBoardTracker(Tracker):
     """
 
     def __init__(self, log_dir: str | Path = "runs") -> None:
+        check_kinds(TensorBoardTracker.__init__, locals())
         self._log_dir = Path(log_dir)
         self._folder = self._log_dir
         self._writer: SummaryWriter | None = None

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from chorusline.collectives.contract.argument_kinds import check_kinds
+
 from .tracker import NUM_WORKERS, TrackedEvent, TrackedRun, Tracker
 
 _log = logging.getLogger("chorusline")
@@ -40,6 +42,7 @@ class WandbTracker(Tracker):
         dir: str | Path | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        check_kinds(WandbTracker.__init__, locals())
         if mode not in (None, "online", "offline"):
             raise ValueError(f'mode must be "online" or "offline", got {mode!r}')
         self._project, self._entity, self._mode = project, entity, mode

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.plain_numbers import whole
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
@@ -101,6 +102,11 @@ class ZeroRedundancyOptimizer(Face):
         parameters_as_bucket_view: bool = True,
         **defaults: Any,
     ) -> None:
+        arguments = dict(locals())
+        if isinstance(params, DistributedDataParallel):
+            params = [p for p in params.parameters() if p.requires_grad]
+        check_arguments(params, optimizer_class, group, defaults)
+        check_kinds(ZeroRedundancyOptimizer.__init__, arguments)
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"max_norm must be positive, got {max_norm}")
         if (number := whole(replicas)) is None or number < 1:
@@ -116,9 +122,6 @@ class ZeroRedundancyOptimizer(Face):
                 "check_every compares the state of the ranks before anything is applied, and "
                 "overlap_with_ddp applies during backward; leave one of them out"
             )
-        if isinstance(params, DistributedDataParallel):
-            params = [p for p in params.parameters() if p.requires_grad]
-        check_arguments(params, optimizer_class, group, defaults)
         check_shardable(optimizer_class)
         super().__init__(params, {})
         check_dense(self.param_groups)

@@ -356,7 +356,7 @@ async def test_without_registered_state_the_death_of_the_reader_ends_the_run(
 def test_unfit_sources_are_refused_with_the_mend() -> None:
     with pytest.raises(TypeError, match="list_iterator can be iterated only once, but every epoch"):
         cl.Stream(iter([1]))
-    with pytest.raises(TypeError, match="Stream needs something to iterate, got int"):
+    with pytest.raises(TypeError, match="source must be something to iterate, got int"):
         cl.Stream(3)
 
 

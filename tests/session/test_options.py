@@ -97,7 +97,7 @@ def test_numbers_of_numpy_are_numbers(kind: type[Any]) -> None:
         (kind(1), kind(3)), seed=kind(5), max_failures=kind(2), spares=kind(1), timeout_s=kind(9)
     )
     assert all(type(n) is int for n in (session._fewest, session._most, session._spares))
-    assert type(session._timeout_s) is int
+    assert type(session._timeout_s) is float
     assert cl.Session(2, timeout_s=numpy.float32(1.5))._timeout_s == 1.5  # type: ignore[arg-type]
     config = cl.CheckpointConfig("/tmp/none", every_n_steps=kind(5), num_to_keep=kind(2))
     assert (type(config.every_n_steps), config.every_n_steps) == (int, 5)

@@ -218,7 +218,7 @@ async def test_an_error_in_on_report_ends_the_run_as_itself(
         ({"num_workers": 1.5}, TypeError, "num_workers must be a number of workers"),
         ({"num_workers": (3, 2)}, ValueError, "must be in order"),
         ({"timeout_s": 0}, ValueError, "timeout_s must be a positive number of seconds"),
-        ({"startup_timeout_s": "1"}, ValueError, "startup_timeout_s must be a positive number"),
+        ({"startup_timeout_s": "1"}, TypeError, "startup_timeout_s must be a number of seconds"),
         ({"placement_strategy": "HEAP"}, ValueError, "placement_strategy must be one of PACK"),
         ({"resources_per_worker": {"CPU": -1}}, ValueError, r"resources_per_worker\['CPU'\]"),
         ({"resources_per_worker": {"GPU": 1}}, ValueError, "use_gpu is False"),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 
 FORK = "fork"
 CONTEXTS = (FORK, "forkserver", "spawn")
+
+_MOST_WORKERS = 4096  # of one rank: a slip of the keyboard, before it has taken all processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +42,10 @@ class FetchOptions:
     multiprocessing_context: str | None = None
 
     def __post_init__(self) -> None:
-        if not hasattr(self.num_workers, "__index__"):
-            raise TypeError(f"num_workers must be a whole number, got {self.num_workers!r}")
-        if self.num_workers < 0:
-            raise ValueError(f"num_workers must be at least 0, got {self.num_workers}")
-        for name in ("collate_fn", "worker_init_fn"):
-            function = getattr(self, name)
-            if function is not None and not callable(function):
-                raise TypeError(f"{name} must be a function, got {function!r}")
+        check_kinds(
+            FetchOptions.__init__, {one.name: getattr(self, one.name) for one in fields(self)}
+        )
+        check_range("num_workers", self.num_workers, 0, _MOST_WORKERS)
         if self.prefetch_factor is not None and self.prefetch_factor < 1:
             raise ValueError(f"prefetch_factor must be at least 1, got {self.prefetch_factor}")
         if self.multiprocessing_context not in (None, *CONTEXTS):

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import (
 
 from chorusline.actors.errors import StartupError
 from chorusline.actors.lasting import new_group_name
+from chorusline.collectives.contract.plain_numbers import real
 
 from .autoscaling import Outlook, prospect
 
@@ -48,7 +49,9 @@ def check(resources: Mapping[str, float] | None, use_gpu: bool, strategy: str) -
     """Raise ValueError for resources of a worker, or a strategy, that no cluster could place."""
     resources = resources or {}
     for name, amount in resources.items():
-        if not isinstance(amount, int | float) or not amount >= 0:
+        if not isinstance(name, str):
+            raise TypeError(f"the names in resources_per_worker must be strings, got {name!r}")
+        if (number := real(amount)) is None or not 0 <= number < math.inf:
             raise ValueError(
                 f"resources_per_worker[{name!r}] must be a number of at least 0, got {amount!r}"
             )

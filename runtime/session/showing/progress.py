@@ -23,6 +23,7 @@ from rich.text import Text
 from chorusline.actors.messages import Report
 from chorusline.actors.output import write_line
 from chorusline.actors.run_status import RunStatus
+from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 
 from ...tracking.tracker import TrackedEvent
 from .seen import (
@@ -56,6 +57,9 @@ class Progress:
     """
 
     def __init__(self, num_steps: int | None = None, *, console: Console | None = None) -> None:
+        check_kinds(Progress.__init__, locals())
+        if num_steps is not None:
+            check_range("num_steps", num_steps, 0)
         self.counts_reports = True
         """Whether it is to be given each report: it counts tokens and reported steps, and says who
         has joined. Reports that nobody is given are not kept on the ranks."""
