@@ -64,6 +64,11 @@ class CheckpointConfig:
         object.__setattr__(self, "timeout_s", checked_seconds(self.timeout_s))
         check_kinds(CheckpointConfig.__init__, vars(self))
 
+    @property
+    def deadline_s(self) -> float:
+        """timeout_s in seconds."""
+        return checked_seconds(self.timeout_s)
+
 
 def _absolute(path: str | Path) -> str:
     return str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())

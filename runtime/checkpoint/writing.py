@@ -277,7 +277,7 @@ class Writing:
 
     def _await(self, store: PrefixStore, key: str, ranks: tuple[int, ...]) -> bytes:
         """The value that `ranks` put in the store. Gives up after timeout_s, or with the group."""
-        timeout_s = self.config.timeout_s if self.config else 1800.0
+        timeout_s = self.config.deadline_s if self.config else 1800.0
         give_up_at = time.monotonic() + timeout_s
         patience_ends_at: float | None = None
         while True:
@@ -319,7 +319,7 @@ class Writing:
         absent = tuple(r for r, key in keys.items() if not store.check([key]))
         if not absent:
             return  # The last of them called meanwhile.
-        limit_s = min(group.timeout_s, self.config.timeout_s if self.config else group.timeout_s)
+        limit_s = min(group.timeout_s, self.config.deadline_s if self.config else group.timeout_s)
         raise self._not_called(absent, f"did not call ctx.save() within {limit_s:g} s")
 
     def _over(self, ranks: tuple[int, ...]) -> tuple[int, ...]:

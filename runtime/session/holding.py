@@ -204,7 +204,7 @@ class Holding:
             self._fewest,
             self._max_failures,
             self._pause_s,
-            last_save_s=self._checkpoint.timeout_s if self._checkpoint is not None else None,
+            last_save_s=self._checkpoint.deadline_s if self._checkpoint is not None else None,
             fault_plan=self._fault_plan,
             report_history=audience.report_history,
             replaces_stragglers=self._replaces_stragglers,
