@@ -5,13 +5,23 @@ from __future__ import annotations
 import argparse
 import compileall
 import json
+import math
 import multiprocessing
+import re
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+PEERS = re.compile(r"torch|gloo|ray|mpi", re.IGNORECASE)
+"""What the name of a way has in it that is a peer's."""
+
+_LONGEST_S = 3600.0
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,15 +49,27 @@ def spawn(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]
         calls = [
             pool.apply_async(function, (rank, num_ranks, path, *args)) for rank in range(num_ranks)
         ]
-        return [call.get(timeout=600) for call in calls]
+        return [call.get(timeout=_LONGEST_S) for call in calls]
+
+
+def attempt(peer: str, call: Callable[[], T], otherwise: T) -> T:
+    """What `call` returns; `otherwise` if the peer fails, which is no reason to end a table: it is
+    said here, and its cells say "failed"."""
+    try:
+        return call()
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        print(f"{peer} failed: {type(error).__name__}: {said}", file=sys.stderr, flush=True)
+        return otherwise
 
 
 def alternate(
     ways: dict[str, Callable[[], object]], *, rounds: int, calls: int, warm_up: int = 2
 ) -> dict[str, float]:
-    """Median seconds of one call of each way; `rounds` turns of `calls` calls each."""
+    """Median seconds of one call of each way; `rounds` turns of `calls` calls each. NaN for a peer
+    that has failed."""
     found = timed(ways, rounds=rounds, calls=calls, warm_up=warm_up)
-    return {name: statistics.median(times) for name, times in found.items()}
+    return {name: quartiles(times)[1] for name, times in found.items()}
 
 
 def timed(
@@ -58,27 +80,43 @@ def timed(
     warm_up: int = 2,
     meet: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
-    """The seconds of every call of each way behind the `warm_up` turns, none left out. meet: has
-    the ranks begin each way's calls together."""
+    """The seconds of every call of each way after the `warm_up` turns, none left out. A peer that
+    raises is not called again, and has no times. meet: has the ranks begin each way's calls
+    together."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    failed: set[str] = set()
+
+    def calls_of(name: str) -> bool:
+        for _ in range(calls):
+            start = time.perf_counter()
+            ways[name]()
+            seconds[name].append(time.perf_counter() - start)
+        return True
+
     for turn in range(warm_up + rounds):
-        for name, way in ways.items():
-            meet()
-            for _ in range(calls):
-                start = time.perf_counter()
-                way()
-                if turn >= warm_up:
-                    seconds[name].append(time.perf_counter() - start)
+        for name in ways:
+            meet()  # Also with a way that has failed here: it may not have failed on every rank.
+            if name in failed:
+                continue
+            if not PEERS.search(name):
+                calls_of(name)
+            elif not attempt(name, lambda name=name: calls_of(name), False):
+                failed.add(name)
+            if turn < warm_up or name in failed:
+                seconds[name].clear()
     return seconds
 
 
 def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """The first quartile, the median and the third quartile."""
+    """The first quartile, the median and the third quartile; NaN if there are no times."""
+    if not times:
+        return math.nan, math.nan, math.nan
     first, median, third = statistics.quantiles(times, n=4, method="inclusive")
     return first, median, third
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    rows = [[re.sub(r"\(nan, nan\)|\bnan\b", "failed", cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     print(f"\n{title}")
     for row in (header, *rows):
@@ -92,4 +130,13 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 def finish(args: argparse.Namespace, ratios: dict[str, float], figures: dict[str, Any]) -> None:
     """ratios: case -> our time over the peer's (below 1 is faster). figures: all the rest."""
     if args.json:
-        print(json.dumps({"ratios": ratios, "figures": figures}))
+        print(json.dumps(_without_nan({"ratios": ratios, "figures": figures})))
+
+
+def _without_nan(figures: Any) -> Any:
+    """JSON has no NaN: what a peer has failed to do is null."""
+    if isinstance(figures, dict):
+        return {name: _without_nan(one) for name, one in figures.items()}
+    if isinstance(figures, list | tuple):
+        return [_without_nan(one) for one in figures]
+    return None if isinstance(figures, float) and math.isnan(figures) else figures

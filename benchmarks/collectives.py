@@ -26,6 +26,7 @@ import argparse
 import asyncio
 import datetime
 import itertools
+import math
 import os
 import sys
 import tempfile
@@ -41,7 +42,7 @@ import torch.distributed as dist
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(_ROOT)
 
-from benchmarks.alternation import finish, parser, quartiles, spawn, table, timed
+from benchmarks.alternation import attempt, finish, parser, quartiles, spawn, table, timed
 from benchmarks.collectives_mpi import calls_of, spawn_by_mpiexec
 from chorusline.collectives import FileStore, Group
 from chorusline.collectives.shared_memory.algorithms import DIRECT_BYTES
@@ -59,7 +60,6 @@ _OPERATIONS = (
 )
 _IN_PLACE = ("all_reduce", "reduce_scatter", "all_gather")
 _AWAITS = 20  # in one run of the loop, which itself takes longer than a small operation
-_RAY_START_S = 120.0
 _ROTATED_BYTES = 64 << 20  # of each buffer's kind; twice the L3 cache of the project's machine
 _MOST_SETS = 1024
 
@@ -145,7 +145,11 @@ def measure(
     if with_ray:
         from ray.util import collective
 
-        collective.init_collective_group(num_ranks, rank, "gloo", "default")
+        attempt(
+            "ray",
+            lambda: collective.init_collective_group(num_ranks, rank, "gloo", "default"),
+            None,
+        )  # If that fails, each of its calls does.
     by_mpi = {} if comm is None else calls_of(comm)
     found: Quartiles = {}
     sets: list[Buffers] = []
@@ -310,7 +314,7 @@ def spawn_actors(num_ranks: int, *args: Any) -> list[Any]:
         path = str(Path(folder) / "store")
         calls = [a.run.remote(rank, num_ranks, path, *args) for rank, a in enumerate(actors)]
         try:
-            return ray.get(calls, timeout=_RAY_START_S + 480)
+            return ray.get(calls)
         finally:
             for a in actors:
                 ray.kill(a)
@@ -333,26 +337,29 @@ def main() -> None:
     unknown = sorted(set(operations) - set(_OPERATIONS))
     if unknown:
         flags.error(f"--operations knows {', '.join(_OPERATIONS)}; got {', '.join(unknown)}")
+    peer = "mpi" if args.mpi else "ray" if args.ray else ""  # besides Gloo
     spreads: Quartiles = {}
     for num_ranks in map(int, args.ranks.split(",")):
         arguments = (args.sizes.split(","), operations)
+        by_rank: list[Quartiles] = []
         if args.mpi:
-            by_rank = spawn_by_mpiexec(num_ranks, *arguments)
+            by_rank = attempt("mpi", lambda n=num_ranks, a=arguments: spawn_by_mpiexec(n, *a), [])
         elif args.ray:
-            by_rank = spawn_actors(num_ranks, *arguments)
-        else:
-            by_rank = spawn(measure, num_ranks, *arguments)
+            by_rank = attempt("ray", lambda n=num_ranks, a=arguments: spawn_actors(n, *a), [])
+        has_peer = bool(by_rank)
+        by_rank = by_rank or spawn(measure, num_ranks, *arguments)
         # The slowest rank is what a step waits for.
         for name in by_rank[0]:
             spreads[name] = {
                 way: max((one[name][way] for one in by_rank), key=lambda quarters: quarters[1])
                 for way in by_rank[0][name]
             }
+            if peer and not has_peer:
+                spreads[name][peer] = (math.nan,) * 3
     medians = {
         name: {way: quarters[1] for way, quarters in ways.items()} for name, ways in spreads.items()
     }
     ratios = {name: m["ours"] / m["gloo"] for name, m in medians.items()}
-    peer = "mpi" if args.mpi else "ray" if args.ray else ""  # besides Gloo
     to_peer = {name: m["ours"] / m[peer] for name, m in medians.items() if peer in m}
     to_memcpy = {name: m["ours"] / m["memcpy"] for name, m in medians.items() if "memcpy" in m}
     moved = {name: _copies_of(name) for name in medians}

@@ -46,7 +46,7 @@ from ray import cloudpickle
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
-from benchmarks.alternation import as_installed, finish, parser, table
+from benchmarks.alternation import as_installed, attempt, finish, parser, table
 from benchmarks.recovery_peer import peer
 from benchmarks.recovery_training import (
     BATCH,
@@ -340,7 +340,10 @@ def main() -> None:
             for spares, function in FULL_SIZE.values()
             if args.full_trials
         ]
-        peer_results = peer(args.peer_trials, args.seed, args.every) if args.peer_trials else []
+        peer_results: list[dict[str, float]] = []
+        if args.peer_trials:
+            given = (args.peer_trials, args.seed, args.every)
+            peer_results = attempt("Ray Train", lambda: peer(*given), [])
     finally:
         with contextlib.suppress(Exception):
             ray.shutdown()
@@ -350,6 +353,8 @@ def main() -> None:
     figures |= dict(zip(FULL_SIZE, full, strict=False)) | others
     for name, results in figures.items():
         if not results:
+            if name == "Ray Train" and args.peer_trials:
+                rows.append((name, "failed", "", "", "", ""))
             continue
         seconds, lost = summary(results, "seconds"), summary(results, "steps_lost")
         rows.append(

@@ -16,7 +16,7 @@ import torch
 
 from .contract.communicator import Communicator
 from .contract.deadlines import Seconds
-from .contract.errors import SecretMismatch, StoreTimeout
+from .contract.errors import SecretMismatch, StoreTimeout, named
 from .stores.signed_store import Seal, looks_signed, new_nonce
 from .stores.store import Data, PrefixStore, Store
 from .transports.backends import Backend
@@ -57,6 +57,11 @@ class WatchedStore(PrefixStore):
                 self._look()
                 if left_s <= _SLICE_S:
                     raise StoreTimeout(error.keys, limit_s, error.detail) from error
+
+
+_MOST_COMPARED = 256
+"""Of so many ranks that did not come, this rank looks for another backend: one is enough to say it,
+and the deadline is over."""
 
 
 class _GivenUp(Exception):
@@ -107,7 +112,7 @@ def meet(
             continue
         except StoreTimeout as error:
             store.set(given_up, str(rank))
-            keys = {ranks_of_keys([key])[0]: key for key in error.keys if ranks_of_keys([key])}
+            keys = {other: key for key in error.keys for other in ranks_of_keys([key])}
             # A rank that gave up an earlier attempt is blamed only if no other rank is missing.
             tired = [
                 other
@@ -116,8 +121,8 @@ def meet(
                 and not place.check([f"backend/{other}"])
             ]
             absent = [other for other in sorted(keys) if other not in tired] or tired
-            _compare_backends(place, backend, rank, absent)
-            who = f"ranks {absent}" if absent else "some ranks"
+            _compare_backends(place, backend, rank, absent[:_MOST_COMPARED])
+            who = f"ranks [{named(absent)}]" if absent else "some ranks"
             raise StoreTimeout(
                 [keys[other] for other in absent] or error.keys,
                 timeout_s,

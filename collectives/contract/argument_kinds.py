@@ -64,8 +64,10 @@ def check_kinds(function: Callable[..., Any], given: Mapping[str, object]) -> No
 
 def check_range(name: str, number: float, least: float, most: float = 2**63 - 1) -> None:
     """Raise ValueError, naming the parameter, for a number that is not in [least, most]."""
-    if not least <= number <= most:
-        raise ValueError(f"{name} must be in [{least}, {most}], got {number}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    if number > most:
+        raise ValueError(f"{name} must be at most {most}, got {number}")
 
 
 def checked_place(rank: int, size: int, named: str = "size") -> tuple[int, int]:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
 
@@ -44,6 +45,12 @@ class ChoruslineError(Exception):
         self.args = tuple(getattr(self, kind.name) for kind in kinds if kind.init)
 
 
+def named(items: Sequence[object]) -> str:
+    """A list as a sentence has it: the first 16 of its items, and how many more there are."""
+    more = len(items) - 16
+    return ", ".join(map(str, items[:16])) + (f" and {more:,} more" if more > 0 else "")
+
+
 @dataclass(eq=False, repr=False)
 class StoreTimeout(ChoruslineError, RuntimeError):
     """A key did not appear in a store in time: a rank never came to the rendezvous.
@@ -56,7 +63,7 @@ class StoreTimeout(ChoruslineError, RuntimeError):
     detail: str = ""
 
     def __str__(self) -> str:
-        text = f"{', '.join(self.keys)} did not appear in the store within {self.waited_s:g} s"
+        text = f"{named(self.keys)} did not appear in the store within {self.waited_s:g} s"
         return f"{text}; {self.detail}" if self.detail else text
 
 

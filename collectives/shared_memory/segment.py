@@ -274,19 +274,25 @@ class SharedSegment:
         self.raise_failure()
         if self._look is not None:
             self._look()
+        # The ticks are read last. A peer that was late may come, return from its function and close
+        # while this rank has no CPU, and whoever has come is not to blame for what it did then.
+        dead = self._dead_ranks()
+        states = {peer: self._words[self._blocks[peer] + STATE] for peer, _ in self._peers}
+        rests = {peer: self._words[self._blocks[peer] + RESTS] for peer, _ in self._peers}
+        self.fence()
         late = [peer for peer, at in self._peers if self._words[at] < tick]
         if not late:
             return late
-        dead = [rank for rank in self._dead_ranks() if rank in late]
+        dead = [rank for rank in dead if rank in late]
         if dead:
             pids = ", ".join(f"process {self.pids[rank]} ended" for rank in dead)
             raise self.abort(PeerLost(str(operation), self.generation, dead, pids))
-        closed = [r for r in late if self._words[self._blocks[r] + STATE] == _CLOSED]
+        closed = [rank for rank in late if states[rank] == _CLOSED]
         if closed:
             detail = "closed the group while others still used it"
             raise self.abort(PeerLost(str(operation), self.generation, closed, detail))
         turns = self._turns
-        resting = [r for r in late if self._words[self._blocks[r] + RESTS] == turns]
+        resting = [rank for rank in late if rests[rank] == turns]
         if resting:
             raise self.abort(waits_for_resting(operation, self.generation, resting))
         now = time.monotonic()

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from chorusline.collectives import Group, StaleStore, StoreLost, StoreTimeout, store_from_url
+from chorusline.collectives import (
+    Group,
+    HashStore,
+    StaleStore,
+    StoreLost,
+    StoreTimeout,
+    store_from_url,
+)
 from chorusline.collectives.stores.file_store import FileStore
 from tests.harness.programs import output_of
 from tests.harness.ranks import FORKS
@@ -254,3 +261,11 @@ def test_torchrun_hosts_the_store_and_its_second_attempt_starts_anew(tmp_path: P
     launcher = ("-m", "torch.distributed.run")
     said = output_of(*launcher, *options, program, timeout_s=100, environment=one_thread)
     assert said.count("sum 3.0") == 2
+
+
+def test_many_ranks_that_did_not_come_are_counted_and_not_all_named() -> None:
+    with pytest.raises(StoreTimeout) as caught:
+        Group.create(HashStore(), 0, 5_000, timeout_s=0.1)
+    assert len(caught.value.keys) == 4_999
+    assert "ranks [1, 2, 3, " in str(caught.value) and "and 4,983 more]" in str(caught.value)
+    assert len(str(caught.value)) < 1_500

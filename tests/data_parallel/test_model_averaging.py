@@ -285,7 +285,7 @@ def test_what_is_not_defined_is_refused_with_the_reason(ranks_of):
     results = ranks_of(4).run(refusals)
     period, warmup, empty, sizes, order, cut, pointless, *lopsided, scaled = results[3]
     assert "period must be a positive number of steps, got 0" in period
-    assert "warmup_steps must be a number of at least 0, got -1" in warmup
+    assert "warmup_steps must be at least 0, got -1" in warmup
     assert "must not be empty" in empty
     assert "must ascend together" in sizes and "must ascend together" in order
     assert "4 ranks cannot be cut into groups of 3" in cut

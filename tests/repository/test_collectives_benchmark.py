@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from benchmarks.alternation import quartiles
+from benchmarks.alternation import quartiles, table, timed
 from benchmarks.collectives import copies_in_place, copies_moved
 from tests import ROOT
 
@@ -46,6 +48,49 @@ def test_copies_of_symmetric_tensors(operation: str, num_ranks: int, copies: flo
 
 def test_quartiles_are_of_all_times() -> None:
     assert quartiles([5.0, 1.0, 4.0, 2.0, 3.0]) == (2.0, 3.0, 4.0)
+
+
+def test_a_peer_that_fails_is_called_no_more_and_its_cells_say_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls = []
+
+    def theirs() -> None:
+        calls.append(1)
+        raise RuntimeError("a pair has timed out\nand more")
+
+    found = timed({"ours": lambda: None, "torch ddp": theirs}, rounds=3, calls=2)
+    assert len(found["ours"]) == 6 and found["torch ddp"] == [] and len(calls) == 1
+    assert "torch ddp failed: RuntimeError: a pair has timed out" in capsys.readouterr().err
+    first, median, _ = quartiles(found["torch ddp"])
+    table("", ("way", "us"), [("torch ddp", f"{median:.1f}"), ("both", f"({first:.1f}, nan)")])
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[2:]] == [
+        ["way", "us"],
+        ["torch", "ddp", "failed"],
+        ["both", "failed"],
+    ]
+    with pytest.raises(RuntimeError, match="ours"):
+        timed({"ours": lambda: (_ for _ in ()).throw(RuntimeError("ours"))}, rounds=1, calls=1)
+
+
+def test_a_peer_that_cannot_start_does_not_end_the_table(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('no MPI here')")
+    command = "benchmarks/collectives.py --mpi --ranks 2 --sizes 4B --operations barrier --json"
+    run = subprocess.run(
+        [sys.executable, *command.split()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "mpi failed: " in run.stderr
+    row = next(line for line in run.stdout.splitlines() if line.startswith("barrier/2/0B"))
+    assert row.split()[-2:] == ["failed", "failed"]
+    assert json.loads(run.stdout.splitlines()[-1])["figures"]["ratios_to_peer"] == {
+        "barrier/2/0B": None
+    }
 
 
 def test_every_case_has_its_quartiles_and_a_lost_one_is_listed() -> None:

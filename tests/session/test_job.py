@@ -1,10 +1,11 @@
-"""The example as a Ray job, unchanged, on a cluster started as a user would."""
+"""The example as a Ray job, unchanged, on a cluster started as a user would: with Ray's token."""
 
 import contextlib
 import json
+import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,14 +20,21 @@ from tests.harness.head_node import (
     wait_until,
 )
 
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 TINY = ["--preset", "tiny", "--files", "6", "--block", "32", "--batch-size", "32"]
 
 
 @pytest.fixture(scope="module")
 def dashboard() -> Iterator[str]:
-    """Address of the dashboard of a head node of our own."""
-    with dashboard_of_head() as address:
+    """Address of the dashboard of a head node of our own, which asks for the token."""
+    with dashboard_of_head(TOKEN) as address:
         yield address
+
+
+def test_a_job_without_the_token_is_refused(dashboard: str) -> None:
+    done = submit(dashboard, "--help", environment={"RAY_AUTH_MODE": "disabled"})
+    assert done.returncode != 0
+    assert "token" in (done.stdout + done.stderr).lower()
 
 
 @pytest.mark.timeout(300)
@@ -67,7 +75,8 @@ def test_a_job_that_is_stopped_ends_by_itself_and_leaves_no_worker(
 ) -> None:
     (tmp_path / "endless.py").write_text(ENDLESS)
     environment = {"PYTHONPATH": str(ROOT), "RAY_JOB_STOP_WAIT_TIME_S": "30"}
-    client = JobSubmissionClient(dashboard)
+    bearer = {"Authorization": f"Bearer {TOKEN['RAY_AUTH_TOKEN']}"}
+    client = JobSubmissionClient(dashboard, headers=bearer)
     job = client.submit_job(
         entrypoint=f"{sys.executable} -m chorusline.runtime.commands.command_line"
         " run endless.py:train"
@@ -98,14 +107,16 @@ def workers_alive() -> list[str]:
     return found
 
 
-def submit(dashboard: str, *args: str) -> subprocess.CompletedProcess[str]:
+def submit(
+    dashboard: str, *args: str, environment: Mapping[str, str] = TOKEN
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
             *(BIN / "ray", "job", "submit", "--address", dashboard, "--working-dir", "."),
             *("--", "python", "examples/stdlib_gpt.py", *args),
         ],
         cwd=ROOT,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | environment,
         capture_output=True,
         text=True,
         timeout=180,
