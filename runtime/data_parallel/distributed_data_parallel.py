@@ -124,7 +124,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
         check_layouts("parameter", parameters)
         check_layouts("buffer", buffers)
-        bucket_bytes = int(bucket_cap_mb * (1 << 20))
+        bucket_bytes = int(min(bucket_cap_mb, 1 << 40) * (1 << 20))
         settings = {
             "bucket_cap_mb (in bytes)": bucket_bytes,
             "broadcast_buffers": bool(broadcast_buffers),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from chorusline.collectives import CollectiveMismatch, Group
-from chorusline.collectives.contract.argument_kinds import check_kinds
+from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 from chorusline.collectives.contract.plain_numbers import whole
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
@@ -112,11 +112,8 @@ class ZeroRedundancyOptimizer(Face):
         if (number := whole(replicas)) is None or number < 1:
             raise ValueError(f"replicas must be a whole number of at least 1, got {replicas!r}")
         replicas = number
-        if check_every is not None and ((number := whole(check_every)) is None or number < 1):
-            raise ValueError(
-                "check_every must be a number of steps of at least 1, or None for no check, got "
-                f"{check_every!r}"
-            )
+        if check_every is not None:
+            check_range("check_every", check_every, 1)
         if check_every is not None and overlap_with_ddp:
             raise ValueError(
                 "check_every compares the state of the ranks before anything is applied, and "
