@@ -31,7 +31,7 @@ def checked_seconds(given: object, name: str = "timeout_s", *, may_be_zero: bool
     if may_be_zero and seconds < 0:
         raise ValueError(f"{name} must not be negative, got {seconds}")
     if not (seconds > 0 or (may_be_zero and seconds == 0)):  # NaN is neither.
-        raise ValueError(f"{name} must be a positive number of seconds, got {seconds}")
+        raise ValueError(f"{name} must be positive, got {seconds}")
     if seconds > LONGEST_S:
         raise ValueError(
             f"{name} must be at most a year ({LONGEST_S:.0f} s), got {seconds}; a wait for a lost "

@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
+from .translation import factor_of
+
 _KEY = "BackendSelect"
 
 Run = Callable[..., Any]
@@ -125,7 +127,7 @@ def _factor(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for value in (*args, *kwargs.values()):
         op = getattr(value, "reduceOp", value)
         if getattr(op, "op", None) == dist.ReduceOp.PREMUL_SUM:
-            return op.factor
+            return factor_of(op)
     return None
 
 

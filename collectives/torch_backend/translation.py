@@ -38,8 +38,13 @@ def reduction(options: Any) -> tuple[ReduceOp, complex | None]:
     reduce_op = _OPS[kind]
     if reduce_op is not ReduceOp.PREMUL_SUM:
         return reduce_op, None
-    factor = op.factor
+    factor = factor_of(op)
     return reduce_op, factor.item() if isinstance(factor, torch.Tensor) else factor
+
+
+def factor_of(op: Any) -> Any:
+    """The factor of a PREMUL_SUM. torch 2.11 shows that of its own only where it pickles it."""
+    return op.factor if hasattr(op, "factor") else op.__getstate__()[1]
 
 
 def seconds(timeout: Any) -> float | None:

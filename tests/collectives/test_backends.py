@@ -217,7 +217,7 @@ def test_a_name_is_registered_once() -> None:
     register_backend(IN_PROCESS, connect, ["cpu"])  # The same again is no news.
     with pytest.raises(ValueError, match="'gloo' is registered already"):
         register_backend("gloo", connect, ["cpu"])
-    with pytest.raises(ValueError, match=r"such as \('cpu',\), got 'cpu'"):
+    with pytest.raises(TypeError, match="devices must be a list, got str 'cpu'"):
         register_backend("another", connect, "cpu")
 
 

@@ -81,10 +81,13 @@ def profile(rank: Rank) -> Any:
             work.wait()
             group.barrier().wait()
         group.barrier().wait()
-    return {e.key: e.count for e in recorded.key_averages() if e.key.startswith("chorusline::")}
+    return {e.key: e.count for e in recorded.key_averages()}
 
 
 @transports
 def test_collectives_are_ranges_in_torchs_profiler(transport: str, tmp_path: Path) -> None:
     for found in run_ranks(profile, 2, tmp_path, transport):
-        assert found == {"chorusline::all_reduce": 1, "chorusline::barrier": 1}
+        if "aten::ones" not in found:
+            pytest.skip("this build of torch profiles nothing in a process that was forked")
+        ours = {key: count for key, count in found.items() if key.startswith("chorusline::")}
+        assert ours == {"chorusline::all_reduce": 1, "chorusline::barrier": 1}

@@ -80,7 +80,8 @@ def test_every_operation_of_torchs_comes_through_from_its_cpp() -> None:
     assert not store.delete_key("x")
     assert store.check(["y"])
     assert not store.check(["x", "y"])
-    store.barrier("all", 1)
+    if hasattr(store, "barrier"):  # torch 2.11 lacks it.
+        store.barrier("all", 1)
 
 
 def test_an_adapter_that_is_released_is_collected() -> None:

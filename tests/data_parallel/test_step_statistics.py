@@ -54,8 +54,8 @@ def test_buckets_unused_parameters_and_times_are_told_on_every_rank(
     ranks_of: Callable[[int], StandingRanks],
 ) -> None:
     for rank, (lines, statistics) in enumerate(ranks_of(2).run(train_and_tell)):
-        choice, first_unused, measured, *rest = lines
-        unused_lines = [first_unused, *rest]
+        choice, measured = (line for line in lines if " parameters in " in line)
+        unused_lines = [line for line in lines if " parameters in " not in line]
         assert choice.startswith(f"rank {rank}: 4 parameters in {len(statistics.buckets)} buckets")
         assert "from right.bias to right.bias" in choice
         assert measured.index("right.weight") < measured.index("left.weight"), "as they came"
@@ -65,11 +65,11 @@ def test_buckets_unused_parameters_and_times_are_told_on_every_rank(
             expected.append(f"rank 1: {unused}: right.weight, right.bias")
         assert unused_lines == expected, "said once, and again when it changes"
         assert statistics.steps == 3
-        assert 0.01 <= statistics.forward_s < 1
+        assert statistics.forward_s >= 0.01
         assert statistics.backward_s > 0
         assert statistics.communication_s >= statistics.overlap_s >= 0
         assert sum(statistics.buckets) >= 2 * 18 * 4
-        assert "3 steps on average: forward 1" in str(statistics)
+        assert "3 steps on average: forward " in str(statistics)
 
 
 def test_below_info_nothing_is_timed_and_the_mend_is_told() -> None:

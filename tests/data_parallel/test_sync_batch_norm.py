@@ -243,7 +243,7 @@ def test_layers_are_converted_copied_and_refused_with_the_mend(ranks_of):
         assert is_free and same, "a copy belongs to no group, and evaluates alike"
         torchs, no_group, no_session, dimensions, channels = told
         assert "1 is torch's SyncBatchNorm" in torchs and "convert_sync_batchnorm" in torchs
-        assert "process_group must be a chorusline Group or None, got str" in no_group
+        assert "process_group must be a Group or None, got str" in no_group
         assert "there is no default group" in no_session
         assert "expected at least 2D input (got 1D input)" in dimensions
         assert "expected 3 channels in dimension 1" in channels

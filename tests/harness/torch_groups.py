@@ -14,6 +14,10 @@ import torch.distributed as dist
 from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
+# By their names of torch 2.13; torch 2.11 knows the former ones.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @contextlib.contextmanager
 def torch_over(group: Group, backend: str, timeout_s: float = 30.0) -> Iterator[None]:

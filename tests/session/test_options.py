@@ -78,8 +78,8 @@ async def test_a_label_that_no_node_has_is_named(cluster: None) -> None:
             ValueError,
             "two workers may get the same one. .* before `ray start`",
         ),
-        ({"pause_s": 0}, ValueError, "pause_s must be a positive number of seconds, got 0"),
-        ({"timeout_s": float("nan")}, ValueError, "timeout_s must be a positive number"),
+        ({"pause_s": 0}, ValueError, "pause_s must be positive, got 0"),
+        ({"timeout_s": float("nan")}, ValueError, "timeout_s must be positive"),
     ],
 )
 def test_a_wrong_option_is_refused_in_a_sentence(
