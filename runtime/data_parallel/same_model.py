@@ -78,15 +78,12 @@ def check_layouts(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
             )
 
 
-NO_SETTINGS: Mapping[str, int] = {}
-
-
 def check_same_model(
     operation: str,
     named: Sequence[tuple[str, torch.nn.Parameter]],
     group: Group,
     buffers: Iterable[tuple[str, torch.Tensor]] = (),
-    settings: Mapping[str, int] = NO_SETTINGS,
+    settings: Mapping[str, int] | None = None,
 ) -> None:
     """`check_same_parameters` for names, shapes, dtypes, and which parameters are frozen; and for
     the buffers' names, shapes and dtypes."""
@@ -104,7 +101,7 @@ def check_same_parameters(
     parameters: Sequence[str],
     group: Group,
     buffers: Sequence[str] = (),
-    settings: Mapping[str, int] = NO_SETTINGS,
+    settings: Mapping[str, int] | None = None,
 ) -> None:
     """Compare the ranks' parameters and buffers by number, in two small collectives.
 
@@ -116,6 +113,7 @@ def check_same_parameters(
     """
     if group.rehearses:
         return  # There is no other rank yet; they compare when this one comes to them.
+    settings = settings or {}
     kinds = {"parameter": parameters, "buffer": buffers}
     with group.unkept():
         rows = all_gather_row(group, [*map(len, kinds.values()), *settings.values()])

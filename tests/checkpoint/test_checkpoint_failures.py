@@ -438,7 +438,7 @@ def test_what_is_used_wrongly_says_what_to_do(ranks_of, tmp_path):
         ({"storage_path": "x", "num_to_keep": 0}, ValueError, "num_to_keep must be a whole number"),
         ({"storage_path": "x", "every_n_steps": 1.5}, ValueError, "of at least 1, got 1.5"),
         ({"storage_path": "x", "resume": None}, TypeError, '"auto", "never" or the path of a'),
-        ({"storage_path": "x", "timeout_s": 0}, ValueError, "positive number of seconds, got 0"),
+        ({"storage_path": "x", "timeout_s": 0}, ValueError, "timeout_s must be positive, got 0"),
         ({"storage_path": "x", "weights_only": 1}, TypeError, "must be True or False, got int 1"),
     ],
 )

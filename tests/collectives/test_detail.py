@@ -305,7 +305,7 @@ def detail_on_one(rank: Rank) -> Any:
 
 def test_detail_on_some_ranks_only_is_told(tmp_path: Path) -> None:
     told, _ = run_ranks(detail_on_one, 2, tmp_path)
-    assert "ranks [1] of 2 did not come" in told
+    assert "ranks [1] of 2 did not take part in the comparison" in told
     assert "debug level DETAIL" in told
 
 

@@ -211,7 +211,7 @@ async def test_a_loss_is_one_line_and_so_is_the_reason_why_no_worker_comes(
         pids = await session.run(lambda ctx: os.getpid())
         running = asyncio.create_task(session.run(never_registers, folder=str(tmp_path)))
         async with asyncio.timeout(60):
-            while "cannot take it in" not in said and not running.done():
+            while "cannot admit it" not in said and not running.done():
                 await asyncio.sleep(0.1)
                 said += capsys.readouterr().err
         (tmp_path / "told").touch()
@@ -219,7 +219,7 @@ async def test_a_loss_is_one_line_and_so_is_the_reason_why_no_worker_comes(
     lines = (said + capsys.readouterr().err).splitlines()
     (loss,) = [line for line in lines if f"rank 1 (pid {pids[1]}) was killed or crashed" in line]
     assert loss.startswith("step 3: ") and "1 worker continues after" in loss
-    (why,) = [line for line in lines if "cannot take it in" in line]
+    (why,) = [line for line in lines if "cannot admit it" in line]
     assert why.endswith(
         "has not registered its model and its ZeroRedundancyOptimizer (ctx.register)"
     )

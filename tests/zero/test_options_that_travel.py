@@ -70,8 +70,11 @@ def in_one_process(before, after, when, lengths):
 
 def check(ranks_of, before, after, when, lengths):
     whole = in_one_process(before, after, when, lengths)
+    # torch's own arithmetic with an option in float32 is in float32: lr * weight_decay, for one.
+    held = [*before.values(), *after.values()]
+    limit = 1e-6 if any(isinstance(value, np.float32) for value in held) else 1e-12
     for parameters in ranks_of(2).run(train, before, after, when, lengths):
-        assert largest_difference(parameters, whole) < 1e-12
+        assert largest_difference(parameters, whole) < limit
 
 
 @pytest.mark.parametrize("name", CHANGES)
