@@ -144,7 +144,11 @@ def forms(rank, size):
         form(out, fresh()).wait()
         equals([1.0, 1.0], out[0])
         equals([2.0, 2.0], out[1])
-    names = [name for name in ("_allgather_base", "all_gather_single") if hasattr(group, name)]
+    names = [
+        name
+        for name in ("_allgather_base", "all_gather_single")
+        if hasattr(dist.ProcessGroup, name)
+    ]
     for form in (getattr(group, name) for name in names):
         whole = torch.empty(4)
         form(output=whole, input=fresh()).wait()
@@ -163,7 +167,7 @@ def forms(rank, size):
     whole = torch.empty(2)
     group.alltoall_base(whole, fresh(), [], []).wait()
     equals([1.0, 2.0], whole)
-    if hasattr(group, "all_to_all_single"):
+    if hasattr(dist.ProcessGroup, "all_to_all_single"):
         group.all_to_all_single(whole, fresh(), [1, 1], [1, 1], timeout=short).wait()
         equals([1.0, 2.0], whole)
     group.barrier().wait()
