@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -109,7 +110,11 @@ def dashboard_of_head(environment: Mapping[str, str] | None = None) -> Iterator[
 
 
 def answers(url: str) -> bool:
-    """Whether a server answers there with anything but an error."""
-    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
-        return True
-    return False
+    """Whether a server answers there with anything but an error, or wants a token for it."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403)
+    except OSError:
+        return False
