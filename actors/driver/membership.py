@@ -94,7 +94,7 @@ from .run_state import (
     is_echo,
     stop_error,
 )
-from .situation import Plan, Situation, assess, newcomers_of
+from .situation import Plan, Situation, assess, idle_in, newcomers_of
 from .takeover import found_in
 
 
@@ -119,16 +119,8 @@ class Membership:
     def without_rank(self, who: str) -> list[str]:
         """Ids of the idle workers without a rank in the run in progress, if they are the worker
         `who`, or are on the node `who`."""
-        if self._run is None:
-            return []
-        ranks = {id(member) for member in self._run.members}
-        return [
-            member.info.worker_id
-            for member in self._members.values()
-            if member.state is MemberState.READY
-            and id(member) not in ranks
-            and who in (member.info.worker_id, member.info.node_id)
-        ]
+        idle = [] if self._run is None else idle_in(self._run, self._members.values())
+        return [one.info.worker_id for one in idle if who in (one.info.worker_id, one.info.node_id)]
 
     def handle(self, event: Event) -> list[Instruction]:
         run = self._run

@@ -139,16 +139,19 @@ def _hopeless(why: str) -> Outlook:
     return Outlook(Situation.HOPELESS, why)
 
 
-def newcomers_of(run: RunState, known: Iterable[Member]) -> list[Member]:
-    """Idle workers that have no rank in the run, and no notice to leave."""
+def idle_in(run: RunState, known: Iterable[Member]) -> list[Member]:
+    """Idle workers that have no rank in the run."""
     members = {id(member) for member in run.members}
     return [
         member
         for member in known
-        if member.state is MemberState.READY
-        and id(member) not in members
-        and run.departures.why(member.info) is None
+        if member.state is MemberState.READY and id(member) not in members
     ]
+
+
+def newcomers_of(run: RunState, known: Iterable[Member]) -> list[Member]:
+    """Idle workers that have no rank in the run, and no notice to leave."""
+    return [one for one in idle_in(run, known) if run.departures.why(one.info) is None]
 
 
 def missing_in(frozen: Mapping[int, Frozen]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from chorusline.collectives import CollectiveMismatch, CollectiveTimeout
 from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.errors import ALL_ARRIVE, SAME_ORDER
+from chorusline.collectives.diagnosis.blame import check_like_rank_0
 
 IN_JOIN, DIVIDES_BY_ALL, THROWS = 1, 2, 4
 GOES_ON = 8
@@ -28,10 +29,10 @@ def check_same_joins(joins: Sequence[int], generation: int) -> None:
         return
     values = [bool(one & bit) for one in joins]
     each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-    raise CollectiveMismatch(
+    check_like_rank_0(
         "Join",
         generation,
-        [rank for rank, value in enumerate(values) if value != values[0]],
+        values,
         f"{_SETTINGS[bit]} is {each}, so the ranks would end the step differently",
         "Every rank must enter the same Join around its steps, with the same enable, "
         "divide_by_initial_world_size and throw_on_early_termination.",
