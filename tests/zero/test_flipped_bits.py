@@ -312,8 +312,13 @@ def test_flips_in_the_steps_of_a_fixed_batch_leave_no_trace(ranks_of, size, dete
 
 def test_every_wrong_number_of_steps_is_refused(alone):
     model = cl.DistributedDataParallel(make_model(torch.float32), alone)
-    for wrong in (0, -1, 1.5, True):
-        with pytest.raises((TypeError, ValueError), match="check_every must be"):
+    for wrong, error, said in (
+        (0, ValueError, "at least 1, got 0"),
+        (-1, ValueError, "at least 1, got -1"),
+        (1.5, TypeError, "a whole number or None, got float 1.5"),
+        (True, TypeError, "a whole number or None, got bool True"),
+    ):
+        with pytest.raises(error, match=f"check_every must be {said}"):
             cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, check_every=wrong)
     with pytest.raises(ValueError, match="overlap_with_ddp applies during backward"):
         cl.ZeroRedundancyOptimizer(
