@@ -87,6 +87,7 @@ class Driver(StoreActor):
         self._workers: dict[str, Actor] = {}  # by worker id
         self._events: asyncio.Queue[Event] | None = None  # of the run in progress
         self._run: int | None = None
+        self._over = -1  # the last run that has ended
         self._run_is_over = asyncio.Event()
         self._early_cancels: set[int] = set()  # A cancellation may overtake its run.
         self._lost: list[tuple[int, str]] = []  # of the run in progress
@@ -196,7 +197,7 @@ class Driver(StoreActor):
                 errands.drop()
             return outcome
         finally:
-            self._run, self._events = None, None
+            self._run, self._events, self._over = None, None, request.run
             self._run_is_over.set()
             self._has_lost.set()
 
@@ -238,8 +239,11 @@ class Driver(StoreActor):
 
     async def lost_workers(self, run: int, known: int) -> list[tuple[int, str]]:
         """Seats and ids of workers that the run in progress has lost or dismissed, without the
-        first `known` of them. Suspends while there are none; returns none when the run is over."""
-        while self._run == run and len(self._lost) <= known:
+        first `known` of them. Suspends while there are none; returns none when the run is over.
+
+        The question may overtake its run, and comes before the ranks have answered `take_over`.
+        """
+        while run > self._over and (self._run != run or len(self._lost) <= known):
             self._has_lost.clear()
             await self._has_lost.wait()
         return self._lost[known:] if self._run == run else []

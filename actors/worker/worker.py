@@ -85,7 +85,9 @@ _LOADED_LATE = "torch._dynamo"
 """torch loads it, and sympy with it, when the first optimizer is made: 2 to 4 s (torch 2.13)."""
 
 
-_LOWEST = 19  # of the priorities that every process may take: the ranks' cores come first
+_NICER = 5
+"""What gives way to the ranks is nicer by this: as Ray's own workers at 15 are to the lowest
+priority. At the lowest, beside ranks at 0 that keep all cores busy, it would not get on at all."""
 
 
 def patient() -> ThreadPoolExecutor:
@@ -94,7 +96,9 @@ def patient() -> ThreadPoolExecutor:
 
     def give_way() -> None:
         with contextlib.suppress(OSError):  # A sandbox without the call.
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+            thread = threading.get_native_id()
+            nicer = min(os.getpriority(os.PRIO_PROCESS, thread) + _NICER, 19)
+            os.setpriority(os.PRIO_PROCESS, thread, nicer)
 
     return ThreadPoolExecutor(1, "patient", give_way)
 

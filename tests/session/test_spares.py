@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.actors.calls import answers
+from chorusline.actors.actor_store import STORE_CONCURRENCY
+from chorusline.actors.calls import actor_class, answers
 from chorusline.actors.crew.reserve import Reserve
+from chorusline.actors.driver.driver import Driver
 from tests.harness.arrivals import (
     FEW,
     at_full_size,
@@ -65,6 +67,27 @@ async def test_a_worker_in_reserve_takes_the_seat_of_a_lost_one(
         }
         assert torch.equal(told[0][3], told[1][3])
         assert session.num_workers == 2
+
+
+class DriverThatBeginsLate(Driver):
+    """Its calls of `run` come behind those that were sent after them."""
+
+    async def run(self, *arguments: Any) -> Any:
+        await asyncio.sleep(1)
+        return await super().run(*arguments)
+
+
+async def test_a_lost_worker_is_replaced_where_the_question_after_losses_overtook_the_run(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = actor_class(DriverThatBeginsLate, concurrency_groups=STORE_CONCURRENCY, num_cpus=0)
+    monkeypatch.setattr("chorusline.actors.crew.crew.driver_class", lambda: made)
+    (tmp_path / "in_reserve").touch()
+    async with cl.Session((2, 2), max_failures=None, resources_per_worker=FEW) as session:
+        told = await session.run(train, folder=tmp_path, dies=True)
+        assert session.num_workers == 2
+    assert [size for _, size, _, _ in told] == [2, 2]
+    assert torch.equal(told[0][3], told[1][3])
 
 
 async def a_look(session: cl.Session) -> list[int]:
