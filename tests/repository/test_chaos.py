@@ -110,12 +110,19 @@ def test_whether_the_last_batch_of_a_lost_process_counts_is_found_out(
     assert differs == "the parameters are not those of one process that took the same steps"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("minutes", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_minutes_of_chaos_leave_nothing_to_complain_about(minutes: int) -> None:
-    """Of this seed, the first four rounds have faults of all kinds."""
-    figures = figures_of("chaos.py", "--seed", "542", "--minutes", str(minutes), timeout_s=500)
-    assert figures["faults"] > 0 and figures["wrong"] == 0
+def test_minutes_of_chaos_have_the_faults_that_were_drawn_and_leave_no_complaint() -> None:
+    seed = 542
+    figures = figures_of("chaos.py", "--seed", str(seed), "--minutes", "4", timeout_s=500)
+    plans = [draw(seed * 1_000_003 + number) for number in range(figures["rounds"])]
+    struck = [Fault(*fault) for fault in figures["struck"]]
+    assert set(struck) <= {fault for plan in plans for fault in plan.faults}
+    # Others may wait for a recovery or a step that does not come any more; the first never does.
+    assert {plan.faults[0] for plan in plans} <= set(struck)
+    assert figures["recoveries"] >= figures["rounds"]
+    assert {fault.kind for fault in struck} == set(FAULTS), "of all kinds in the first four rounds"
+    assert figures["faults"] == len(struck) and figures["wrong"] == 0
 
 
 # -- from outside ----------------------------------------------------------------------------------
@@ -163,4 +170,5 @@ def test_kills_from_outside_leave_nothing_to_complain_about() -> None:
     """A seed for each kind of function."""
     flags = ("--outside", "--seed", "104", "--rounds", "8", "--minutes", "12")
     figures = figures_of("chaos.py", *flags, timeout_s=880)
-    assert figures["rounds"] == 8 and figures["faults"] > 0 and figures["wrong"] == 0
+    # Each round has a fault at least, of which one for a newcomer may find none.
+    assert figures["rounds"] == 8 and figures["faults"] >= 8 and figures["wrong"] == 0
