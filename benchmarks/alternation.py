@@ -107,6 +107,11 @@ def timed(
     return seconds
 
 
+def by_time(seconds: float) -> tuple[bool, float]:
+    """The key by which the slowest rank is found: one where a peer has failed (NaN) is that."""
+    return math.isnan(seconds), seconds
+
+
 def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
     """The first quartile, the median and the third quartile; NaN if there are no times."""
     if not times:

@@ -14,6 +14,8 @@ has, until then, beyond what it had before. The ranks start together.
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import shutil
 import statistics
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ import torch.distributed.checkpoint as dcp
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
-from benchmarks.alternation import finish, parser, spawn, table
+from benchmarks.alternation import attempt, finish, parser, spawn, table
 from chorusline.actors.journal import Journal
 from chorusline.actors.messages import Assignment, RunRequest
 from chorusline.actors.run_status import RunStatus
@@ -42,6 +45,7 @@ _WARM_UP = 2
 _WIDTH = 1024
 _FORGET_PEAK = "5"  # proc(5): /proc/PID/clear_refs
 _WAYS = ("ours", "DCP", "torch.save", "a file")
+_MEASURED = ("pause", "total", "memory", "written")
 
 
 def _resident(field: str) -> int:
@@ -58,15 +62,20 @@ def make_model(num_parameters: int) -> torch.nn.Module:
 
 def measure(
     rank: int, num_ranks: int, store_path: str, folder: str, num_parameters: int, rounds: int
-) -> dict[str, list[float]]:
-    """By name, one for each round: seconds of pause and total, and MB of memory and on the disk."""
+) -> dict[str, list[list[float]]]:
+    """By way, for each round: seconds of pause and total, MB of memory and on the disk. A peer that
+    has failed on this rank has no rounds."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store_path}-torch", rank=rank, world_size=num_ranks
+        "gloo",
+        init_method=f"file://{store_path}-torch",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=30),  # The other ranks are there again before ours has passed.
     )
     group = cl.Group.create(cl.FileStore(store_path), rank, num_ranks)
 
-    def train(ctx: cl.Context) -> dict[str, list[float]]:
+    def train(ctx: cl.Context) -> dict[str, list[list[float]]]:
         model = ctx.register("model", cl.DistributedDataParallel(make_model(num_parameters)))
         optim = ctx.register("optimizer", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW))
 
@@ -102,40 +111,46 @@ def measure(
             if rank == 0:
                 Path(path).mkdir()
                 to_disk(Path(path) / "state.pt", lambda file: torch.save(state, file))
-            ctx.barrier()
             return lambda: None
 
         def a_file(path: str) -> Callable[[], Any]:
             Path(path).mkdir(exist_ok=True)
             to_disk(Path(path) / str(rank), lambda file: file.write(half))
-            ctx.barrier()
             return lambda: None
 
-        found: dict[str, list[float]] = {}
+        def measured(save: Callable[[str], Callable[[], Any]], path: str) -> list[float]:
+            before = _resident("VmRSS")
+            Path("/proc/self/clear_refs").write_text(_FORGET_PEAK)
+            start = time.perf_counter()
+            wait = save(path)
+            paused = time.perf_counter()
+            wait()
+            ended = time.perf_counter()
+            return [paused - start, ended - start, (_resident("VmHWM") - before) / 1e6]
+
+        found: dict[str, list[list[float]]] = {name: [] for name in _WAYS}
+        failed: set[str] = set()
         ways = {"ours": ours, "DCP": dcps, "torch.save": plain_torchs, "a file": a_file}
         for turn in range(_WARM_UP + rounds):
             for name, save in ways.items():
                 path = f"{folder}/{name}-{turn}"
                 step()
                 ctx.barrier()
-                before = _resident("VmRSS")
-                Path("/proc/self/clear_refs").write_text(_FORGET_PEAK)
-                start = time.perf_counter()
-                wait = save(path)
-                paused = time.perf_counter()
-                wait()
-                ended = time.perf_counter()
-                memory = _resident("VmHWM") - before
+                values: list[float] = []
+                if name == "ours":
+                    values = measured(save, path)
+                elif name not in failed:
+                    values = attempt(name, lambda s=save, p=path: measured(s, p), [])
                 ctx.barrier()
                 written = sum(f.stat().st_size for f in Path(path).rglob("*") if f.is_file())
                 ctx.barrier()
                 if rank == 0:
-                    shutil.rmtree(path)
-                if turn >= _WARM_UP:
-                    found.setdefault(f"pause {name}", []).append(paused - start)
-                    found.setdefault(f"total {name}", []).append(ended - start)
-                    found.setdefault(f"memory {name}", []).append(memory / 1e6)
-                    found.setdefault(f"written {name}", []).append(written / 1e6)
+                    shutil.rmtree(path, ignore_errors=not values)
+                if not values:
+                    failed.add(name)
+                    found[name].clear()
+                elif turn >= _WARM_UP:
+                    found[name].append([*values, written / 1e6])
         return found
 
     assignment = Assignment(0, rank, num_ranks, rank, num_ranks, 0)
@@ -157,10 +172,22 @@ def main() -> None:
     args = flags.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         by_rank = spawn(measure, 2, folder, args.parameters, args.rounds)
-    # The slower rank of each round: nobody goes on before it, and nothing is whole.
+    report(args, by_rank)
+
+
+def report(args: argparse.Namespace, by_rank: list[dict[str, list[list[float]]]]) -> None:
+    # The slower rank of each round: nobody goes on before it, and nothing is whole. Of a peer that
+    # has failed on a rank there is no round that all ranks have.
     figures = {
-        name: statistics.median(map(max, zip(*(rank[name] for rank in by_rank), strict=True)))
-        for name in by_rank[0]
+        f"{what} {name}": statistics.median(
+            [
+                max(rank[number] for rank in of_ranks)
+                for of_ranks in zip(*(rank[name] for rank in by_rank), strict=False)
+            ]
+            or [math.nan]
+        )
+        for name in _WAYS
+        for number, what in enumerate(_MEASURED)
     }
     megabytes = figures["written a file"]
     table(

@@ -42,7 +42,7 @@ import torch.distributed as dist
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(_ROOT)
 
-from benchmarks.alternation import attempt, finish, parser, quartiles, spawn, table, timed
+from benchmarks.alternation import attempt, by_time, finish, parser, quartiles, spawn, table, timed
 from benchmarks.collectives_mpi import calls_of, spawn_by_mpiexec
 from chorusline.collectives import FileStore, Group
 from chorusline.collectives.shared_memory.algorithms import DIRECT_BYTES
@@ -351,7 +351,9 @@ def main() -> None:
         # The slowest rank is what a step waits for.
         for name in by_rank[0]:
             spreads[name] = {
-                way: max((one[name][way] for one in by_rank), key=lambda quarters: quarters[1])
+                way: max(
+                    (one[name][way] for one in by_rank), key=lambda quarters: by_time(quarters[1])
+                )
                 for way in by_rank[0][name]
             }
             if peer and not has_peer:

@@ -32,7 +32,7 @@ if __name__ == "__main__":
     sys.path[0] = str(_ROOT)
 
 import chorusline as cl
-from benchmarks.alternation import alternate, finish, parser, spawn, table
+from benchmarks.alternation import alternate, by_time, finish, parser, spawn, table
 from benchmarks.gpu_machine import NO_GPU, seen, show, why_no_ranks
 
 _WIDTHS = {"tiny": (16, 2), "2M": (512, 8), "25M": (1024, 24), "100M": (2048, 24)}
@@ -264,7 +264,7 @@ def _host_syncs(way: Way) -> int:
 
 
 def slowest(by_rank: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: max(one[name] for one in by_rank) for name in by_rank[0]}
+    return {name: max((one[name] for one in by_rank), key=by_time) for name in by_rank[0]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

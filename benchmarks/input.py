@@ -17,12 +17,14 @@ goes through the sources backwards.
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
-from benchmarks.alternation import finish, parser, table
+from benchmarks.alternation import attempt, finish, parser, quartiles, table
 
 _WIDTH = 512
 OURS, OURS_AHEAD = "ctx.shard, no data work", "ctx.shard, fetched ahead"
@@ -85,6 +87,7 @@ def stepper(step_s: float, batch_size: int) -> Callable[[torch.Tensor], None]:
     of_pass = model.group.all_reduce(
         torch.tensor([statistics.median(seconds)], dtype=torch.float64), cl.ReduceOp.MAX
     )
+    of_pass.wait()
     num_passes = max(1, round(step_s / of_pass.result().item()))
     return lambda batch: step(batch, num_passes)
 
@@ -117,6 +120,21 @@ def train(ctx: cl.Context, args: dict[str, Any]) -> dict[str, dict[str, list[lis
         PEER_AHEAD: lambda: loader,
         IN_THREAD: lambda: ctx.shard(few, size, epoch=turn),
     }
+    failed: set[str] = set()
+
+    def batches_of(name: str) -> Iterator[torch.Tensor]:
+        """Those of the source. Once a peer has failed, rows of its size take their places: each
+        step has every rank."""
+        if name not in (PEER, PEER_AHEAD):
+            yield from ways[name]()
+            return
+        given = (batch for make in [ways[name]] for batch in make())
+        for _ in range(args["steps"]):
+            batch = None if name in failed else attempt(name, lambda: next(given), None)
+            if batch is None:
+                failed.add(name)
+            yield ready.rows[:size] if batch is None else batch
+
     told: dict[str, dict[str, list[list[float]]]] = {
         name: {"first": [], "steps": []} for name in ways
     }
@@ -124,8 +142,10 @@ def train(ctx: cl.Context, args: dict[str, Any]) -> dict[str, dict[str, list[lis
     for turn in range(args["rounds"] + 1):
         for name in reversed(names) if turn % 2 else names:
             ctx.barrier()
-            first, *steps = timed(ways[name](), step)
-            if turn > 0:  # In turn 0 the loader processes start.
+            first, *steps = timed(batches_of(name), step)
+            if name in failed:
+                told[name] = {"first": [], "steps": []}
+            elif turn > 0:  # In turn 0 the loader processes start.
                 told[name]["first"].append([first])
                 told[name]["steps"].append(steps[_SKIPPED:])
     return told
@@ -149,17 +169,25 @@ def main() -> None:
         "sample_s": args.sample_ms / 1e3,
         "step_s": args.step_ms / 1e3,
     }
-    # Of rank 0: the others take each step with it.
-    told = cl.run(train, num_workers=args.ranks, args=asked)[0]
-    quartiles = {
-        name: statistics.quantiles(itertools.chain(*one["steps"]), n=4, method="inclusive")
-        for name, one in told.items()
+    report(args, cl.run(train, num_workers=args.ranks, args=asked))
+
+
+def report(
+    args: argparse.Namespace, by_rank: Sequence[dict[str, dict[str, list[list[float]]]]]
+) -> None:
+    # Of rank 0: the others take each step with it. A peer has no times where any rank's has failed.
+    told = {
+        name: one if all(rank[name]["steps"] for rank in by_rank) else {"first": [], "steps": []}
+        for name, one in by_rank[0].items()
     }
+    quartiles_s = {name: quartiles([*itertools.chain(*one["steps"])]) for name, one in told.items()}
+    first_s = {name: [*itertools.chain(*one["first"])] for name, one in told.items()}
 
     def ratio(of: str, over: str) -> float:
-        rounds = zip(told[of]["steps"], told[over]["steps"], strict=True)
+        rounds = zip(told[of]["steps"], told[over]["steps"], strict=False)
         return statistics.median(
-            statistics.median(one) / statistics.median(other) for one, other in rounds
+            [statistics.median(one) / statistics.median(other) for one, other in rounds]
+            or [math.nan]
         )
 
     table(
@@ -169,8 +197,8 @@ def main() -> None:
         [
             [
                 name,
-                *(f"{1e3 * part:.1f}" for part in quartiles[name]),
-                f"{1e3 * statistics.median(itertools.chain(*told[name]['first'])):.1f}",
+                *(f"{1e3 * part:.1f}" for part in quartiles_s[name]),
+                f"{1e3 * statistics.median(first_s[name] or [math.nan]):.1f}",
             ]
             for name in told
         ],
@@ -188,7 +216,7 @@ def main() -> None:
         [[name, f"{r:.3f}"] for name, r in ratios.items()],
     )
     figures = {
-        "quartiles_s": quartiles,
+        "quartiles_s": quartiles_s,
         "first_batch_s": {name: one["first"] for name, one in told.items()},
         "steps_s": {name: one["steps"] for name, one in told.items()},
         "args": vars(args),

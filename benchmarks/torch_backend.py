@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
-from benchmarks.alternation import alternate, finish, parser, spawn, table
+from benchmarks.alternation import alternate, by_time, finish, parser, spawn, table
 from benchmarks.step import _BATCH, _FLAGS, _WIDTHS, make_model
 
 _BACKENDS = ("chorusline", "gloo")
@@ -119,7 +119,7 @@ def main() -> None:
     runs = {f"{size} parameters": (measure_training, size) for size in args.sizes.split(",")}
     for title, (function, *arguments) in {**runs, "operations": (measure_operations,)}.items():
         by_rank = spawn(function, args.ranks, *arguments)
-        slowest = {name: max(one[name] for one in by_rank) for name in by_rank[0]}
+        slowest = {name: max((one[name] for one in by_rank), key=by_time) for name in by_rank[0]}
         figures[title] = {"medians_s": slowest}
         for name in [name for name in slowest if name.endswith(" chorusline")]:
             case = name.removesuffix(" chorusline")

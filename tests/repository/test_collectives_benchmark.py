@@ -1,18 +1,27 @@
-"""What benchmarks/collectives.py prints, and what it counts."""
+"""What benchmarks/collectives.py prints, and what it counts; a peer that fails, in any table."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.alternation import quartiles, table, timed
+import chorusline as cl
+from benchmarks import checkpoint
+from benchmarks import input as data_input
+from benchmarks.alternation import by_time, quartiles, table, timed
 from benchmarks.collectives import copies_in_place, copies_moved
 from tests import ROOT
+from tests.references.checkpoint_runs import in_run
 
 
 @pytest.mark.parametrize(
@@ -71,6 +80,65 @@ def test_a_peer_that_fails_is_called_no_more_and_its_cells_say_so(
     ]
     with pytest.raises(RuntimeError, match="ours"):
         timed({"ours": lambda: (_ for _ in ()).throw(RuntimeError("ours"))}, rounds=1, calls=1)
+
+
+@pytest.mark.parametrize("of_ranks", [[2.0, math.nan], [math.nan, 2.0]])
+def test_a_peer_that_failed_on_any_rank_has_failed(of_ranks: list[float]) -> None:
+    assert math.isnan(max(of_ranks, key=by_time)) and max([1.0, 2.0], key=by_time) == 2.0
+
+
+def _checkpoints_beside_peers_that_fail(group: cl.Group, folder: str) -> Any:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no planner today")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.dcp, "async_save", fail)
+        if group.rank == 1:  # The yardstick has no disk there. Rank 0 writes its half.
+            patch.setattr(checkpoint, "os", SimpleNamespace(urandom=os.urandom, fsync=fail))
+        patch.setattr(checkpoint, "_WARM_UP", 0)
+        return checkpoint.measure(group.rank, 2, f"{folder}/store", folder, 1, 2)
+
+
+def test_a_checkpoint_of_a_peer_that_fails_is_a_row_that_says_so(
+    ranks_of: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_rank = ranks_of(2).run(_checkpoints_beside_peers_that_fail, str(tmp_path))
+    assert [len(one["a file"]) for one in by_rank] == [2, 0]
+    checkpoint.report(Namespace(json=True, rounds=2), by_rank)
+    *lines, printed = capsys.readouterr().out.splitlines()
+    failed = [line.split("  ")[0] for line in lines if line.split()[-4:] == ["failed"] * 4]
+    assert failed == ["DCP", "a file"]
+    ratios = json.loads(printed)["ratios"]
+    assert ratios["checkpoint_total/DCP"] is None and ratios["checkpoint_total/torch.save"] > 0
+
+
+def _steps_beside_a_loader_that_fails(group: cl.Group) -> Any:
+    class Loader(data_input.DataLoader[torch.Tensor]):
+        def __iter__(self) -> Any:
+            batches = super().__iter__()
+            yield next(batches)
+            if group.rank == 1 and self.num_workers:
+                raise RuntimeError("a loader process was killed")
+            yield from batches
+
+    args = {"batch": 2, "workers": 1, "steps": 7, "rounds": 1, "sample_s": 0.0, "step_s": 0.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_input, "DataLoader", Loader)
+        return in_run(group, lambda ctx: data_input.train(ctx, args), None)
+
+
+def test_a_step_beside_a_loader_that_fails_is_a_row_that_says_so(
+    ranks_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    by_rank = ranks_of(2).run(_steps_beside_a_loader_that_fails)
+    args = Namespace(json=True, ranks=2, batch=2, sample_ms=0.0, workers=1)
+    data_input.report(args, by_rank)
+    *lines, printed = capsys.readouterr().out.splitlines()
+    failed = [line.split("  ")[0] for line in lines if line.split()[-4:] == ["failed"] * 4]
+    assert failed == ["DataLoader, fetched ahead"]
+    ratios = json.loads(printed)["ratios"]
+    assert ratios["ours / DataLoader, fetched ahead"] is None
+    assert ratios["ours / DataLoader, no data work"] > 0
 
 
 def test_a_peer_that_cannot_start_does_not_end_the_table(tmp_path: Path) -> None:
