@@ -206,6 +206,10 @@ class ActorStore(Store):
     """A store in an actor, for the processes of a Ray cluster: `ActorStore.start()` makes one. It
     can be pickled; every copy is a client of its own.
 
+        ray.init()
+        store = cl.ActorStore.start()
+        sums = ray.get([rank_of.remote(store, rank, 2) for rank in range(2)])  # Each makes a Group.
+
     actor: a StoreActor.
     secret: travels with every copy. Ranks that meet here use it to sign what they write, and the
         objects that they send between hosts, where others may reach the port of the transport.

@@ -38,6 +38,11 @@ class WorkerLost(PeerLost):
     """A worker's process died, as the caller of run() sees it. A peer inside a collective sees
     PeerLost, so a handler of PeerLost catches both.
 
+        try:
+            cl.run(train, num_workers=2)
+        except cl.WorkerLost as error:
+            print(error.worker, error.step, error.remedy)
+
     detail: how it died, as far as known, and why the run could not continue without it.
     worker: which one it was, where it ran.
     step: optimizer steps of the run by then; 0 if unknown.
@@ -63,6 +68,11 @@ class WorkerLost(PeerLost):
 class StartupError(ChoruslineError):
     """The workers could not be started before the deadline.
 
+        try:
+            cl.run(train, num_workers=8, use_gpu=True)
+        except cl.StartupError as error:
+            print(error.what, error.detail)
+
     what: the resources that were asked for. detail: why it failed.
     """
 
@@ -82,7 +92,13 @@ class NoCluster(StartupError):
 
 class RankFailed(ChoruslineError):
     """A rank raised something that cannot be raised in this process: an exception that does not
-    survive pickling, or one that would end this process as well (SystemExit, KeyboardInterrupt)."""
+    survive pickling, or one that would end this process as well (SystemExit, KeyboardInterrupt).
+
+        try:
+            cl.run(train, num_workers=2)
+        except cl.RankFailed as error:
+            print(error.rank, error.reason)
+    """
 
     def __init__(self, rank: int, generation: int, reason: str) -> None:
         super().__init__(rank, generation, reason)
@@ -103,6 +119,12 @@ class Interrupted(ChoruslineError):
     """Raised inside the train function, on every rank between the same two steps, when the caller
     of run() was cancelled: in a notebook, when its cell was interrupted.
 
+        try:
+            optimizer.step()
+        except cl.Interrupted as error:
+            print(f"stopped after {error.step} steps")
+            raise
+
     The group is alive, and nothing is in flight. A function lets this error pass; the caller of
     run() gets CancelledError. step: steps that this run has taken.
     """
@@ -121,6 +143,11 @@ class Interrupted(ChoruslineError):
 class DriverLost(ChoruslineError):
     """The driver actor died during a run. The next run starts a new driver, which takes over the
     workers that are alive.
+
+        try:
+            await session.run(train)
+        except cl.DriverLost:
+            await session.run(train)  # With a new driver.
 
     incarnation: how many drivers the session had before this one.
     detail: the reason, as far as known.
@@ -157,6 +184,11 @@ class StateLost(ChoruslineError):
     """Every rank that kept some part of an optimizer's state died, so the run cannot continue from
     memory.
 
+        try:
+            cl.run(train, num_workers=(1, 4))
+        except cl.StateLost as error:
+            print(error.replicas, error.lost)
+
     replicas: ranks that kept each part; 0 if every rank kept all of it.
     lost: which part.
     """
@@ -185,6 +217,11 @@ class StateLost(ChoruslineError):
 
 class StreamLost(ChoruslineError, RuntimeError):
     """The reader of a Stream is gone, and the run cannot have the rows read again.
+
+        try:
+            await session.run(train, rows=rows)
+        except cl.StreamLost as error:
+            print(error.why, error.remedy)
 
     why: how the reader ended. remedy: a sentence.
     """

@@ -144,6 +144,10 @@ ReportValue: TypeAlias = "float | int | str | list[ReportValue] | dict[str, Repo
 class Report:
     """One call of `ctx.report` on one rank.
 
+        def show(report):
+            print(report.rank, report.step, report.values["loss"])
+        cl.run(train, num_workers=2, on_report=show)
+
     step: calls of `report` before this one, on this rank in this run.
     time: seconds since the epoch, by the clock of that machine.
     values: by name, each a ReportValue.

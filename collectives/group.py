@@ -57,6 +57,10 @@ Announce = Callable[[Kind, int, int, int], None]
 class GroupDescription:
     """The facts about a group, for users and for `doctor`.
 
+        description = group.describe()
+        print(description.backend, description.network, description.operations)
+        assert description.is_open
+
     ranks: the root group's number of each rank. network: the interfaces that the transport uses,
     and what chose them. operations: the number issued so far, without operations on objects.
     """

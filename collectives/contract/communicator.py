@@ -16,6 +16,10 @@ from .work import Work
 class Communicator(ABC):
     """Moves tensors between `size` ranks; `Group` is its only caller.
 
+        class Transport(cl.Communicator):
+            def abort(self, error):  # And so on, for each abstract method.
+                self.error = error
+
     Group checks and counts: ranks, roots, dtypes, sizes, devices and contiguity. All tensors are
     flat and contiguous, of the contract's real dtypes without bool. A communicator trusts that,
     moves the bytes, and keeps three promises:

@@ -34,7 +34,15 @@ from dataclasses import dataclass, field, fields
 
 
 class ChoruslineError(Exception):
-    """Root of all errors except a caller's own mistakes."""
+    """Root of all errors except a caller's own mistakes.
+
+    Example:
+
+        try:
+            group.barrier().wait()
+        except cl.ChoruslineError as error:  # A wrong argument is a ValueError or a TypeError.
+            print(error)
+    """
 
     def __post_init__(self) -> None:
         """Set `args` from the dataclass fields: pickle and `error_from_json` rebuild from them."""
@@ -55,6 +63,12 @@ def named(items: Sequence[object]) -> str:
 class StoreTimeout(ChoruslineError, RuntimeError):
     """A key did not appear in a store in time: a rank never came to the rendezvous.
 
+        store = cl.HashStore()
+        try:
+            store.get("address", timeout_s=0.1)
+        except cl.StoreTimeout as error:
+            print(error.keys, error.waited_s)
+
     keys: the missing keys. waited_s: seconds. detail: the ranks concerned, and the remedy.
     """
 
@@ -69,7 +83,15 @@ class StoreTimeout(ChoruslineError, RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class StoreLost(ChoruslineError, RuntimeError):
-    """The store itself is gone or silent; `StoreTimeout` is a key that no rank wrote."""
+    """The store itself is gone or silent; `StoreTimeout` is a key that no rank wrote.
+
+    Example:
+
+        try:
+            meeting = cl.store_from_url("tcp://10.0.0.5:29500", rank=1, size=2)
+        except cl.StoreLost as error:
+            print(error.operation, error.detail)
+    """
 
     operation: str
     detail: str
@@ -81,6 +103,11 @@ class StoreLost(ChoruslineError, RuntimeError):
 @dataclass(eq=False, repr=False)
 class StaleStore(ChoruslineError, RuntimeError):
     """A store's file was left behind by a run that is over. Its content was not used or changed.
+
+        try:
+            store = cl.FileStore(folder + "/store")
+        except cl.StaleStore as error:
+            print(f"remove {error.path}, made by {error.made_by}")
 
     made_by: the process that made the file, and when.
     """
@@ -101,6 +128,13 @@ class StaleStore(ChoruslineError, RuntimeError):
 class SecretMismatch(ChoruslineError, RuntimeError):
     """A value of a store, or an object of another rank, is not signed with this rank's secret.
 
+        unsigned = cl.HashStore()
+        unsigned.set("address", "10.0.0.5")
+        try:
+            cl.SignedStore(unsigned, secret="at least 16 bytes").get("address")
+        except cl.SecretMismatch as error:
+            print(error.what, error.detail)
+
     It was not used: whoever reaches the port may have written it. what: the key or the object.
     detail: what is wrong with it.
     """
@@ -119,6 +153,11 @@ class SecretMismatch(ChoruslineError, RuntimeError):
 @dataclass(eq=False, repr=False)
 class CollectiveError(ChoruslineError, RuntimeError):
     """An operation of a group failed. `ranks` are the culprits, as far as known.
+
+        try:
+            group.all_reduce(torch.ones(4)).wait()
+        except cl.CollectiveError as error:
+            print(error.operation, error.generation, error.ranks)
 
     It is also a RuntimeError, as torch's errors are, so scripts that catch those catch this.
     """
@@ -147,6 +186,11 @@ ALL_OR_NONE = (
 class CollectiveTimeout(CollectiveError):
     """Ranks did not arrive before the deadline. Their processes exist; else it is `PeerLost`.
 
+        try:
+            group.all_reduce(torch.ones(4), timeout_s=30).wait()
+        except cl.CollectiveTimeout as error:
+            print(error.ranks, error.whereabouts)
+
     remedy: a sentence.
     """
 
@@ -168,6 +212,11 @@ class CollectiveTimeout(CollectiveError):
 class CollectiveMismatch(CollectiveError):
     """Ranks issued different operations in one place, or gave one operation different arguments.
     No rank's tensor was changed.
+
+        try:
+            group.all_reduce(torch.ones(4 + group.rank)).wait()  # Not the same size on all ranks.
+        except cl.CollectiveMismatch as error:
+            print(error.ranks, error.detail)
 
     remedy: a sentence.
     """
@@ -191,7 +240,15 @@ def waits_for_resting(operation: object, generation: int, ranks: list[int]) -> C
 
 @dataclass(eq=False, repr=False)
 class PeerLost(CollectiveError):
-    """The process of a rank is gone, or the rank closed the group while others still need it."""
+    """The process of a rank is gone, or the rank closed the group while others still need it.
+
+    Example:
+
+        try:
+            group.all_reduce(torch.ones(4)).wait()
+        except cl.PeerLost as error:
+            survivors = [rank for rank in range(group.size) if rank not in error.ranks]
+    """
 
     detail: str
 
@@ -206,6 +263,13 @@ class PeerLost(CollectiveError):
 @dataclass(eq=False, repr=False)
 class GroupAborted(CollectiveError):
     """Raised on every rank when a rank (or the driver: `ranks` is empty) ends the group.
+
+        try:
+            if group.rank == 0:
+                group.abort("the loss is not finite")
+            group.barrier().wait()
+        except cl.GroupAborted as error:
+            print(error.ranks, error.reason)  # On all ranks: [0] the loss is not finite
 
     `reason` says why; `traceback` shows where.
     """
@@ -222,7 +286,16 @@ class GroupAborted(CollectiveError):
 
 @dataclass(eq=False, repr=False)
 class GroupClosed(CollectiveError):
-    """The group was closed on this rank; nothing can be issued on it any more."""
+    """The group was closed on this rank; nothing can be issued on it any more.
+
+    Example:
+
+        group.close()
+        try:
+            group.barrier()
+        except cl.GroupClosed as error:
+            print(error)
+    """
 
     ranks: list[int] = field(default_factory=list, init=False)  # No rank is to blame.
 
@@ -236,6 +309,11 @@ class GroupClosed(CollectiveError):
 @dataclass(eq=False, repr=False)
 class PayloadUnreadable(CollectiveError):
     """`ranks` could not unpickle what they were sent. The group stays usable.
+
+        try:
+            settings = group.all_gather_object({"lr": 0.1}).wait()
+        except cl.PayloadUnreadable as error:
+            print(error.ranks, error.detail)
 
     All ranks raise it; of a message between two ranks, only the receiver does.
     detail: which rank could not read whose payload, and why. traceback: from the first of `ranks`.
@@ -254,7 +332,15 @@ class PayloadUnreadable(CollectiveError):
 
 @dataclass(eq=False, repr=False)
 class UnsupportedOperation(CollectiveError):
-    """The backend lacks the operation, or lacks it for this dtype. Raised before data is sent."""
+    """The backend lacks the operation, or lacks it for this dtype. Raised before data is sent.
+
+    Example:
+
+        try:
+            group.all_reduce(torch.ones(4), cl.ReduceOp.BAND)
+        except cl.UnsupportedOperation as error:
+            print(error.detail)  # bitwise operations are for integers and bool
+    """
 
     generation: int = field(default=-1, init=False)
     ranks: list[int] = field(default_factory=list, init=False)  # No rank is to blame.

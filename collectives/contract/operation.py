@@ -15,6 +15,10 @@ from .call_site import padded_site, short_site
 class ReduceOp(enum.IntEnum):
     """Reduction of a collective, with torch.distributed's names.
 
+        tensor = torch.tensor([float(group.rank)])
+        group.all_reduce(tensor, cl.ReduceOp.MAX).wait()
+        assert tensor.item() == group.size - 1
+
     Host transports add in rank order, so every rank gets the same bits; float16 and bfloat16 are
     accumulated in float32 and rounded once. AVG of integers truncates toward zero, as NCCL does.
 

@@ -36,6 +36,11 @@ _futures = threading.Lock()  # held while a thread claims the settling of a futu
 class Work(ABC):
     """A collective that was issued and may not have ended.
 
+        work = group.all_reduce(torch.ones(4))
+        work.add_done_callback(lambda: print("reduced"))
+        total = work.wait()  # In an async def function: await work
+        assert work.is_completed() and work.error() is None
+
     A work makes progress although no thread waits for it. `wait()` blocks the thread, `await`
     suspends the task; both return what `result()` returns. `is_completed()` asks. Both ways of
     waiting raise the operation's error. The tensors are undefined until the work is done, and

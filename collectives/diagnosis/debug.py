@@ -24,7 +24,12 @@ logger = logging.getLogger("chorusline")
 
 class DebugLevel(enum.IntEnum):
     """OFF: errors only. INFO: choices and times are logged. DETAIL: ranks compare every collective
-    in full before it touches a tensor."""
+    in full before it touches a tensor.
+
+        cl.set_debug_level(cl.DebugLevel.INFO)
+        if cl.get_debug_level() >= cl.DebugLevel.INFO:
+            print(group.describe())
+    """
 
     OFF = 0
     INFO = 1
@@ -35,7 +40,13 @@ _level: DebugLevel | None = None  # None until it is first read or set
 
 
 def get_debug_level() -> DebugLevel:
-    """The level of this process, initially from the environment."""
+    """The level of this process, initially from the environment.
+
+    Example:
+
+        if cl.get_debug_level() is cl.DebugLevel.DETAIL:
+            print("each collective is compared in full")
+    """
     if _level is None:
         set_debug_level_from_env()
         assert _level is not None
@@ -43,7 +54,13 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Set the level of this process. DETAIL applies to groups that are made from then on."""
+    """Set the level of this process. DETAIL applies to groups that are made from then on.
+
+    Example:
+
+        cl.set_debug_level(cl.DebugLevel.DETAIL)
+        checked = cl.Group.create(cl.HashStore(), rank=0, size=1)
+    """
     global _level
     if not isinstance(level, DebugLevel):
         raise TypeError(
@@ -53,7 +70,14 @@ def set_debug_level(level: DebugLevel) -> None:
 
 
 def set_debug_level_from_env() -> None:
-    """Read the level from the environment again. Raises ValueError for an unknown level."""
+    """Read the level from the environment again. Raises ValueError for an unknown level.
+
+    Example:
+
+        os.environ["CHORUSLINE_DEBUG"] = "INFO"
+        cl.set_debug_level_from_env()
+        assert cl.get_debug_level() is cl.DebugLevel.INFO
+    """
     for variable in _VARIABLES:
         name = os.environ.get(variable, "")
         if name:

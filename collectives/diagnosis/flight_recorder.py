@@ -23,6 +23,10 @@ _ITEM_BYTES = list(DTYPE_BYTES.values())
 class RecordedCollective:
     """One collective, in the state that it had when the recorder was read.
 
+        group.barrier().wait()
+        for collective in group.flight_recorder.collectives:
+            print(collective.told, collective.state, collective.file, collective.line)
+
     told: operation, sequence, size, dtype, and reduce op or root.
     place: `all_gather #117, train.py:41`.
     file, line: the caller's, outside of Chorusline and torch.
@@ -42,6 +46,10 @@ class RecordedCollective:
 @dataclass(frozen=True, slots=True)
 class FlightRecording:
     """The content of a group's flight recorder at `read_at` (seconds since the epoch).
+
+        recording = group.flight_recorder
+        print(recording)  # A line for each collective.
+        waiting_at = recording.position()
 
     collectives: the last ones, oldest first. num_issued: the number issued in the group.
     ranks: the root group's number of each rank.

@@ -12,6 +12,11 @@ from ..contract.operation import Kind
 class Statistics:
     """Counts of one group on one rank.
 
+        before = group.statistics.snapshot()
+        group.all_reduce(torch.ones(4)).wait()
+        added = group.statistics.since(before)
+        print(added.total_operations(), added.total_elements_sent())
+
     operations: operations issued, by kind; coalesced operations count one by one.
     elements_sent: elements that a bandwidth-optimal algorithm sends from this rank, by kind,
         whatever a transport copies. With n elements in the larger buffer and N ranks: all_reduce

@@ -43,7 +43,14 @@ _GRACE_S = 3.0  # torch stops trying to connect somewhat after its timeout
 
 
 class Rendezvous(NamedTuple):
-    """The content of a URL: the store, this process's rank, and the number of ranks."""
+    """The content of a URL: the store, this process's rank, and the number of ranks.
+
+    Example:
+
+        meeting = cl.store_from_url(f"file://{folder}/store", rank=group.rank, size=2)
+        with cl.Group.create(meeting.store, meeting.rank, meeting.size) as another:
+            another.barrier().wait()
+    """
 
     store: Store
     rank: int
@@ -59,6 +66,11 @@ def store_from_url(
     secret: str | bytes | None = None,
 ) -> Rendezvous:
     """The store at `url`, and this process's rank and the number of ranks.
+
+        url = f"file://{folder}/store?rank={group.rank}&world_size=2"  # Or tcp://host:port, env://
+        store, rank, size = cl.store_from_url(url)
+        with cl.Group.create(store, rank, size) as another:
+            another.barrier().wait()
 
     rank, size: needed if neither the URL (parameters `rank` and `world_size`) nor the environment
     gives them. timeout_s: seconds that rank 0 may be late, and the timeout of the store.

@@ -76,6 +76,10 @@ def signed(store: Store, secret: str | bytes | None = None) -> Store:
 class SignedStore(Store):
     """Another store, in which this one's values are signed with a secret, each for its key.
 
+        store = cl.SignedStore(cl.HashStore(), secret="at least 16 bytes")
+        store.set("address", "10.0.0.5")
+        assert store.get("address") == b"10.0.0.5"
+
     A value is a sequence of frames, because `append` cannot read what is there already and sign it
     together with its addition. Reading a value that somebody without the secret wrote raises
     SecretMismatch.

@@ -84,7 +84,16 @@ def timed_out(missing: Sequence[bytes], waited_s: float, detail: str = "") -> St
 
 
 class Store(ABC):
-    """Keys and values by which ranks agree on names and addresses. Any thread may call it."""
+    """Keys and values by which ranks agree on names and addresses. Any thread may call it.
+
+    Example:
+
+        store: cl.Store = cl.HashStore()
+        store.set_timeout(30)
+        assert store.add("arrivals", 1) == 1
+        assert store.compare_set("leader", "", "rank 0") == b"rank 0"
+        assert store.multi_get(["arrivals", "leader"]) == [b"1", b"rank 0"]
+    """
 
     timeout_s: float = DEFAULT_TIMEOUT_S
 

@@ -41,6 +41,11 @@ T = TypeVar("T")
 class TorchStore(AnyTorchStore):
     """A `Store` as a torch.distributed.Store, for Python and for torch's C++.
 
+        store = cl.TorchStore(cl.HashStore())
+        store.set("address", "10.0.0.5")
+        assert store.get("address") == b"10.0.0.5"
+        store.release()
+
     Timeouts raise torch's DistStoreError. Values are any bytes, but torch passes keys to Python as
     strings, so keys must be UTF-8.
 
@@ -119,6 +124,10 @@ class TorchStore(AnyTorchStore):
 
 class StoreFromTorch(Store):
     """A torch store (TCPStore, FileStore, HashStore, PrefixStore) as a `Store`.
+
+        store = cl.StoreFromTorch(torch.distributed.HashStore())
+        with cl.Group.create(store, rank=0, size=1) as alone:
+            alone.barrier().wait()
 
     The instance keeps `torch_store`, so a TCPStore that hosts a server keeps hosting it. It uses
     a clone, which other users of `torch_store` do not block. It polls, because torch's waits cannot

@@ -33,6 +33,10 @@ _backends: dict[str, Backend] = {}
 def register_backend(name: str, factory: Factory, devices: Sequence[str]) -> None:
     """Make a transport available to `Group.create(..., backend=name)`, in this process.
 
+        def connect(store, rank, size, device, generation):
+            return Transport(store, rank, size)  # A Communicator.
+        cl.register_backend("mine", connect, devices=["cpu"])  # Group.create(..., backend="mine")
+
     factory: called as factory(store, rank, size, device, generation) on every rank; returns a
         `Communicator` that fulfils the contract of collectives/contract/communicator.py.
     devices: the types of devices whose tensors it moves, such as ("cpu",). The backend that is

@@ -27,6 +27,11 @@ from ..process.running import current_group
 class ModelAverager(ABC):
     """Counts the steps of a training loop, and averages after some of them.
 
+        averager: cl.ModelAverager = cl.PeriodicModelAverager(period=2, process_group=group)
+        for step in range(4):
+            averager.average_parameters(net.parameters())
+        assert averager.step == 4
+
     process_group: the ranks that average; default: the session's group.
     step: the number of calls so far; a checkpoint needs it (`PostLocalSGDOptimizer.state_dict`
         contains it).
@@ -95,6 +100,10 @@ class PeriodicModelAverager(ModelAverager):
 
 class HierarchicalModelAverager(ModelAverager):
     """Averages often in small groups, and rarely in larger ones.
+
+        sizes = {4: group.size // 2, 16: group.size}
+        averager = cl.HierarchicalModelAverager(sizes, process_group=group)
+        averager.average_parameters(net.parameters())  # After each step of the optimizer.
 
     period_group_size_dict: by period in steps, the number of ranks that average; both ascend.
         Groups are consecutive ranks (0 to size - 1 and so on), so each size divides that of

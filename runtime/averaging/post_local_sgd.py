@@ -34,6 +34,10 @@ from .model_averaging import ModelAverager
 class PostLocalSGDState:
     """The state of `post_localSGD_hook`, as in torch, with Chorusline's groups.
 
+        state = cl.PostLocalSGDState(group, None, start_localSGD_iter=100)
+        model = cl.DistributedDataParallel(net, group)
+        model.register_comm_hook(state, cl.post_localSGD_hook)
+
     process_group: all ranks; default: the session's group.
     subgroup: the ranks that reduce gradients together after the first steps; default: the ranks of
         one host, whose group the constructor makes (a collective over process_group).
@@ -64,6 +68,12 @@ class PostLocalSGDState:
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.futures.Future[Any]:
     """The mean over all ranks for start_localSGD_iter steps, then over the subgroup.
 
+        state = cl.PostLocalSGDState(group, None, start_localSGD_iter=1)
+        model = cl.DistributedDataParallel(net, group)
+        model.register_comm_hook(state, cl.post_localSGD_hook)
+        for step in range(2):
+            model(torch.ones(2, 8)).mean().backward()
+
     For `DistributedDataParallel.register_comm_hook(state, post_localSGD_hook)`.
     """
     check_kinds(post_localSGD_hook, locals())
@@ -82,6 +92,11 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
     """An optimizer that averages the parameters of ranks after some of its steps.
+
+        averager = cl.PeriodicModelAverager(period=4, warmup_steps=100, process_group=group)
+        optimizer = cl.PostLocalSGDOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), averager)
+        net(torch.ones(2, 8)).mean().backward()
+        optimizer.step()
 
     optim: a torch optimizer over this rank's parameters, or a ZeroRedundancyOptimizer over a
         subgroup.

@@ -14,6 +14,9 @@ from chorusline.collectives.contract.deadlines import Seconds, checked_seconds
 class SavingTimes:
     """The times of one checkpoint on this rank, in seconds.
 
+        times = ctx.save().wait()
+        print(f"{times.num_bytes} bytes in {times.total_s:.1f} s")
+
     waited_s: training waited for the checkpoint before it.
     paused_s: training waited for the copy to the host.
     wrote_s: this rank wrote its own file.
@@ -32,6 +35,10 @@ class Saving:
     """The result of `ctx.save()`, which returns once the state is copied: training may continue.
     You need not wait for it: a failure that no caller has seen is a warning at the next save, and
     an error at the end of the run.
+
+        saving = ctx.save()  # On all ranks, after optimizer.step().
+        print(saving.path, saving.is_ready)
+        saving.wait()
 
     path: of the checkpoint. step: the step whose state it holds.
     """

@@ -62,6 +62,13 @@ def check_dataset(dataset: Any, method: str) -> None:
 class Shard(Batches):
     """This rank's batches of one epoch, made by `ctx.shard`. It can be iterated more than once.
 
+        shard = ctx.shard(dataset, batch_size=32)
+        print(shard.num_steps, len(shard), shard.hands[ctx.rank][:3])
+        for batch in shard:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
     In a loop over `ctx.epochs(..., resume=name)` that was stopped inside an epoch, the iteration
     begins after the samples whose steps were taken.
 

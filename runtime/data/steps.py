@@ -50,6 +50,12 @@ class Step:
     """One step: an iterable of this rank's micro-batches, perhaps none. The loop over it ends when
     the gradient of the whole step is available, and all ranks have agreed on it.
 
+        for step in ctx.steps(dataset, global_batch_size=64, micro_batch_size=16):
+            for batch in step:
+                model(batch).square().mean().backward()
+            optimizer.step()
+            print(step.number, step.num_samples, step.num_micro_batches)
+
     number: of the step in its epoch. num_samples, num_micro_batches: over all ranks.
     """
 
@@ -83,6 +89,13 @@ class Step:
 
 class Steps(Dealt):
     """The steps of one epoch, made by `ctx.steps`. It can be iterated more than once.
+
+        steps = ctx.steps(dataset, global_batch_size=64, micro_batch_size=16)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps.num_steps)
+        for step in steps:
+            for batch in step:
+                model(batch).square().mean().backward()
+            optimizer.step()
 
     len(steps), num_steps: the number of steps of the whole epoch, at any number of ranks.
     num_steps_left: those that are left when the iteration begins: all, or after a resume the rest.

@@ -57,6 +57,9 @@ class ReaderGone(Exception):
 class Stream:
     """Rows for `ctx.shard`, from any iterable or from Ray Data; each row exactly once per epoch.
 
+        with cl.Stream(iterable_dataset) as rows:
+            await session.run(train, rows=rows)  # In train: ctx.shard(rows, batch_size=32)
+
     Make it in the program that has the session, and pass it to `session.run` as an argument (to
     `chorusline.run` after your own `ray.init()`). Its reader starts there with the first run, and
     ends with `close()`, with this object, or with the program.

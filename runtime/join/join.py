@@ -59,7 +59,17 @@ class _Batches(Iteration, Protocol):
 
 
 class Joinable(ABC):
-    """An object whose collectives a joined rank can shadow: list it in `Join([...])`."""
+    """An object whose collectives a joined rank can shadow: list it in `Join([...])`.
+
+    Example:
+
+        class Counter(cl.Joinable):
+            join_group, join_device = group, group.device
+            def join_hook(self, **kwargs):
+                return cl.JoinHook()
+            def step(self):
+                cl.Join.notify_join_context(self)  # And then its collectives.
+    """
 
     _join: Join | None = None
     _pattern: PassPattern | None = None

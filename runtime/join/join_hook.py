@@ -4,7 +4,14 @@ from __future__ import annotations
 
 
 class JoinHook:
-    """What a joinable does on a rank that has joined. By default, both methods do nothing."""
+    """What a joinable does on a rank that has joined. By default, both methods do nothing.
+
+    Example:
+
+        class InZeros(cl.JoinHook):
+            def main_hook(self):  # In place of a step that the others take.
+                group.all_reduce(torch.zeros(1)).wait()
+    """
 
     def main_hook(self) -> None:
         """Shadow one step by taking part in its collectives. Called once per shadowed step."""

@@ -16,6 +16,8 @@ from chorusline.collectives.contract.plain_numbers import whole
 class RandomState:
     """Python's, numpy's and torch's global generators, and that of the current CUDA device.
 
+        generators = ctx.register("generators", cl.RandomState(), per_rank=True)
+
     Register it last, right before the loop, since models and data that are built before it draw
     numbers too. Each rank has its own state; after a resume with more ranks the added ranks keep
     the state of their own seeds.

@@ -43,6 +43,11 @@ _BEGIN_ANEW = (
 class Context(ContextSteps):
     """One rank's view of a run, handed to the train function as its first argument.
 
+        def train(ctx):
+            print(f"rank {ctx.rank} of {ctx.world_size} on {ctx.device}")
+            return ctx.reduce(ctx.rank, "sum")
+        results = cl.run(train, num_workers=2)  # [1, 1]
+
     When the run continues without a lost worker, rank, world_size, generation and group change
     during a step.
 

@@ -48,6 +48,10 @@ def run(
 ) -> list[Any]:
     """Call `train(ctx, **kwargs)` on `num_workers` ranks; return the results, by rank.
 
+        def train(ctx, lr):
+            return ctx.rank, lr
+        results = cl.run(train, num_workers=2, lr=0.1)  # [(0, 0.1), (1, 0.1)]
+
     A session for one function, for programs without asyncio. The keyword arguments listed here
     configure the Session; all others are passed to `train`, whose parameters must have other names.
     Wrong arguments raise before Ray is started. Raises what Session and `Session.run` raise.

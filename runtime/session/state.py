@@ -25,7 +25,11 @@ class SessionState(enum.Enum):
 class SessionSnapshot:
     """The state of the session, its driver and its workers; print it when something hangs.
 
-    workers: by seat; a string in place of a snapshot says why that worker did not answer."""
+        snapshot = await session.snapshot()
+        print(snapshot)
+
+    workers: by seat; a string in place of a snapshot says why that worker did not answer.
+    """
 
     state: SessionState
     driver: DriverSnapshot | None

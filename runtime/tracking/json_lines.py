@@ -18,6 +18,8 @@ from .tracker import TrackedEvent, TrackedRun, Tracker
 class JSONLinesTracker(Tracker):
     """Appends each run to a file of JSON lines.
 
+        cl.run(train, num_workers=2, trackers=cl.JSONLinesTracker("runs.jsonl"))
+
         {"run": "train", "id": "1f0c…", "time": 1763.2, "config": {"lr": 0.1}}
         {"step": 1, "time": 1764.1, "loss": 2.5}
         {"event": "ranks lost", "time": 1770.0, "step": 12, "lost": [1], "num_workers": 2, …}

@@ -18,6 +18,8 @@ _STATUSES = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"
 class MLflowTracker(Tracker):
     """Makes an MLflow run of each run.
 
+        cl.run(train, num_workers=2, trackers=cl.MLflowTracker("my experiment"))
+
     experiment: its name, made if there is none. Default: MLFLOW_EXPERIMENT_NAME, or "Default".
     tracking_uri: of the server, database or folder. Default: as `mlflow.set_tracking_uri` or
         MLFLOW_TRACKING_URI say.

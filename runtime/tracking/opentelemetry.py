@@ -20,6 +20,8 @@ _log = logging.getLogger("chorusline")
 class OpenTelemetryTracker(Tracker):
     """Makes spans of each run, for whatever collects spans in your cluster.
 
+        cl.run(train, num_workers=2, trackers=cl.OpenTelemetryTracker(every_n_steps=10))
+
         chorusline.run            the whole run; its status is that of the run
           chorusline.generation   the time in which the same workers train
             chorusline.step       every n-th step, with the numbers that were reported

@@ -18,6 +18,8 @@ class TensorBoardTracker(Tracker):
     """Writes each run into a folder of its own below `log_dir`; look at them with
     `tensorboard --logdir runs`.
 
+        cl.run(train, num_workers=2, trackers=cl.TensorBoardTracker("runs"))
+
     log_dir: a folder; default `runs`, as torch's SummaryWriter has it.
 
     Each reported name is a scalar; events of the workers are text, and their number is the scalar

@@ -13,6 +13,10 @@ NUM_WORKERS = "chorusline/num_workers"
 class TrackedRun:
     """One call of `Session.run`, as a tracker sees it.
 
+        class Titles(cl.Tracker):
+            def begin(self, run):
+                print(run.title, run.config)
+
     id: 32 hex digits. A run that resumes from a checkpoint has the id of the run that wrote it, so
         that a tracker can continue where that run stopped.
     name: of the train function.
@@ -40,6 +44,11 @@ class TrackedRun:
 @dataclass(frozen=True, slots=True)
 class TrackedEvent:
     """Something that happened to the workers during a run.
+
+        class Losses(cl.Tracker):
+            def event(self, event):
+                if event.lost:
+                    print(f"{event.text}; the run stood still for {event.seconds:.1f} s")
 
     kind: "ranks lost", "ranks left" (they had notice, and handed over their state), or
         "workers came".
@@ -73,6 +82,11 @@ class TrackedEvent:
 
 class Tracker:
     """Follows the runs of a session: `Session(trackers=[...])`.
+
+        class LossOnly(cl.Tracker):
+            def log(self, step, numbers, time):
+                print(step, numbers.get("loss"))
+        cl.run(train, num_workers=2, trackers=[LossOnly()])
 
     A tracker lives in the process of the session, and its methods are called in a thread of its
     own, one after another: `begin`, then `log` and `event`, then `end`; and again for the next run.

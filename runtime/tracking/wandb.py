@@ -20,6 +20,8 @@ _log = logging.getLogger("chorusline")
 class WandbTracker(Tracker):
     """Makes a W&B run of each run.
 
+        cl.run(train, num_workers=2, trackers=cl.WandbTracker("my project", mode="offline"))
+
     project, entity: as W&B has them. Default: WANDB_PROJECT or "chorusline", and your entity.
     mode: "online" or "offline". Default: WANDB_MODE; without it "online" if there is an API key,
         else "offline", so that a run never waits for a password.

@@ -21,6 +21,11 @@ from chorusline.collectives.contract.errors import ChoruslineError
 class CheckpointError(ChoruslineError):
     """Base class of the errors of checkpoints.
 
+        try:
+            cl.run(train, checkpoint=cl.CheckpointConfig("checkpoints"))
+        except cl.CheckpointError as error:
+            print(error.path, error.detail)
+
     path: the checkpoint, its folder or one of its files. detail: what is wrong with it.
     """
 
@@ -34,7 +39,15 @@ class CheckpointError(ChoruslineError):
 
 
 class CheckpointPlaceUnusable(CheckpointError):
-    """The place cannot keep checkpoints. Raised before the train function is called."""
+    """The place cannot keep checkpoints. Raised before the train function is called.
+
+    Example:
+
+        try:
+            cl.run(train, checkpoint=cl.CheckpointConfig("/mnt/shared/checkpoints"))
+        except cl.CheckpointPlaceUnusable as error:
+            print(error.path, error.detail)
+    """
 
     def __str__(self) -> str:
         return (
@@ -45,6 +58,11 @@ class CheckpointPlaceUnusable(CheckpointError):
 
 class CheckpointWriteFailed(CheckpointError):
     """A checkpoint could not be written.
+
+        try:
+            ctx.save().wait()
+        except cl.CheckpointWriteFailed as error:
+            print(error.ranks, error.detail, error.remedy)
 
     ranks: the ranks that caused it. remedy: what to do.
 
@@ -80,18 +98,45 @@ class CheckpointWriteFailed(CheckpointError):
 
 
 class CheckpointNotFound(CheckpointError):
-    """The given place has no complete checkpoint."""
+    """The given place has no complete checkpoint.
+
+    Example:
+
+        checkpoint = cl.CheckpointConfig("checkpoints", resume="checkpoints/of-last-night")
+        try:
+            cl.run(train, checkpoint=checkpoint)
+        except cl.CheckpointNotFound as error:
+            print(error.path)
+    """
 
 
 class CheckpointCorrupted(CheckpointError):
-    """A file does not contain what was written to it. path: the file."""
+    """A file does not contain what was written to it. path: the file.
+
+    Example:
+
+        checkpoint = cl.CheckpointConfig("checkpoints", resume="checkpoints/of-last-night")
+        try:
+            cl.run(train, checkpoint=checkpoint)
+        except cl.CheckpointCorrupted as error:
+            print(error.path, error.detail)
+    """
 
     def __str__(self) -> str:
         return f"{self.path} is torn or corrupted: {self.detail}; nothing of it was used"
 
 
 class CheckpointMismatch(CheckpointError):
-    """The checkpoint holds other objects than those that are registered now."""
+    """The checkpoint holds other objects than those that are registered now.
+
+    Example:
+
+        try:
+            model = ctx.register("model", cl.DistributedDataParallel(net))
+        except cl.CheckpointMismatch as error:
+            print(error.detail)  # The first parameters that differ.
+            raise
+    """
 
     def __str__(self) -> str:
         return f"checkpoint {self.path} does not fit: {self.detail}"
@@ -99,7 +144,14 @@ class CheckpointMismatch(CheckpointError):
 
 class CheckpointUntrusted(CheckpointError):
     """An object in the checkpoint is more than tensors and plain values, so loading it would run
-    code that the checkpoint names. detail: the object, and its classes and functions."""
+    code that the checkpoint names. detail: the object, and its classes and functions.
+
+        try:
+            model = ctx.register("model", cl.DistributedDataParallel(net))
+        except cl.CheckpointUntrusted as error:
+            print(error.detail)
+            raise
+    """
 
     def __str__(self) -> str:
         return (

@@ -33,6 +33,13 @@ from chorusline.collectives.objects.blocking import all_gather_object
 class GradBucket:
     """Gradients that are reduced together, as a communication hook sees them.
 
+        def in_half(group: cl.Group, bucket: cl.GradBucket):
+            small = bucket.buffer().to(torch.bfloat16)
+            return group.all_reduce(small, cl.ReduceOp.AVG).get_future()
+        model = cl.DistributedDataParallel(net, group)
+        model.register_comm_hook(group, in_half)
+        model(torch.ones(2, 8)).mean().backward()
+
     The gradients start at multiples of 64 elements, in order; the gaps between them are zero.
     """
 

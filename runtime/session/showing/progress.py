@@ -47,6 +47,8 @@ _BARS_AFTER_S = 1.0
 class Progress:
     """Shows the progress of a run on stderr: `Session(progress=Progress(num_steps=365))`.
 
+        cl.run(train, num_workers=2, progress=cl.Progress(num_steps=365))
+
     A session makes one for each run, unless it has `progress=False`. It shows the epoch and the
     step, the last reported numbers, tokens (if they are reported) or samples a second, the workers,
     and what each rank has left of the epoch. As a context manager, it also shows that the workers
