@@ -8,7 +8,8 @@ nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -16,6 +17,11 @@ import torch
 
 _MOST = 10_000
 """The most numbers that are compared of one object."""
+
+_LOOKED_AT = 100_000
+_LONGEST_PATH = 1000
+"""A state may be large, deep, or contain itself, and a checkpoint that somebody has forged may hold
+one that has 2**60 parts in some bytes: so many values are looked at, and none that is deeper."""
 
 Numbers = dict[str, float]
 """By path in an object's state, as `optimizer.state.0.step`."""
@@ -37,19 +43,26 @@ def numbers_in(name: str, state: Any) -> Numbers:
     return found
 
 
-def _walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, below in value.items():
-            yield from _walk(f"{path}.{key}", below)
-    elif isinstance(value, list | tuple):
-        for number, below in enumerate(value):
-            yield from _walk(f"{path}.{number}", below)
-    elif isinstance(value, torch.Tensor):
-        is_number = value.numel() == 1 and value.layout == torch.strided
-        if is_number and not value.is_complex() and not value.is_meta:
+def _walk(name: str, state: Any) -> Iterator[tuple[str, Any]]:
+    """The numbers in a state with their paths, outer ones before inner ones."""
+    waiting, room = deque([(name, state)]), _LOOKED_AT
+    while waiting:
+        path, value = waiting.popleft()
+        below: Iterable[tuple[Any, Any]] = ()
+        if isinstance(value, Mapping):
+            below = value.items()
+        elif isinstance(value, list | tuple):
+            below = enumerate(value)
+        elif isinstance(value, torch.Tensor):
+            is_number = value.numel() == 1 and value.layout == torch.strided
+            if is_number and not value.is_complex() and not value.is_meta:
+                yield path, value
+        elif isinstance(value, int | float):
             yield path, value
-    elif isinstance(value, int | float):
-        yield path, value
+        if len(path) < _LONGEST_PATH:
+            known = len(waiting)
+            waiting.extend((f"{path}.{key}", one) for key, one in islice(below, room))
+            room -= len(waiting) - known
 
 
 def why_unlike(by_rank: Sequence[Numbers | None]) -> tuple[str, tuple[int, ...]] | None:

@@ -22,6 +22,19 @@ def test_counts_are_found_and_what_is_no_count_is_left_out():
     assert numbers_in("o", state) == found
 
 
+def test_a_state_of_any_depth_and_size_is_looked_at_in_part():
+    deep, twice, itself = [], (1,), [5]
+    for _ in range(10_000):
+        deep = [deep]
+    for _ in range(60):
+        twice = (twice, twice)  # 2**60 numbers in 60 tuples
+    itself.append(itself)
+    state = {"deep": deep, "itself": itself, "step": 3, "twice": twice, "x": [["x"] * 10**6]}
+    found = numbers_in("o", state)
+    assert (found["o.step"], found["o.itself.0"], found["o.itself.1.0"]) == (3.0, 5.0, 5.0)
+    assert len(found) <= 10_000
+
+
 def test_what_differs_is_named_with_its_ranks():
     alike = {"o.step": 3.0, "o.loss": math.nan}
     assert why_unlike([alike, None, dict(alike), {}]) is None

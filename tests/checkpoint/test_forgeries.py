@@ -259,6 +259,37 @@ def _deflated(value: Any) -> bytes:
     return target.getvalue()
 
 
+def _short(claimed: int, kept: int, wrap: Callable[[torch.Tensor], Any]) -> bytes:
+    """An archive of a tensor of `claimed` elements whose record has `kept`, as large as a whole."""
+    target = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(pickled(wrap(torch.zeros(claimed))))) as source,
+        zipfile.ZipFile(target, "w") as archive,
+    ):
+        for one in source.infolist():
+            data = source.read(one)
+            if one.filename.endswith("/data/0"):
+                archive.writestr(one.filename.replace("data/0", "more"), data[4 * kept :])
+                data = data[: 4 * kept]
+            archive.writestr(one.filename, data)
+    return target.getvalue()
+
+
+def _twice(value: Any) -> bytes:
+    """An archive with two records of one name."""
+    target = io.BytesIO(pickled(value))
+    with warnings.catch_warnings(), zipfile.ZipFile(target, "a") as archive:
+        warnings.simplefilter("ignore")
+        archive.writestr(archive.infolist()[0], archive.read(archive.infolist()[0]))
+    return target.getvalue()
+
+
+def _beyond() -> torch.Tensor:
+    """A sparse tensor with an element after its end."""
+    at = torch.full((1, 1), 10**9)
+    return torch.sparse_coo_tensor(at, torch.ones(1), (5,), check_invariants=False)
+
+
 def _legacy(value: Any) -> bytes:
     target = io.BytesIO()
     torch.save(value, target, _use_new_zipfile_serialization=False)
@@ -285,6 +316,33 @@ CALLS = {
         numpy.empty(0).__reduce__()[0], numpy.ndarray, (HUGE,), b"b"
     ),
 }
+
+
+OBJECTS: dict[str, tuple[str, Callable[[], bytes]]] = {
+    # Before torch 2.10 the rest was whatever lay in memory.
+    "a storage longer than its record": ("not its record", lambda: _short(9, 2, lambda t: [1, t])),
+    "a sparse tensor with indices beyond its end": ("indices", lambda: pickled({"x": _beyond()})),
+}
+
+
+@pytest.mark.parametrize("what", OBJECTS)
+def test_a_tensor_in_an_object_has_its_own_memory_and_no_other(tmp_path, what):
+    folder = _write(tmp_path, 1)
+    said, made = OBJECTS[what]
+    _replace(folder, "state", made())
+    with pytest.raises(cl.CheckpointCorrupted, match=said):
+        plain_states_of_all(CheckpointReader(Folder(tmp_path), folder.name))
+
+
+def test_storages_of_every_dtype_and_shared_ones_are_their_records():
+    one = torch.arange(6, dtype=torch.float64)
+    value = {"0": one, "again": one[2:4], "of one storage": one.view(2, 3).t(), "none": one[:0]}
+    dtypes = "uint8 int8 int16 int64 uint16 uint64 bool bfloat16 float16 complex64 float8_e5m2"
+    value |= {name: torch.ones(3).to(getattr(torch, name)) for name in dtypes.split()}
+    loaded = load_plain(pickled(value))
+    assert all(loaded[name].dtype == of.dtype for name, of in value.items())
+    wide = torch.complex128  # torch compares no float8
+    assert all(torch.equal(loaded[name].to(wide), of.to(wide)) for name, of in value.items())
 
 
 @pytest.mark.parametrize("what", CALLS)
@@ -322,6 +380,8 @@ PIECES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "no archive": ("model", lambda: bytes(1000)),
     "not an archive of an object": ("state", lambda: b"PK\x03\x04" + bytes(1000)),
     "an empty object": ("state", lambda: b""),
+    "a storage longer than its record": ("model", lambda: _short(8, 7, lambda one: one)),
+    "a record of that name twice": ("model", lambda: _twice(WEIGHT)),
 }
 
 

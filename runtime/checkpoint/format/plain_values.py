@@ -16,6 +16,8 @@ import pickle
 import pickletools
 import re
 import zipfile
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -88,6 +90,8 @@ def check_archive(data: bytes, max_records: int | None = None) -> zipfile.ZipFil
         raise ValueError("it is a compressed archive, and torch.save does not compress")
     if sum(one.file_size for one in records) > len(data):
         raise ValueError(f"its {len(data)} bytes claim to be more")
+    if len({one.filename for one in records}) < len(records):
+        raise ValueError("it has two records of one name")
     if max_records is not None and len(records) > max_records:
         raise ValueError(f"it has {len(records)} records, too many for a tensor")
     return archive
@@ -96,9 +100,9 @@ def check_archive(data: bytes, max_records: int | None = None) -> zipfile.ZipFil
 def load_tensor(data: bytes) -> torch.Tensor:
     """The tensor in `data`, on the CPU. Raises any error if there is none."""
     archive = check_archive(data, _RECORDS_OF_A_TENSOR)
-    (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-    for opcode, named, _ in pickletools.genops(archive.read(pickled)):
-        if opcode.name == "GLOBAL" and not _OF_A_TENSOR.fullmatch(str(named)):
+    _check_storages(archive)
+    for opcode, named in _values_in(archive):
+        if opcode == "GLOBAL" and not _OF_A_TENSOR.fullmatch(str(named)):
             raise ValueError(f"it names {named}, and a tensor does not")
     loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if type(loaded) is not torch.Tensor or loaded.layout != torch.strided:
@@ -106,21 +110,47 @@ def load_tensor(data: bytes) -> torch.Tensor:
     return loaded
 
 
-def _check_sizes(data: bytes) -> None:
-    """Raise ValueError if the pickle of an object calls `bytearray` or `_codecs.encode` otherwise
-    than pickle does: with a number one makes gigabytes, with its own result the other one."""
-    archive = check_archive(data)
+def _values_in(archive: zipfile.ZipFile) -> Iterator[tuple[str, Any]]:
+    """What the pickle in an archive makes, in order: the opcode and its argument. A value that is
+    named again comes again as it was."""
     (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-    names, last, wanted = {}, "", frozenset[str]()
+    known, last = {}, ("", None)
     for opcode, argument, _ in pickletools.genops(archive.read(pickled)):
         if opcode.name in ("BINPUT", "LONG_BINPUT"):
-            names[argument] = last
+            known[argument] = last
             continue
-        last = opcode.name
-        if last == "GLOBAL":
-            last = str(argument)
-        elif last in ("BINGET", "LONG_BINGET"):
-            last = names.get(argument, "")
+        last = (opcode.name, argument)
+        if opcode.name in ("BINGET", "LONG_BINGET"):
+            last = known.get(argument, ("", None))
+        yield last
+
+
+def _check_storages(archive: zipfile.ZipFile) -> None:
+    """Raise ValueError if the storage of a tensor is not exactly a record of the archive. torch
+    before 2.10 does not compare the two, and takes what lies in memory after a short record."""
+    root = archive.namelist()[0].partition("/")[0]
+    before: deque[tuple[str, Any]] = deque(maxlen=7)
+    for value in _values_in(archive):
+        if value[0] == "BINPERSID":
+            # As torch.save writes it: ("storage", type, name of the record, device, elements).
+            names = [name for name, _ in before]
+            _, _, kind, key, _, numel, _ = [argument for _, argument in before] or [None] * 7
+            if names[:3] != ["MARK", "BINUNICODE", "GLOBAL"] or names[-1:] != ["TUPLE"]:
+                raise ValueError("it has a storage that torch.save has not written")
+            of = getattr(torch, kind.removeprefix("torch "), None)
+            itemsize = of._dtype.itemsize if of else 1  # torch.storage.UntypedStorage
+            record = archive.NameToInfo.get(f"{root}/data/{key}")
+            if type(numel) is not int or record is None or record.file_size != numel * itemsize:
+                raise ValueError(f"it has a storage of {numel} elements that is not its record")
+        before.append(value)
+
+
+def _check_sizes(archive: zipfile.ZipFile) -> None:
+    """Raise ValueError if the pickle of an object calls `bytearray` or `_codecs.encode` otherwise
+    than pickle does: with a number one makes gigabytes, with its own result the other one."""
+    wanted = frozenset[str]()
+    for opcode, argument in _values_in(archive):
+        last = str(argument) if opcode == "GLOBAL" else opcode
         if wanted and last not in wanted:
             raise ValueError(f"{last} turns it into bytes, and a pickle of plain values does not")
         wanted = _ARGUMENTS.get(last, frozenset())
@@ -139,8 +169,14 @@ _ARGUMENTS = {
 def load_plain(data: bytes) -> Any:
     """The object in `data`. Raises pickle.UnpicklingError if it is more than plain values, and any
     error if it is nothing that torch.save writes."""
-    _check_sizes(data)
-    with torch.serialization.safe_globals(list(_OF_NUMPY)):
+    archive = check_archive(data)
+    _check_storages(archive)
+    _check_sizes(archive)
+    with (
+        torch.serialization.safe_globals(list(_OF_NUMPY)),
+        # torch reads and writes wherever the indices of a sparse tensor say.
+        torch.sparse.check_sparse_tensor_invariants(),
+    ):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
