@@ -208,6 +208,7 @@ def _version() -> str:
 def look_at_checkpoints(options: argparse.Namespace) -> int:
     from ..checkpoint.export import described, export
     from ..checkpoint.format.errors import CheckpointError
+    from .status import plain  # The names in a checkpoint are texts of others.
 
     try:
         if options.action == "export":
@@ -216,9 +217,9 @@ def look_at_checkpoints(options: argparse.Namespace) -> int:
             return 0
         lines = 0
         for lines, line in enumerate(described(options.place), 1):  # noqa: B007
-            print(line)
+            print(plain(line))
     except (CheckpointError, OSError, ValueError, ImportError) as error:
-        print(error, file=sys.stderr)
+        print(plain(str(error)), file=sys.stderr)
         return FAILED
     if lines == 0:
         print(f"there is no checkpoint in {options.place}", file=sys.stderr)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import time
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -17,7 +19,9 @@ from chorusline.actors.messages import (
     WorkerSnapshot,
     WorkerState,
 )
+from chorusline.runtime.commands.command_line import look_at_checkpoints
 from chorusline.runtime.commands.status import drawn
+from tests.checkpoint.test_forgeries import _rewrite, _write
 
 HOSTILE = ["[/data]", "[bold red]gone", "\x1b]0;owned\x07", "\x1b[2J", "line\rover", "a\nb"]
 
@@ -40,3 +44,23 @@ def test_a_reported_text_is_shown_as_it_is_and_steers_nothing(text: str) -> None
         assert "\x1b]" not in found and "\x1b[2J" not in found and "\r" not in found
         if "[" in text and "\x1b" not in text:
             assert text in found
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_the_names_in_a_checkpoint_steer_no_terminal(
+    text: str, is_whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(manifest: dict[str, object]) -> None:
+        manifest["kinds"] |= {text: "state"}  # type: ignore[operator]
+        if not is_whole:
+            manifest["files"] = {text: 1}
+
+    _rewrite(_write(tmp_path), change)
+    options = Namespace(action="list", place=tmp_path)
+    assert look_at_checkpoints(options) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1 and printed.rstrip("\n").isprintable()
+    assert (": whole" in printed) == is_whole
+    if text.isprintable():
+        assert text in printed
