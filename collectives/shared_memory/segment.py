@@ -146,8 +146,13 @@ class SharedSegment:
                 raise PeerLost(
                     "rendezvous", self.generation, [peer], f"process {pid} ended"
                 ) from error
-            except OSError:  # A kernel before 5.3, or a sandbox without the call.
-                self._looked_at[peer] = pid, _started_at(pid)
+            # A kernel before 5.3, or a sandbox without the call; a Python that was built without.
+            except (OSError, AttributeError):
+                if not (started_at := _started_at(pid)):
+                    raise PeerLost(
+                        "rendezvous", self.generation, [peer], f"process {pid} ended"
+                    ) from None
+                self._looked_at[peer] = pid, started_at
                 continue
             self._rank_of_pidfd[pidfd] = peer
             self._exits.register(pidfd, select.POLLIN)

@@ -40,6 +40,7 @@ from .visible_gpus import traps
 _FEWEST_FILES = 4096
 _LEAST_SHM_BYTES = 1 << 30
 _LEAST_PORTS = 1000
+_PATIENCE_S = 30.0  # for a process that opens a file
 _ANSWER_S = 3.0
 
 
@@ -250,8 +251,14 @@ def _shared_memory() -> Iterator[Finding]:
     try:
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         opened = subprocess.run(
-            [sys.executable, "-S", "-c", f"open({path!r}, 'r+b')"], capture_output=True, text=True
+            [sys.executable, "-S", "-c", f"open({path!r}, 'r+b')"],
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_S,
         )
+    except subprocess.TimeoutExpired as error:
+        yield Finding("shared memory", Verdict.BROKEN, str(error), "look at the load of this host")
+        return
     finally:
         os.close(descriptor)
     if opened.returncode:
@@ -299,12 +306,13 @@ def _exits() -> Iterator[Finding]:
     """Ask the kernel to say when a process ends, as ranks do of each other."""
     try:
         os.close(os.pidfd_open(os.getpid()))
-    except OSError as error:
+    except (OSError, AttributeError) as error:
         yield Finding(
             "lost processes",
             Verdict.POOR,
-            "this kernel or sandbox does not report the end of a process (pidfd_open: "
-            f"{error.strerror}): ranks look in /proc, and notice a lost rank a little later",
+            "this kernel, sandbox or Python does not report the end of a process (pidfd_open: "
+            f"{getattr(error, 'strerror', error)}): ranks look in /proc, and notice a lost rank a "
+            "little later",
             "Linux 5.3 has it; allow it in the sandbox (gVisor, an older seccomp profile)",
         )
 

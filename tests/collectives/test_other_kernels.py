@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,15 +18,25 @@ from chorusline.collectives import FileStore
 from chorusline.collectives.contract.errors import PeerLost
 from chorusline.collectives.shared_memory import futex
 from chorusline.collectives.shared_memory.layout import make_memory
+from chorusline.collectives.shared_memory.segment import SharedSegment
 from chorusline.collectives.shared_memory.symmetric_memory import make_symmetric, place_of
 from tests.harness.ranks import SHARED_MEMORY, Rank, Ranks, error_of
 
+REFUSALS = {
+    "a kernel": OSError(errno.ENOSYS, "Function not implemented"),
+    "a Python": AttributeError("module 'os' has no attribute 'pidfd_open'"),
+}
 
-def meet_without_pidfd(rank: Rank) -> str:
+
+def _refuse(error: Exception) -> Callable[..., int]:
     def refused(pid: int, flags: int = 0) -> int:
-        raise OSError(errno.ENOSYS, "Function not implemented")
+        raise error
 
-    os.pidfd_open = refused  # type: ignore[assignment]
+    return refused
+
+
+def meet_without_pidfd(rank: Rank, whose: str) -> str:
+    os.pidfd_open = _refuse(REFUSALS[whose])  # type: ignore[assignment]
     group = rank.group()
     assert group.all_gather_object(rank.rank).wait() == [0, 1]
     rank.say("met")
@@ -34,9 +45,20 @@ def meet_without_pidfd(rank: Rank) -> str:
     return str(error_of(lambda: group.barrier().wait(), PeerLost))
 
 
-def test_a_kernel_without_pidfds_has_groups_that_notice_a_death(tmp_path: Path) -> None:
-    with Ranks(meet_without_pidfd, 2, tmp_path, SHARED_MEMORY) as ranks:
+@pytest.mark.parametrize("whose", REFUSALS)
+def test_ranks_notice_a_death_without_pidfds(whose: str, tmp_path: Path) -> None:
+    with Ranks(meet_without_pidfd, 2, tmp_path, SHARED_MEMORY, whose) as ranks:
         assert "ranks [1] are gone" in ranks.results(ranks=[0])[0]
+
+
+def test_a_rank_that_died_before_the_others_looked_is_lost_without_pidfds_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    monkeypatch.setattr(os, "pidfd_open", _refuse(REFUSALS["a kernel"]))
+    with pytest.raises(PeerLost, match=f"process {ended.pid} ended"):
+        SharedSegment(make_memory(2, 1 << 16), [os.getpid(), ended.pid], 0, 0, 1 << 16)
 
 
 @pytest.mark.parametrize("mode", [0o666, 0o620, 0o602])

@@ -70,7 +70,8 @@ def end_with(pid: int) -> None:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         os._exit(1)
-    except OSError:  # A kernel before 5.3, or a sandbox without the call.
+    # A kernel before 5.3, or a sandbox without the call; a Python that was built without.
+    except (OSError, AttributeError):
         wait: Callable[[], None] = lambda: _look_until_gone(pid)  # noqa: E731
     else:
         exits = select.poll()
