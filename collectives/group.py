@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.autograd import profiler
 
-from .contract.argument_kinds import check_kinds, checked_device, checked_place
+from .contract.argument_kinds import check_kinds, check_range, checked_device, checked_place
 from .contract.communicator import Communicator
 from .contract.deadlines import Seconds, checked_seconds
 from .contract.errors import GroupClosed, UnsupportedOperation
@@ -263,9 +263,14 @@ class Group(HostReads, ObjectCollectives, Subgroups):
         Only this rank writes to it. A rank makes it without the other ranks, and may use it with
         any group, including one of a later generation. Between hosts, on GPUs, and where the limits
         of the process allow no such memory (`chorusline doctor`), it is an ordinary tensor on the
-        group's device. A forked process shares its memory. Raises RuntimeError for a negative
-        `numel`. torch uses the same name for such tensors on GPUs.
+        group's device. A forked process shares its memory. torch uses the same name for such
+        tensors on GPUs.
+
+        Raises TypeError or ValueError for a `numel` that no tensor has, and RuntimeError where
+        there is no memory for it.
         """
+        check_kinds(Group.empty_symmetric, locals())
+        check_range("numel", numel, 0, (2**63 - 1) // dtype.itemsize)
         return self._communicator.empty_symmetric(numel, dtype)
 
     def coalesce(self, *, timeout_s: Seconds | None = None) -> Coalesced:

@@ -23,4 +23,4 @@ def real(number: object) -> float | None:
     if not is_one or getattr(number, "shape", None) != ():
         return None
     plain = number.item()  # type: ignore[attr-defined]
-    return real(plain)
+    return real(plain) if isinstance(plain, int | float) else None  # A long double is neither.

@@ -14,6 +14,7 @@ they are visible on black and on white."""
 _WIDTH, _HEIGHT = 440, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 26, 36
 _FEW_POINTS = 20  # Of a number that is reported once in an epoch; drawn thicker.
+_LEAST = 1e-300  # between two ticks: near the end of what a float can be, they have no powers
 _POINTS = 240  # of one line: as many as 440 pixels can show
 
 
@@ -55,15 +56,14 @@ def chart(
     if from_zero:
         ys.append(0.0)
     x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
-    x_from, x_to = min(xs), max(max(xs), min(xs) + 1e-9)
-    y_from, y_to = min(*ys, *y_ticks), max(*ys, *y_ticks)
-    y_to = max(y_to, y_from + 1e-9)
+    x_from, x_to = _axis(xs)
+    y_from, y_to = _axis([*ys, *y_ticks])
 
     def across(x: float) -> float:
-        return _LEFT + (x - x_from) / (x_to - x_from) * (_WIDTH - _LEFT - _RIGHT)
+        return _LEFT + _share(x, x_from, x_to) * (_WIDTH - _LEFT - _RIGHT)
 
     def down(y: float) -> float:
-        return _HEIGHT - _BOTTOM - (y - y_from) / (y_to - y_from) * (_HEIGHT - _TOP - _BOTTOM)
+        return _HEIGHT - _BOTTOM - _share(y, y_from, y_to) * (_HEIGHT - _TOP - _BOTTOM)
 
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img" '
@@ -109,14 +109,25 @@ def chart(
 
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
     """Round numbers inside [low, high]: at least one, approximately `about` of them."""
-    if not high > low:
+    rough = high / about - low / about  # The difference of the two may be no float.
+    if not rough > _LEAST:
         return [low]
-    rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough)
     first = math.ceil(low / step)
     found = [round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
     return found or [low]
+
+
+def _axis(values: Sequence[float]) -> tuple[float, float]:
+    """The ends of an axis, which differ also if all values are one."""
+    low = min(values)
+    return low, max(*values, low + 1e-9 * max(1.0, abs(low)))
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Which part of the way from `low` to `high` leads to a value."""
+    return (value / 2 - low / 2) / (high / 2 - low / 2)
 
 
 def with_ends(inside: Sequence[float], low: float, high: float) -> list[float]:

@@ -49,7 +49,9 @@ def _plain(name: str, value: Any, place: str) -> ReportValue:
                 "float can hold; report it as a string"
             )
         return value.item() if isinstance(value, numpy.generic) else value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, numpy.longdouble):  # Its item() is itself.
+        return float(value)
+    if isinstance(value, torch.Tensor) and not value.is_meta:
         _check_number(name, value.numel(), f"a tensor of shape {tuple(value.shape)}")
         value = value.detach()
         return _plain(name, value.item() if value.numel() == 1 else value.tolist(), place)

@@ -10,7 +10,10 @@ from typing import Any
 
 _MOST = 200  # values
 _LONGEST = 500  # characters of a text
-_SECRET = re.compile(r"(?:^|[_.-]|api)(?:key|token|secret|password|credentials?)$", re.IGNORECASE)
+_SECRET = re.compile(  # The last word of the name: api_key, db.password, accessToken
+    r"(?:^|[_.-]|[a-z0-9](?=[A-Z])|(?i:api|access|auth|secret))"
+    r"(?i:key|token|secrets?|passw(?:or)?d|passphrase|credentials?)$"
+)
 LEFT_OUT = "(left out: its name is that of a secret)"
 """What trackers get in place of a text that is named like a secret."""
 
@@ -37,8 +40,10 @@ def _collect(found: dict[str, Any], within: str, values: Mapping[Any, Any]) -> N
         full = f"{within}{name}"
         if value is None or isinstance(value, bool | int | float):
             found[full] = value
+        elif _SECRET.search(str(name)):  # A text, or whatever has texts in it.
+            found[full] = LEFT_OUT
         elif isinstance(value, str):
-            found[full] = LEFT_OUT if _SECRET.search(str(name)) else value[:_LONGEST]
+            found[full] = value[:_LONGEST]
         elif isinstance(value, Mapping):
             _collect(found, f"{full}.", value)
         elif isinstance(value, argparse.Namespace):

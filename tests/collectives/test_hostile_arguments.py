@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ HOSTILE: list[tuple[str, Any]] = [
     *[("rank", value) for value in (-1, 1, 2**80, "0", float("nan"), True, None)],
     *[("device", value) for value in ("gpu", "", "nope:0", object())],
     *[("backend", value) for value in ("nope", "", 5)],
+    *[(name, numpy.longdouble("nan")) for name in ("timeout_s", "size", "rank", "generation")],
 ]
 
 
@@ -50,6 +52,12 @@ def test_no_operation_waits_for_ever(alone: Group, seconds: Any) -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=r"timeout_s must be"):
             issue()
+
+
+@pytest.mark.parametrize("numel", [-1, 2**62, 2**80, float("nan"), "2", None, True])
+def test_what_is_no_size_of_a_tensor_is_refused_by_name(alone: Group, numel: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="numel must be"):
+        alone.empty_symmetric(numel)
 
 
 def test_a_deadline_may_be_a_timedelta() -> None:

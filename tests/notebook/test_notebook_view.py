@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import sys
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chorusline.actors.messages import Report, WorkerInfo, WorkerSnapshot, WorkerState
 from chorusline.actors.run_status import RunStatus
@@ -35,6 +40,9 @@ def snapshot(rank: int, **steps: object) -> WorkerSnapshot:
         (-3, 3, [-3, -2, -1, 0, 1, 2, 3]),
         (7, 7, [7]),
         (1e6, 3e6, [1e6, 1.5e6, 2e6, 2.5e6, 3e6]),
+        (0, 5e-324, [0]),
+        (-1e308, 1e308, [-1e308, -5e307, 0, 5e307, 1e308]),
+        (3, -3, [3]),
     ],
 )
 def test_ticks_are_round_and_inside(low: float, high: float, expected: list[float]) -> None:
@@ -53,6 +61,16 @@ def test_a_flat_line_and_values_that_are_not_finite_are_drawn() -> None:
     assert "nan" not in drawn and "inf" not in drawn and "a &lt; b" in drawn
     path = drawn.split('<path d="')[1].split('"')[0]
     assert path.count("M") == 2 and path.count("L") == 1, "broken where there is no value"
+
+
+EXTREMES = [1e308, -1e308, 0.0, 5e-324, -5e-324, 1e16, 1.0, sys.float_info.max]
+
+
+@given(st.lists(st.sampled_from(EXTREMES) | st.floats(), min_size=2, max_size=4))
+def test_a_line_of_any_numbers_is_drawn(values: list[float]) -> None:
+    drawn = chart("loss", "step", [Line("x", [*enumerate(values)])])
+    known = [value for value in values if math.isfinite(value)]
+    assert bool(drawn) == (len(known) > 1) and "nan" not in drawn and "inf" not in drawn
 
 
 def test_the_line_of_a_rank_is_broken_where_it_had_joined() -> None:

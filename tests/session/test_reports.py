@@ -88,3 +88,11 @@ def test_a_number_that_no_float_can_hold_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ValueError, match=r"report\(n.*=\.\.\.\) got a whole number of \d+ bits"):
         plain_values({"n": value}, {})
     assert plain_values({"n": 2**1000}, {}) == {"n": 2**1000}
+
+
+@pytest.mark.parametrize("value", [1.5, [1.5, 2.5]])
+def test_numbers_longer_than_a_float_become_one(value: Any) -> None:
+    long = numpy.array(value, numpy.longdouble)
+    assert plain_values({"n": long, "one": numpy.longdouble(2)}, {}) == {"n": value, "one": 2.0}
+    with pytest.raises(TypeError, match="got a value of type Tensor"):
+        plain_values({"n": torch.ones(2, device="meta")}, {})

@@ -317,6 +317,7 @@ async def test_json_lines_are_json_of_every_number(
     ("name", "is_secret"),
     [
         *((name, True) for name in ("api_key", "apikey", "HF_TOKEN", "password", "db.secret")),
+        *((name, True) for name in ("accessToken", "dbPassword", "APIKEY", "passwd", "s3Secrets")),
         *((name, False) for name in ("keyboard", "num_tokens", "tokenizer", "monkey", "path")),
     ],
 )
@@ -325,3 +326,5 @@ def test_a_text_that_is_named_like_a_secret_stays_away_from_trackers(
 ) -> None:
     found = plain_config({"options": {name: "abc"}, name: "abc"}, {})
     assert set(found.values()) == {LEFT_OUT if is_secret else "abc"}
+    of_several = plain_config({name: {"user": "abc"}, "n": {f"the_{name}": {"user": "abc"}}}, {})
+    assert set(of_several.values()) == {LEFT_OUT if is_secret else "abc"}
