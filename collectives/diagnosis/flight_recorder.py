@@ -47,9 +47,9 @@ class RecordedCollective:
 class FlightRecording:
     """The content of a group's flight recorder at `read_at` (seconds since the epoch).
 
-        recording = group.flight_recorder
-        print(recording)  # A line for each collective.
-        waiting_at = recording.position()
+        print(group.flight_recorder)  # A line for each collective.
+        for recording in group.flight_recorders():  # And of the groups that were made of it.
+            print(recording.position())
 
     collectives: the last ones, oldest first. num_issued: the number issued in the group.
     ranks: the root group's number of each rank.

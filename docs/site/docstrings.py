@@ -4,11 +4,15 @@
   Another one later in the line does as well: "rank, size: … generation: …".
 - A line that begins with "Raises" or "Source:" begins a paragraph.
 - A table drawn with spaces, and what is indented, stays as it is.
+
+Before it stand the nearest base classes that a reader can look up: public ones, and those of other
+libraries.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import griffe
@@ -21,6 +25,28 @@ class ProseDocstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value, _names_of(obj))
+
+    def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
+        """Each public class says its bases, of which readers know the public ones and those of
+        other libraries."""
+        public = {}
+        for name in map(str, pkg.exports or ()):
+            if isinstance(what := pkg.members[name].final_target, griffe.Class):
+                public[what.path] = what, name
+        links = {path: f"[`{name}`][chorusline.{name}]" for path, (_, name) in public.items()}
+        for what, _ in public.values():
+            if what.docstring is not None and (bases := list(_bases(what, links))):
+                what.docstring.value = f"Bases: {', '.join(bases)}\n\n{what.docstring.value}"
+
+
+def _bases(what: griffe.Class, links: dict[str, str]) -> Iterator[str]:
+    """Those of a class that readers know; in place of any other, its own."""
+    ours = {base.path: base for base in what.resolved_bases}
+    for base in map(str, (getattr(base, "canonical_path", base) for base in what.bases)):
+        if base in ours and base not in links and base.startswith("chorusline."):
+            yield from _bases(ours[base], links)
+        elif base != "abc.ABC":
+            yield links.get(base, f"`{base}`")
 
 
 def _names_of(obj: griffe.Object) -> set[str]:

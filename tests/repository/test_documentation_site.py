@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import chorusline as cl
 from tests import ROOT
@@ -137,12 +138,60 @@ def test_contributing_shows_where_every_folder_is() -> None:
     }
 
 
+SUBCLASSED = ("Communicator", "Joinable", "JoinHook", "ModelAverager", "Store", "Tracker")
+"""Users write the methods of these, so all of them are shown."""
+
+
+def shown_members(name: str) -> dict[str, object]:
+    """The methods and properties of a public class that its page of the reference shows."""
+    text = "\n".join(page.read_text() for page in REFERENCE)
+    said = re.search(rf"::: chorusline\.{name}\n    options:\n((?:      .*\n)+)", f"{text}\n")
+    options = yaml.safe_load(said[1]) if said else {}
+    kind = getattr(cl, name)
+    owners = kind.__mro__ if options.get("inherited_members") else [kind]
+    ours = [owner for owner in owners if owner.__module__.startswith("chorusline.")]
+    members = {key: member for owner in ours for key, member in vars(owner).items()}
+    listed = options.get("members", list(members))
+    hidden = [rule.removeprefix("!") for rule in options.get("filters", ["!^_"])]
+    return {
+        key: member
+        for key, member in members.items()
+        if key in (listed or []) and not any(re.search(rule, key) for rule in hidden)
+        if isinstance(member, property | classmethod | staticmethod) or inspect.isfunction(member)
+        if member.__doc__
+    }
+
+
+def test_the_reference_shows_the_methods_that_users_call_and_not_those_of_the_engine() -> None:
+    """Each is named in a guide, a program, or another docstring of the reference."""
+    classes = [name for name in cl.__all__ if inspect.isclass(getattr(cl, name))]
+    shown = {name: shown_members(name) for name in classes}
+    files = [*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "examples").rglob("*.py")]
+    guides = [page for page in PAGES if page not in REFERENCE]
+    guides = [page for page in guides if page.stem not in ("architecture", "decisions")]
+    read = [page.read_text() for page in (*guides, *files)]
+    read += [str(getattr(cl, name).__doc__) for name in cl.__all__]
+    read += [str(member.__doc__) for members in shown.values() for member in members.values()]
+    named = set(re.findall(r"[.`](\w+)", "\n".join(read)))
+    unnamed = {
+        f"{name}.{key}"
+        for name, members in shown.items()
+        for key in members
+        if key not in named and name not in SUBCLASSED
+    }
+    assert unnamed == set()
+    assert "begin_batch" not in shown["Join"] and "coalesce" in shown["Group"]
+
+
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
     ran = built(ROOT, tmp_path / "site")
     assert ran.returncode == 0, ran.stderr
     assert "chorusline.Session" in (tmp_path / "site/reference/sessions.html").read_text()
+    for page in (tmp_path / "site/reference").glob("*.html"):
+        for bases in re.findall(r"<p>Bases: (.*?)</p>", page.read_text()):
+            assert "chorusline." not in re.sub(r"<a .*?</a>", "", bases)
     index = json.loads((tmp_path / "site/search/search_index.json").read_text())
     separator = index["config"]["separator"]
     for word, page in SEARCHED.items():
