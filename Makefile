@@ -49,7 +49,7 @@ check: $(INSTALLED)  ## lint, format and types
 	$(BIN)/mypy
 
 docs: $(INSTALLED)  ## the documentation site, in site/; broken links and undocumented names fail
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	$(BIN)/properdocs build
 	@echo "written: site/index.html (the search needs a server: python -m http.server -d site)"
 
 dist: $(INSTALLED)  ## a wheel and an sdist, in dist/

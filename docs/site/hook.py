@@ -1,4 +1,4 @@
-"""What `make docs` does besides MkDocs itself. mkdocs.yml names this file as a hook.
+"""What `make docs` does besides ProperDocs itself. mkdocs.yml names this file as a hook.
 
 1. README.md, CONTRIBUTING.md and CHANGELOG.md become pages, and the notebooks files to download, so
    that no text stands twice. Their links, which are for readers of the repository, are rewritten.

@@ -51,7 +51,7 @@ def on_reference_pages() -> list[str]:
 
 def built(folder: Path, site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--site-dir", site],
+        [sys.executable, "-m", "properdocs", "build", "--site-dir", site],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -185,7 +185,7 @@ def test_the_reference_shows_the_methods_that_users_call_and_not_those_of_the_en
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    pytest.importorskip("properdocs", reason="the extra docs is not installed")
     ran = built(ROOT, tmp_path / "site")
     assert ran.returncode == 0, ran.stderr
     assert "chorusline.Session" in (tmp_path / "site/reference/sessions.html").read_text()
@@ -208,7 +208,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_broken_link_and_an_undocumented_name_fail_the_site(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    pytest.importorskip("properdocs", reason="the extra docs is not installed")
     for name in ("collectives", "actors", "runtime", "chorusline", "docs", "notebooks"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=ignored)
