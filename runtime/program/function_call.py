@@ -256,7 +256,7 @@ class FunctionCall:
             if (
                 not isinstance(part, dict)
                 or not is_count(part.get("boundaries"))
-                or not is_count(part.get("steps_before", 0))
+                or not is_count(part.get("steps_before", 0), least=-(1 << 63))
                 # Trackers name files by it.
                 or not isinstance(part.get("origin", ""), str)
                 or not re.fullmatch(r"[0-9A-Za-z_-]{0,64}", part.get("origin", ""))

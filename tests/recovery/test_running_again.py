@@ -22,7 +22,11 @@ import chorusline as cl
 from benchmarks.chaos_training import loss_of, network
 from chorusline.actors.errors import WorkerLost
 from chorusline.actors.messages import Report
+from chorusline.runtime.checkpoint.format.catalog import listing
+from chorusline.runtime.checkpoint.format.manifest import read_manifest
+from chorusline.runtime.checkpoint.format.storage import Folder
 from chorusline.runtime.program.context import call_of
+from chorusline.runtime.program.function_call import FunctionCall
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import Diary
 from tests.references.scheduled import SCHEDULES, train_scheduled
@@ -275,20 +279,27 @@ async def test_when_a_shard_is_lost_the_run_goes_back_to_the_last_checkpoint(
     cluster: None, tmp_path: Path
 ) -> None:
     few = {"CPU": 0.1}
-    saves = cl.CheckpointConfig(tmp_path, every_n_steps=2)
+    saves = cl.CheckpointConfig(tmp_path, every_n_steps=3)
     async with cl.Session(
         (1, 3), resources_per_worker=few, timeout_s=20, checkpoint=saves
     ) as session:
-        # Slow enough for the checkpoint of step 4 to be whole before step 5 is lost.
-        told = await session.run(train, dies_on=1, dies_at=5, where="step", replicas=1, step_s=0.3)
+        # Slow enough for the checkpoint of step 3 to be whole before step 5 is lost.
+        told = await session.run(train, dies_on=1, dies_at=4, where="step", replicas=1, step_s=0.3)
     assert_equal(told)
+    assert sorted(one.calls for one in told)[-2:] == [2, 2], "the function has run again"
     taken = [n for one in told for numbers in one.taken.values() for n in numbers]
     assert len(set(taken)) == len(taken), "no sample counts twice"
     # The checkpoint has three ledgers. Two ranks load two of them; what is in the third is missing,
     # up to the step that was saved, unless a third rank has come by then.
     lost = sorted(set(range(NUM_SAMPLES)) - set(taken))
     hand = cl.deal(NUM_SAMPLES, world_size=3)[2]
-    assert lost in ([], sorted(hand[: 4 * BATCH_SIZE]))
+    assert lost in ([], sorted(hand[: 3 * BATCH_SIZE]))
+    # A run that has gone back counts from less than 0; its next checkpoints can be resumed from.
+    storage = Folder(str(tmp_path))
+    written = [read_manifest(storage, name).progress for name in listing(storage).written]
+    assert any(part["steps_before"] < 0 for progress in written for part in progress)
+    for progress in written:
+        FunctionCall.check_progress(progress)
 
 
 @pytest.mark.parametrize(
