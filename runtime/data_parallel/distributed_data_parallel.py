@@ -16,6 +16,7 @@ from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.torch_words import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import is_informing
+from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..join.join import GroupJoinable, Join, Joinable
 from ..join.join_hook import JoinHook
@@ -436,6 +437,7 @@ class _Hook(JoinHook):
             self._check_same_values(model._join)
         # With sharded state every rank steps its shard in every step, and gathers the others.
         if not model._reducer.is_sharded and ledger.somebody_missed_a_step:
+            self._follow_scaler(model._join)
             state += model.module.parameters()
         # A step brings the buffers of its newest rank, but none follows the last passes.
         if (
@@ -483,6 +485,29 @@ class _Hook(JoinHook):
             "Join(..., step_along=[function]). For gradients that a GradScaler has scaled, use a "
             "ZeroRedundancyOptimizer.",
         )
+
+    def _follow_scaler(self, join: Join) -> None:
+        """A rank that missed steps has the GradScaler of a rank that took them from now on: the
+        gradients of one step are a sum, so all losses have to be scaled alike."""
+        group, scaler = self._model.group, self._model._reducer.local_steps.scaler
+        states = all_gather_object(group, None if scaler is None else scaler.state_dict())
+        newest = states[join.newest_rank(join.ledger.last_live)]
+        if newest is None:
+            return
+        unknown = [rank for rank, state in enumerate(states) if state is None]
+        if unknown:
+            raise CollectiveMismatch(
+                "Join",
+                group.generation,
+                unknown,
+                f"the optimizer of this model steps by a GradScaler, and ranks {unknown} had no "
+                "batch to use theirs, so their scale would be another one from now on",
+                "Give every rank a batch, or use a ZeroRedundancyOptimizer and "
+                "chorusline.GradScaler, whose steps ranks without data take too.",
+            )
+        assert scaler is not None
+        if scaler.state_dict() != newest:
+            scaler.load_state_dict(newest)
 
     def _settle(self, join: Join) -> None:
         """Learn from a rank that took the last step whether a step followed its last pass."""

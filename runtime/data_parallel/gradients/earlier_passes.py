@@ -113,7 +113,8 @@ class EarlierPasses:
         noted = [self._kind] if self._kind is not None else []
         if self._begins_inside:
             noted.append(Note.BEGINS_INSIDE)
-        if not steps and (steps.have_been_seen or self._kind is not None):
+        has_stepped = steps or (self._kind is None and steps.were_skipped)
+        if not has_stepped and (steps.have_been_seen or self._kind is not None):
             noted.append(Note.UNSTEPPED)
         return noted
 

@@ -11,6 +11,7 @@ Optimizers are found when they step, by torch's global hook (engine.py); nobody 
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
@@ -43,6 +44,12 @@ _SAME_STEPS = (
     "(optimizer.zero_grad()), so that the step changes nothing. With a ZeroRedundancyOptimizer "
     "ranks without data need not know it."
 )
+_SAME_SCALE = (
+    "Make the GradScaler with the same settings on every rank, and let each rank use it as often. "
+    "Inside Join a rank without data does it by step_along=[functools.partial(scaler.step, "
+    "optimizer), scaler.update]."
+)
+_SCALE = "the scale of the GradScaler of"
 _SAME_PASSES = (
     "Run the last backward pass of each step outside no_sync(), on all ranks, so that what it "
     "steps with is the mean of all."
@@ -51,16 +58,23 @@ _SAME_PASSES = (
 
 class _Steps:
     """Steps of one optimizer in a row. groups: the numbers of those of its parameter groups that
-    have parameters of the model. unsent: whether `.grad` held gradients of no_sync() then."""
+    have parameters of the model. unsent: whether `.grad` held gradients of no_sync() then.
+    scaler: by which it steps."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, groups: Sequence[int], unsent: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[int],
+        unsent: bool,
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.optimizer, self.groups, self.unsent, self.count = optimizer, groups, unsent, 1
+        self.scaler = scaler
 
     def values(self) -> Iterator[Any]:
         """All that other ranks compare, as it is."""
         yield from (type(self.optimizer).__name__, self.unsent, self.count)
+        yield self.scaler and self.scaler._scale
         for number in self.groups:
             options = self.optimizer.param_groups[number]
             for name in self.optimizer.defaults:
@@ -80,7 +94,8 @@ class _Steps:
                 else f"{option} of {name}": _comparable(optimizer.param_groups[number].get(option))
                 for number in self.groups
                 for option in sorted(optimizer.defaults)
-            },
+            }
+            | {f"{_SCALE} {name}": _comparable(self.scaler and self.scaler._scale)},
         )
 
 
@@ -88,10 +103,13 @@ class LocalSteps:
     """Of one model on one rank, since its last vote.
 
     have_been_seen: whether an optimizer of its parameters has ever stepped.
+    scaler: by which one has stepped last.
     """
 
     def __init__(self) -> None:
         self.have_been_seen = False
+        self.scaler: torch.amp.GradScaler | None = None
+        self._scale_before: torch.Tensor | None = None  # at the vote before
         self._steps: list[_Steps] = []
         self._voted: list[_Steps] = []
         self._is_known = True
@@ -107,11 +125,18 @@ class LocalSteps:
     def note(self, optimizer: torch.optim.Optimizer, groups: Sequence[int], unsent: bool) -> None:
         """An optimizer has stepped. groups, unsent: as in `_Steps`."""
         self.have_been_seen = True
+        self.scaler = scaler = _scaler_of_this_step()
         last = self._steps[-1] if self._steps else None
         if last and last.optimizer is optimizer and last.unsent == unsent:
             last.count += 1
         else:
-            self._steps.append(_Steps(optimizer, groups, unsent))
+            self._steps.append(_Steps(optimizer, groups, unsent, scaler))
+
+    @property
+    def were_skipped(self) -> bool:
+        """Whether the scaler has left a step out since the vote before: it has shrunk its scale."""
+        before, scale = self._scale_before, self.scaler and self.scaler._scale
+        return before is not None and scale is not None and bool(scale < before)
 
     def forget(self) -> None:
         """The model continues among other ranks, or after its run: nothing is compared with what
@@ -125,6 +150,8 @@ class LocalSteps:
             lists no optimizer in step_along gets the parameters of another rank later.
         """
         digest = self._digest_now() if takes_steps and self._is_known else 0
+        if self.scaler is not None and self.scaler._scale is not None:
+            self._scale_before = self.scaler._scale.clone()
         self._voted, self._was_known = self._steps, self._is_known
         self._steps, self._is_known = [], takes_steps
         return digest
@@ -157,6 +184,23 @@ class LocalSteps:
         self._raw, self._is_fixed = raw, not any(isinstance(value, _CHANGING) for value in raw)
         self._digest = zlib.crc32(",".join(self._texts).encode()) % _MOST + 1
         return self._digest
+
+
+_BY_SCALER = torch.amp.GradScaler.step.__code__
+_FRAMES = 16  # Between it and `note` are torch's hooks, ours, and those of schedules.
+
+
+def _scaler_of_this_step() -> torch.amp.GradScaler | None:
+    """The GradScaler whose `step` has called the optimizer's: no hook of torch names it."""
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame.f_code is _BY_SCALER:
+            scaler: torch.amp.GradScaler = frame.f_locals["self"]
+            return scaler if scaler.is_enabled() else None
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
 
 
 def _compare(steps: Sequence[_Steps], digests: Sequence[int], group: Group) -> None:
@@ -216,7 +260,7 @@ def _difference(
                 )
                 return (
                     f"{label} is {each}, so the parameters of the ranks drift apart",
-                    _SAME_OPTIONS,
+                    _SAME_SCALE if label.startswith(_SCALE) else _SAME_OPTIONS,
                 )
     raise AssertionError("equal steps have equal digests")
 

@@ -1,0 +1,90 @@
+"""torch's own GradScaler with a plain optimizer: ranks that missed steps have its scale afterwards,
+and ranks whose scales differ are told so."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, loss_of, make_model
+
+DTYPE = torch.float64
+INF_AT = 1  # the step of the first epoch whose gradients overflow
+
+
+def train(
+    group: cl.Group,
+    lengths: tuple[int, ...],
+    growth_interval: int,
+    momentum: float = 0.0,
+    steps_along: bool = False,
+    scale_of_rank_1: float = 4.0,
+) -> tuple[list[torch.Tensor], float, str]:
+    """Two epochs; one step of the first overflows. Returns the parameters, the scale, and what was
+    raised."""
+    scale = scale_of_rank_1 if group.rank else 4.0
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(DTYPE), own)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
+        along = [functools.partial(scaler.step, optim), scaler.update] if steps_along else []
+        try:
+            for epoch in range(2):
+                with cl.Join([model], step_along=along):
+                    for number, batch in enumerate(batches_of(own.rank, lengths[own.rank], DTYPE)):
+                        optim.zero_grad()
+                        loss = loss_of(model, batch) * factor(epoch, number)
+                        scaler.scale(loss).backward()
+                        scaler.step(optim)
+                        scaler.update()
+        except cl.CollectiveMismatch as error:
+            return [], 0.0, str(error)
+        return [p.detach().clone() for p in model.parameters()], scaler.get_scale(), ""
+
+
+def factor(epoch: int, number: int) -> float:
+    return float("inf") if (epoch, number) == (0, INF_AT) else 1.0
+
+
+def one_process(lengths: tuple[int, ...], momentum: float) -> list[torch.Tensor]:
+    model = make_model(DTYPE)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    for epoch in range(2):
+        batches = [batches_of(rank, length, DTYPE) for rank, length in enumerate(lengths)]
+        for number in range(max(lengths)):
+            optim.zero_grad()
+            for batch in (some[number] for some in batches if number < len(some)):
+                (loss_of(model, batch) / len(lengths)).backward()
+            if factor(epoch, number) == 1.0:
+                optim.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("momentum", "steps_along"), [(0.0, False), (0.9, True)])
+@pytest.mark.parametrize("growth_interval", [1, 2, 100])
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 3), (2, 5), (6, 1), (4, 2)])
+def test_a_scaled_training_over_uneven_data_is_that_of_one_process_without_scaling(
+    ranks_of, lengths, growth_interval, momentum, steps_along
+):
+    told = ranks_of(2).run(train, lengths, growth_interval, momentum, steps_along)
+    assert [text for *_, text in told] == ["", ""]
+    assert told[0][1] == told[1][1], "one scale"
+    expected = one_process(lengths, momentum)
+    for parameters, *_ in told:
+        assert all(map(torch.allclose, parameters, expected))
+
+
+def test_scales_that_differ_from_the_start_are_named(ranks_of):
+    told = ranks_of(2).run(train, (3, 3), 100, 0.0, False, 8.0)
+    says = "the scale of the GradScaler of SGD is 4 on rank 0, 8 on rank 1"
+    assert all(says in text and "[functools.partial(scaler.step" in text for *_, text in told), told
+
+
+def test_a_rank_that_has_never_used_its_scaler_is_told_at_the_end_of_the_join(ranks_of):
+    told = ranks_of(2).run(train, (3, 0), 1)
+    assert all("ranks [1] had no batch to use theirs" in text for *_, text in told), told
