@@ -4,7 +4,6 @@ and ranks whose scales differ are told so."""
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
