@@ -4,7 +4,7 @@
     CHORUSLINE_FAULT_PLAN="seed 7" python train.py
 
 An order is `WHAT SEAT at INSTANT N`: when the worker in that seat comes to the instant for the Nth
-time. Only workers with which the run began commit faults, so those that replace them do not repeat
+time. Only workers with which the run began are struck, so those that replace them do not repeat
 them. The code that trains calls `Faults.reach` at these instants; without orders that is one look
 at an empty table. Tests arm the same instants with acts of their own (`Faults.at`).
 """

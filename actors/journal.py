@@ -23,7 +23,7 @@ _MOST_NAMES = 256
 class Pulled:
     """A worker's answer to the session's pull.
 
-    reports: of the run, from the number on that was asked for, or that is held.
+    reports: of the run, from the requested number on, or else from the oldest that is still held.
     first: the number of the first of them.
     printed: since the position that was asked for; None if Ray shows the worker's output.
     status: of the worker in the run; None if it is not in it.

@@ -123,8 +123,8 @@ class GroupArguments(ABC):
         numel = tensors[self.rank].numel()
         if own.numel() != numel:
             raise ValueError(
-                f"{operation}: {name} has {own.numel()} elements and {list_name}[{self.rank}], "
-                f"this rank's part, {numel}; make them equal"
+                f"{operation}: {name} has {own.numel()} elements, but {list_name}[{self.rank}], "
+                f"this rank's part, has {numel}; make them equal"
             )
 
     def _check_parts(

@@ -4,9 +4,8 @@ Names of operations, their meanings and the order of their positional arguments 
 torch.distributed; a few arguments have names of our own (contract/torch_words.py names them to a
 caller), and those that torch has after `group` do not exist. Where torch has one function for a
 list of tensors and one for a single tensor (all_gather and all_gather_into_tensor), there is one
-method
-here, and the type of the argument chooses: a list or tuple has one tensor per rank; a tensor holds
-the parts of all ranks in rank order, each as a contiguous range.
+method here, and the type of the argument chooses: a list or tuple has one tensor per rank; a tensor
+holds the parts of all ranks in rank order, each as a contiguous range.
 
 A tensor may be anything that arguments.py accepts: a torch tensor of any strides, a numpy or CuPy
 array, anything with DLPack, on the group's device. Results are written into the caller's memory.

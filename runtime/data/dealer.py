@@ -27,7 +27,7 @@ class Inside:
 
     number: of the iteration; equal on all ranks that have begun it (see WITHIN).
     dealt_for: the number of ranks for which its hands were dealt first.
-    taken: the rank's samples so far, those of a step that does not count yet included.
+    taken: the rank's samples so far, including those of a step that does not count yet.
     committed: how many samples belong to steps that count, by rank of the generation that ended;
         None before the first such step.
     """

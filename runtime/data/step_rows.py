@@ -1,10 +1,10 @@
 """Where the samples of a step of `ctx.steps` come from: a dataset with a length, or a Stream.
 
-Of both, any rank can have any sample of a step by its place, as often as it asks. So nothing has to
-be put back when a rank is lost: another rank asks for the same samples.
+From either, any rank can read any sample of a step by its position, as often as it asks. So nothing
+has to be put back when a rank is lost: another rank reads the same samples.
 
-A batch is a function of the micro-batch: what the dataset and collate_fn draw, they draw from its
-own seed, in the training thread as well as in a loader process.
+A batch depends on its micro-batch alone: the random numbers that the dataset and collate_fn draw
+come from the micro-batch's own seed, in the training thread and in a loader process.
 """
 
 from __future__ import annotations

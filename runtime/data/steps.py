@@ -1,14 +1,14 @@
-"""`Steps`: steps of a fixed global batch, whoever computes which part of them.
+"""`Steps`: steps of a fixed global batch, whichever rank computes which part of them.
 
 A step is a function of the seed, the epoch and its number: its samples are the next ones of the
-epoch's order, cut into micro-batches. Who computes which of them is dealt again for each step
-(micro_batch_dealing.py), and the ranks end a step together:
+epoch's order, cut into micro-batches. Each step deals its micro-batches to the ranks again
+(micro_batch_dealing.py), and the ranks end it together:
 
     (1) Each rank computes its micro-batches, each with a random state of its own.
-    (2) The ranks meet: which models have gradients, by what the sums are divided, how fast each
-        rank was. One small all-reduce.
+    (2) One small all-reduce tells all ranks which models have gradients, by what the sums are
+        divided, and how fast each rank was.
     (3) The models sum the gradients, and the ranks agree on the step (process/micro_batches.py).
-        Of a single model, the sums are on their way while the ranks meet.
+        With a single model, its sums travel while (2) is under way.
 
 If a rank is lost before the step is agreed on, its micro-batches are dealt to the others, which
 compute them in the same step: (1) to (3) again.

@@ -104,9 +104,11 @@ def _variables(group: Group, *, local_rank: int, local_world_size: int) -> dict[
 
 
 def of_device(device: torch.device, environment: Mapping[str, str]) -> dict[str, str]:
-    """accelerate, and with it the Trainer, would take the GPU whose number is LOCAL_RANK. A worker
-    sees all GPUs of its node, and its own may have another number. Without a GPU it would train
-    alone on every rank, unless it is told that the CPU is meant."""
+    """Environment variables that tell accelerate, and so the Trainer, the device of the worker.
+
+    By itself accelerate takes the GPU whose number is LOCAL_RANK; a worker sees all GPUs of its
+    node, and its own may have another number. Without a GPU each rank would train alone, unless a
+    variable says that the CPU is meant."""
     if device.type == "cpu":
         return {} if _ON_CPU in environment else {_ON_CPU: "true"}
     return {} if _OF_ACCELERATE in environment else {_OF_ACCELERATE: str(device)}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from chorusline.actors.messages import Report, WorkerInfo, WorkerSnapshot, WorkerState
 from chorusline.actors.run_status import RunStatus
 from chorusline.runtime.notebook.history import History
-from chorusline.runtime.notebook.plots import Line, chart, ticks, with_ends
+from chorusline.runtime.notebook.plots import COLORS, Line, chart, ticks, with_ends
 from chorusline.runtime.notebook.view import ranks_as_html, run_as_html
 from chorusline.runtime.tracking.tracker import TrackedEvent
 
@@ -129,6 +129,20 @@ def test_many_ranks_are_counted_after_the_first_few() -> None:
 )
 def test_an_axis_has_numbers_at_both_ends(low: float, high: float, expected: list[float]) -> None:
     assert with_ends(ticks(low, high), low, high) == pytest.approx(expected)
+
+
+def brightness(color: str) -> float:
+    """The relative luminance of `#rrggbb`, as WCAG 2 has it."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("color", COLORS)
+def test_the_line_of_each_rank_can_be_seen_on_a_black_page_and_on_a_white_one(color: str) -> None:
+    black, white = brightness("#111111"), brightness("#ffffff")
+    assert (brightness(color) + 0.05) / (black + 0.05) > 4.5
+    assert (white + 0.05) / (brightness(color) + 0.05) > 2.2
 
 
 def test_a_loss_is_a_line_below_the_table_and_a_mark_in_both_plots() -> None:

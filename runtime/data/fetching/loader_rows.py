@@ -20,7 +20,7 @@ class LoaderRows:
     """What a Stream reads if it is made of a DataLoader over an IterableDataset.
 
     The loader processes are children of the reader. Each of them makes a batch of rows at a time,
-    and the reader gives them out singly, so ranks may take batches of another size. Which rows
+    and the reader sends them one by one, so ranks may take batches of another size. Which rows
     come, and in which order, depends only on the dataset, num_workers, batch_size and the epoch:
     when the reader has died, the next one reads the same.
 

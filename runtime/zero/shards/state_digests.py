@@ -25,11 +25,11 @@ from .shardable_optimizers import ELEMENTWISE
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """What is read of one shard's state, by name.
+    """The parts of one shard's state that its digest reads, by name.
 
     tensors: in as few pieces as possible.
     counters: tensors without dimensions, of one dtype and device each.
-    constant: the digest of what is no tensor.
+    constant: the digest of everything that is not a tensor.
     """
 
     tensors: Mapping[str, Sequence[torch.Tensor]]
