@@ -3,6 +3,7 @@ ranks are named at the next backward pass, with and without a Join."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -157,3 +158,26 @@ def train_unevenly(group: cl.Group, along: Sequence[str], pauses: int) -> str:
 def test_what_a_rank_without_data_has_missed_is_named(ranks_of, along, pauses, says):
     told = ranks_of(2).run(train_unevenly, along, pauses)
     assert all((says in text) if says else not text for text in told), told
+
+
+def train_with_an_own_gradient(group: cl.Group, lengths: tuple[int, ...], last: int) -> str:
+    """The rank `last` runs its last pass in no_sync(), and steps with what that gave."""
+    with another_group(group) as own:
+        loop = Loop(own, {"lr": 0.1})
+        batches = batches_of(own.rank, lengths[own.rank], DTYPE)
+        try:
+            with cl.Join([loop.model]):
+                for number, batch in enumerate(batches):
+                    alone = own.rank == last and number == len(batches) - 1
+                    with loop.model.no_sync() if alone else contextlib.nullcontext():
+                        loop.take(batch)
+        except cl.CollectiveMismatch as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (3, 5), (2, 6)])
+def test_a_last_step_with_gradients_that_were_not_reduced_is_told_to_all_ranks(ranks_of, lengths):
+    shorter = lengths.index(min(lengths))
+    told = ranks_of(2).run(train_with_an_own_gradient, lengths, shorter)
+    assert all("by gradients of no_sync() that were not reduced on rank 0" in t for t in told), told

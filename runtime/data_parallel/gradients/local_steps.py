@@ -149,7 +149,7 @@ class LocalSteps:
         takes_steps: whether this rank takes the steps after this vote; a rank without data that
             lists no optimizer in step_along gets the parameters of another rank later.
         """
-        digest = self._digest_now() if takes_steps and self._is_known else 0
+        digest = self._digest_now() if self._is_known else 0
         if self.scaler is not None and self.scaler._scale is not None:
             self._scale_before = self.scaler._scale.clone()
         self._voted, self._was_known = self._steps, self._is_known
