@@ -40,6 +40,7 @@ HEAD, SENDER_WAITS, ELSEWHERE = 0, 1, 2  # words of a channel that the sender wr
 TAIL, RECEIVER_WAITS = 8, 9  # words of a channel that the receiver writes
 RECORD_BYTES = 64 * 1024
 RING_BYTES = 256 * 1024  # a page takes memory only once a message has used it
+_NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL, which os has from Python 3.13 on
 
 
 def block_at(rank: int) -> int:
@@ -95,7 +96,14 @@ def make_memory(size: int, slot_bytes: int) -> int:
 def nameless_file(name: str, nbytes: int) -> int:
     """The descriptor of a new, zeroed file in memory, which no process can make shorter: one that
     reads its mapping would be killed by SIGBUS. Raises OSError."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        # A kernel with vm.memfd_noexec=2 makes no other file in memory.
+        descriptor = os.memfd_create(name, flags | _NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        descriptor = os.memfd_create(name, flags)  # Linux before 6.3 does not know it.
     try:
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, nbytes)

@@ -19,7 +19,7 @@ from chorusline.collectives.contract.errors import PeerLost
 from chorusline.collectives.shared_memory import futex
 from chorusline.collectives.shared_memory.layout import make_memory
 from chorusline.collectives.shared_memory.segment import SharedSegment
-from chorusline.collectives.shared_memory.symmetric_memory import make_symmetric, place_of
+from chorusline.collectives.shared_memory.symmetric_memory import NOWHERE, make_symmetric, place_of
 from tests.harness.ranks import SHARED_MEMORY, Rank, Ranks, error_of
 
 REFUSALS = {
@@ -105,6 +105,21 @@ def add_without_futex(rank: Rank) -> list[float]:
 def test_ranks_on_a_processor_whose_futex_is_not_known_meet_and_compute(tmp_path: Path) -> None:
     with Ranks(add_without_futex, 2, tmp_path, SHARED_MEMORY) as ranks:
         assert ranks.results() == [[3.0] * 3] * 2
+
+
+@pytest.mark.parametrize("refuses", [errno.EINVAL, errno.EACCES], ids=["before 6.3", "noexec=2"])
+def test_memory_is_made_by_kernels_that_want_it_not_executable_and_by_older_ones(
+    refuses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, noexec_seal = os.memfd_create, 8
+
+    def refusing(name: str, flags: int) -> int:
+        if bool(flags & noexec_seal) == (refuses == errno.EINVAL):
+            raise OSError(refuses, os.strerror(refuses))
+        return make(name, flags & ~noexec_seal)
+
+    monkeypatch.setattr(os, "memfd_create", refusing)
+    assert place_of(make_symmetric(1000, torch.float32)) is not NOWHERE
 
 
 @pytest.mark.parametrize("length", [0, 1 << 30])
