@@ -28,6 +28,7 @@ come to a step that the seed has drawn. In the table, over all trials of a syste
 
 Each violation prints the command that repeats it. With --storm-every a rank is killed each so many
 seconds instead, for --minutes from the first step on; the training is then cut off where it is.
+picture.py draws what --keep has left of such storms.
 """
 
 from __future__ import annotations

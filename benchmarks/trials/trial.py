@@ -103,6 +103,7 @@ class Run:
         self._enclosure = Enclosure(workload.disk)
         self._files: dict[Path, int] = {}
         self.lines: list[Line] = []
+        self.struck: list[Line] = []
         self.output = Path(workload.folder) / "output"
         self._log = self.output.open("wb")
         self.process = subprocess.Popen(
@@ -173,6 +174,7 @@ class Run:
         if pids:
             trial.struck.append(fault.kind)
             trial.struck_at.append(at)
+            self.struck.append((at, "struck", -1, min(pids), 0))
 
     def end(self, trial: Trial) -> None:
         """Wait for the end, and note what is there to note."""
@@ -259,7 +261,9 @@ def running(system: System, seed: int, size: Size) -> Iterator[Run]:
                 place = Path(size.keep) / f"{system.name}-{seed}-{time.time():.0f}.txt"
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(run.output, place)
-                logged = "".join(json.dumps(line) + "\n" for line in run.look())
+                logged = "".join(
+                    json.dumps(line) + "\n" for line in sorted([*run.look(), *run.struck])
+                )
                 place.with_suffix(".jsonl").write_text(logged)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from benchmarks.trials.check import goodput, summed
 from benchmarks.trials.enclosure import Enclosure
 from benchmarks.trials.faults import KINDS, Fault, draw, is_alive, strike
 from benchmarks.trials.logged import Line, seconds_to_new, spent, taken_again
+from benchmarks.trials.picture import kept_in, picture
 from benchmarks.trials.systems import SYSTEMS, System
 from benchmarks.trials.trial import Size, Trial, last_words, play, storm
 from benchmarks.trials.workload import PLANTED, Ledger, Workload, judged
@@ -380,3 +383,20 @@ def test_every_system_trains_and_is_struck(name: str) -> None:
     assert trial.ending is not None and trial.ending.again == 0
     # torchft's samples of a replica that is away are used by nobody.
     assert trial.violations() == [] or "torchft" in name
+
+
+def test_the_picture_of_a_storm_takes_back_what_a_system_repeats(tmp_path: Path) -> None:
+    """Three ranks take four steps; one is killed; two ranks begin at step 2 again."""
+    before = [(float(step), "step", rank, rank, step) for step in range(1, 5) for rank in range(3)]
+    after = [(float(step + 8), "step", rank, rank, step) for step in (2, 3) for rank in range(2)]
+    lines = [*before, (5.0, "struck", -1, 2, 0), *after]
+    for name, kept in {"torchrun checkpoints": lines, "quiet": before}.items():
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        (tmp_path / f"{name}-0-1764000000.jsonl").write_text(text)
+    curves = kept_in(tmp_path)
+    assert list(curves) == ["torchrun checkpoints"]
+    by_second = dict(curves["torchrun checkpoints"].points)
+    assert by_second == {0.0: 6, 1.0: 12, 2.0: 18, 3.0: 24, 9.0: 10, 10.0: 14}
+    assert curves["torchrun checkpoints"].kills == [4.0]
+    drawn = picture(curves)
+    assert ET.fromstring(drawn).tag.endswith("svg") and drawn.count('class="kill"') == 1
