@@ -50,6 +50,11 @@ def probe(storage: Storage, group: Group, run: str, *, goes_on: bool) -> bool:
             "its file was deleted at once, perhaps by another run that starts there; only one "
             f"run at a time may use a storage path: {error}"
         )
+    except UnicodeEncodeError as error:
+        trouble = (
+            f"this rank's locale has no bytes for {error.object!a}; set PYTHONUTF8=1 for all "
+            "ranks, or another locale than C (LANG=C.UTF-8)"
+        )
     except Exception as error:
         trouble = f"{type(error).__name__}: {error}"
     host = socket.gethostname()

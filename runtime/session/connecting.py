@@ -107,15 +107,15 @@ def _start_cluster(**options: Any) -> None:
 
 
 def _check_paths() -> None:
-    """Raises StartupError for a path that Ray cannot send, as UTF-8."""
-    for path in (*sys.argv[:1], *sys.path):
+    """Raises StartupError for a path or argument that Ray cannot send, as UTF-8."""
+    for path in (*sys.argv, *sys.path):
         try:
             path.encode()
         except UnicodeEncodeError:
             raise StartupError(
-                f"the path {path!a} is not text in this process's locale",
-                "Ray sends the script's name and the folders of sys.path as UTF-8. Set "
-                "PYTHONUTF8=1, or another locale than C (LANG=C.UTF-8), before Python starts",
+                f"{path!a} is not text in this process's locale",
+                "Ray sends the script's name, its arguments and the folders of sys.path as UTF-8. "
+                "Set PYTHONUTF8=1, or another locale than C (LANG=C.UTF-8), before Python starts",
             ) from None
 
 

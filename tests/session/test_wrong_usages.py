@@ -551,11 +551,14 @@ def test_names_have_their_article() -> None:
     assert with_article(int) == "an int"
 
 
+@pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("where", ["path", "argv"])
 def test_a_path_that_ray_cannot_send_says_which_and_what_to_set(
-    monkeypatch: pytest.MonkeyPatch, where: str
+    monkeypatch: pytest.MonkeyPatch, where: str, at: int
 ) -> None:
     """As under LANG=C with PYTHONUTF8=0: Ray's own error names neither."""
-    monkeypatch.setattr(sys, where, ["/home/entra\udcc3\udcaener", *getattr(sys, where)])
+    of_python = getattr(sys, where)
+    path = "/home/entra\udcc3\udcaener"
+    monkeypatch.setattr(sys, where, [*of_python[:at], path, *of_python[at:]])
     with pytest.raises(StartupError, match=r"entra\\udcc3\\udcaener' is not text.*PYTHONUTF8=1"):
         connecting.join("127.0.0.1:1")
