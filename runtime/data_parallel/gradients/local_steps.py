@@ -135,7 +135,8 @@ class LocalSteps:
     @property
     def were_skipped(self) -> bool:
         """Whether the scaler has left a step out since the vote before: it has shrunk its scale."""
-        before, scale = self._scale_before, self.scaler and self.scaler._scale
+        before = self._scale_before
+        scale = None if self.scaler is None else self.scaler._scale
         return before is not None and scale is not None and bool(scale < before)
 
     def forget(self) -> None:
