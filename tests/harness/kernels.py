@@ -51,7 +51,11 @@ class Kernel:
         self.manager = KernelManager(kernel_name="python3")
         self.manager.start_kernel(env={**os.environ, **environment})
         # Not the manager's own client: nbclient, which borrows the manager, ends its context.
-        self._client = BlockingKernelClient(connection_file=self.manager.connection_file)
+        # With the manager as its parent it asks whether the process lives, not whether the heart
+        # beats, which it does not while a busy machine imports.
+        self._client = BlockingKernelClient(
+            connection_file=self.manager.connection_file, parent=self.manager
+        )
         self._client.load_connection_file()
         self._client.start_channels()
         self._client.wait_for_ready(timeout=_PATIENCE_S)

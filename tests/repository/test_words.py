@@ -42,14 +42,28 @@ def prose(text: str) -> str:
 
 def prose_of_program(text: str) -> str:
     """Its strings, docstrings and comments, without the code in them."""
-    parts = []
+    parts: list[str] = []
+    begun: list[tuple[int, int]] = []  # f-strings that are open; Python 3.12 has tokens in them.
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            parts.append(token.string.lstrip("#"))
-        elif token.type == tokenize.STRING:
-            quoted = re.sub(r"\{[^{}]*\}", "{}", token.string)
+        kind, string = tokenize.tok_name[token.type], token.string
+        if kind == "FSTRING_START":
+            begun.append(token.start)
+        elif kind == "FSTRING_END":
+            kind, string = "STRING", between(text, begun.pop(), token.end)
+        if kind == "COMMENT":
+            parts.append(string.lstrip("#"))
+        elif kind == "STRING" and not begun:
+            quoted = re.sub(r"\{[^{}]*\}", "{}", string)
             parts.append(re.sub(r"^[a-zA-Z]*[\"']+|[\"']+$", "", quoted))
     return re.sub(r"`[^`]*`", "", " ".join(parts))
+
+
+def between(text: str, start: tuple[int, int], end: tuple[int, int]) -> str:
+    """start, end: the number of a line, from 1, and of a character in it."""
+    lines = text.splitlines(keepends=True)[start[0] - 1 : end[0]]
+    lines[-1] = lines[-1][: end[1]]
+    lines[0] = lines[0][start[1] :]
+    return "".join(lines)
 
 
 def forbidden_in(text: str, words: dict[str, str]) -> set[str]:
