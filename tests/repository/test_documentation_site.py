@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -241,3 +242,21 @@ def test_no_group_of_the_navigation_has_more_than_seven_entries() -> None:
     groups = [group.splitlines()[1:] for group in re.split(r"(?m)^  - ", nav) if group]
     entries = [[line for line in group if line.startswith("      - ")] for group in groups]
     assert max(map(len, entries)) == 7
+
+
+def test_a_recording_of_a_terminal_has_the_lines_that_were_asked_for_and_fetches_nothing(
+    tmp_path: Path,
+) -> None:
+    printed, drawn = tmp_path / "printed.txt", tmp_path / "drawn.svg"
+    printed.write_text("step 1\nstep 2: rank 1 was <killed>\nstep 3\nthe end\nbye\n")
+    wanted = ["--keep", "rank 1", "--keep", "^the end"]
+    command = ["docs/site/recording.py", "make run", str(printed), str(drawn), *wanted]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=60)
+    for svg, lines in (
+        (drawn, ["$ make run", "step 2: rank 1 was <killed>", "…", "the end"]),
+        (ROOT / "docs/images/kill.svg", []),
+    ):
+        texts = [text for text in ET.parse(svg).getroot().itertext() if text.strip()]
+        shown = [text.replace("\xa0", " ") for text in texts if "{" not in text]
+        assert not lines or shown == lines
+        assert not re.search(r"url\([^#]|href|@import|@font-face", svg.read_text())
