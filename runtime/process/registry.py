@@ -56,7 +56,7 @@ class Registry:
             )
         if name in self._entries:
             raise ValueError(
-                f"{name!r} is registered already, "
+                f"{name!r} is registered already, for "
                 f"{with_article(type(self._entries[name].object))}; every object needs a name of "
                 "its own"
             )

@@ -425,7 +425,7 @@ def test_what_is_used_wrongly_says_what_to_do(ranks_of, tmp_path):
         "process died",
         f"{tmp_path / 'dcp'} holds .metadata of a checkpoint that this version of chorusline has "
         "not completed, such as one of torch.distributed.checkpoint, and a save would overwrite it",
-        "'model' is registered already, a DistributedDataParallel",
+        "'model' is registered already, for a DistributedDataParallel",
         "register('number', ...) takes an object with state_dict and load_state_dict, got int",
         "a name must be a non-empty string without a slash, such as 'model'",
     ]
