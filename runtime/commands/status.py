@@ -221,5 +221,10 @@ def _last_report(report: Report | None) -> str:
     if report is None:
         return ""
     values = list(report.values.items())[:_MAX_VALUES]
-    text = "  ".join(f"{n} {v:.4g}" if isinstance(v, float) else f"{n} {v}" for n, v in values)
+    text = "  ".join(f"{name} {_shown(value)}" for name, value in values)
     return f"#{report.step}  {text}  ({max(0.0, time.time() - report.time):.0f} s ago)"
+
+
+def _shown(value: object) -> str:
+    is_long = isinstance(value, float) or (isinstance(value, int) and abs(value) >= 1e15)
+    return f"{value:.4g}" if is_long else str(value)

@@ -46,6 +46,11 @@ def test_a_reported_text_is_shown_as_it_is_and_steers_nothing(text: str) -> None
             assert text in found
 
 
+@pytest.mark.parametrize("value", [1e300, 10**300], ids=["float", "int"])
+def test_a_reported_number_is_short_whatever_its_size(value: float) -> None:
+    assert "path 1e+300  (" in shown(value)
+
+
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_the_names_in_a_checkpoint_steer_no_terminal(

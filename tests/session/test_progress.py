@@ -83,6 +83,16 @@ def test_tokens_per_second_leave_out_the_step_that_paid_for_the_start():
     assert total.tokens_per_s == 100
 
 
+def test_a_number_of_any_size_is_a_few_characters():
+    largest = {"loss": -1.5e308, "tokens": 1e308, "batches_left": 1e308, "epoch": 1e308}
+    total = seen(Report(0, 0, 0.0, largest), Report(0, 1, 1.0, {**largest, "count": 10**300}))
+    assert headline(total) == "step 2  loss -1.5e+308  count 1e+300  1e+308 tokens/s"
+    assert batches_left(total) == ""
+    few = {"a": 0, "b": 999, "c": 12_345_678, "d": float("inf"), "e": float("nan")}
+    shown = "step 1  a 0.000  b 999.000  c 12,345,678  d inf  e nan"
+    assert headline(seen(Report(0, 0, 0.0, few))) == shown
+
+
 def test_many_ranks_are_counted_and_not_listed():
     assert batches_left(seen(*run_of(*range(1, 13)))).endswith("0 to 0; 11 of 12 ranks joined")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from ...tracking.tracker import TrackedEvent
 
 MAX_RANKS_LISTED = 8  # More ranks than this are counted, not listed.
 _MAX_NUMBERS = 5  # in a line
+_MOST_DIGITS = 1e15  # From here on a number is shown with an exponent, and counts nothing.
 _WINDOW_S = 20.0
 
 
@@ -225,7 +225,7 @@ def _means(of_all: Mapping[int, Mapping[str, float]], joined: frozenset[int]) ->
 
 def _whole(numbers: Mapping[str, float], name: str) -> int | None:
     number = numbers.get(name)
-    return None if number is None or not math.isfinite(number) else int(number)
+    return int(number) if number is not None and abs(number) < _MOST_DIGITS else None
 
 
 def headline(
@@ -250,7 +250,7 @@ def headline(
     numbers = seen.numbers or places.numbers
     parts += [f"{name} {_short(value)}" for name, value in [*numbers.items()][:_MAX_NUMBERS]]
     if seen.tokens_per_s is not None:
-        parts.append(f"{seen.tokens_per_s:,.0f} tokens/s")
+        parts.append(f"{_rate(seen.tokens_per_s)} tokens/s")
     elif pace is not None and pace.samples_per_s is not None:
         parts.append(f"{pace.samples_per_s:,.0f} samples/s")
     if places.num_workers:
@@ -330,6 +330,10 @@ def joining(before: Seen, after: Seen) -> str:
 
 
 def _short(value: float) -> str:
-    if value == int(value) if math.isfinite(value) else False:
-        return f"{value:.3f}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:.3f}" if 0.01 <= abs(value) < 1000 else f"{value:.4g}"
+    if 1000 <= abs(value) < _MOST_DIGITS and float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.4g}"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value < _MOST_DIGITS else f"{value:.4g}"
