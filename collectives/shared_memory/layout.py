@@ -14,6 +14,7 @@ The file has no name and lives as long as the processes that map it; only its us
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -40,7 +41,11 @@ HEAD, SENDER_WAITS, ELSEWHERE = 0, 1, 2  # words of a channel that the sender wr
 TAIL, RECEIVER_WAITS = 8, 9  # words of a channel that the receiver writes
 RECORD_BYTES = 64 * 1024
 RING_BYTES = 256 * 1024  # a page takes memory only once a message has used it
-_NOEXEC_SEAL = 0x8  # MFD_NOEXEC_SEAL, which os has from Python 3.13 on
+
+# Linux's numbers: conda's Python is built for a C library that did not have them, and lacks them.
+_CLOEXEC, _ALLOW_SEALING, _NOEXEC_SEAL = 0x1, 0x2, 0x8
+_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1033, 0x1, 0x2, 0x4
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def block_at(rank: int) -> int:
@@ -96,22 +101,29 @@ def make_memory(size: int, slot_bytes: int) -> int:
 def nameless_file(name: str, nbytes: int) -> int:
     """The descriptor of a new, zeroed file in memory, which no process can make shorter: one that
     reads its mapping would be killed by SIGBUS. Raises OSError."""
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    flags = _CLOEXEC | _ALLOW_SEALING
     try:
         # A kernel with vm.memfd_noexec=2 makes no other file in memory.
-        descriptor = os.memfd_create(name, flags | _NOEXEC_SEAL)
+        descriptor = _memfd_create(name, flags | _NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        descriptor = os.memfd_create(name, flags)  # Linux before 6.3 does not know it.
+        descriptor = _memfd_create(name, flags)  # Linux before 6.3 does not know it.
     try:
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, nbytes)
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+        fcntl.fcntl(descriptor, _ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL)
     except OSError:
         os.close(descriptor)
         raise
+    return descriptor
+
+
+def _memfd_create(name: str, flags: int) -> int:
+    """As in os, which not every Python has it in."""
+    descriptor: int = _libc.memfd_create(name.encode(), flags)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return descriptor
 
 

@@ -23,6 +23,7 @@ Publishing relies on stores becoming visible in program order. x86 guarantees th
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import struct
@@ -112,7 +113,8 @@ class SharedSegment:
         self._peer_ticks = tuple(at for _, at in self._peers)
         self._peer_sleeps = tuple(b + SLEEPS_ON for r, b in enumerate(blocks) if r != rank)
         self._blocks = blocks
-        self._bells_rung = 0
+        # Not an attribute that is incremented: the control loop's thread rings bells, too.
+        self._rings = itertools.count(1)
         self.spins = (
             _SPINS_WITH_CORES if self.size <= (os.cpu_count() or 1) else _SPINS_OVERCOMMITTED
         )
@@ -338,11 +340,10 @@ class SharedSegment:
             fence()
 
     def ring_bell(self, rank: int) -> None:
-        """Wake `rank` if it sleeps on its bell. No two ranks write equal values to a bell, so a
-        rank that has seen an older value does not fall asleep."""
-        self._bells_rung += 1
+        """Wake `rank` if it sleeps on its bell. No two ranks and no two threads write equal values
+        to a bell, so a rank that has seen an older value does not fall asleep."""
         at = self._blocks[rank]
-        self._words[at + BELL] = (self._bells_rung * self.size + self.rank) & 0xFFFFFFFF
+        self._words[at + BELL] = (next(self._rings) * self.size + self.rank) & 0xFFFFFFFF
         if self._words[at + ASLEEP]:
             wake(self._address + 8 * (at + BELL))
 

@@ -8,15 +8,18 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 
 from chorusline.collectives import FileStore
 from chorusline.collectives.contract.errors import PeerLost
-from chorusline.collectives.shared_memory import futex
+from chorusline.collectives.shared_memory import futex, layout
 from chorusline.collectives.shared_memory.layout import make_memory
 from chorusline.collectives.shared_memory.segment import SharedSegment
 from chorusline.collectives.shared_memory.symmetric_memory import NOWHERE, make_symmetric, place_of
@@ -111,15 +114,62 @@ def test_ranks_on_a_processor_whose_futex_is_not_known_meet_and_compute(tmp_path
 def test_memory_is_made_by_kernels_that_want_it_not_executable_and_by_older_ones(
     refuses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, noexec_seal = os.memfd_create, 8
+    make, noexec_seal = layout._memfd_create, 8
 
     def refusing(name: str, flags: int) -> int:
         if bool(flags & noexec_seal) == (refuses == errno.EINVAL):
             raise OSError(refuses, os.strerror(refuses))
         return make(name, flags & ~noexec_seal)
 
-    monkeypatch.setattr(os, "memfd_create", refusing)
+    monkeypatch.setattr(layout, "_memfd_create", refusing)
     assert place_of(make_symmetric(1000, torch.float32)) is not NOWHERE
+
+
+def test_a_python_that_was_built_for_an_older_c_library_makes_the_same_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module, names in ((os, ("memfd_create", "MFD_")), (fcntl, ("F_SEAL_", "F_ADD_SEALS"))):
+        for name in [name for name in vars(module) if name.startswith(names)]:
+            monkeypatch.delattr(module, name)
+    tensor = make_symmetric(1000, torch.float32)
+    with pytest.raises(PermissionError):
+        os.truncate(f"/proc/self/fd/{place_of(tensor).descriptor}", 0)
+
+
+def test_memory_that_a_kernel_refuses_is_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_ALLOW_SEALING", 1 << 30)
+    with pytest.raises(OSError, match="share between the 2 ranks of this host: Invalid argument"):
+        make_memory(2, 1 << 16)
+
+
+def test_no_two_threads_ring_a_bell_with_the_same_value() -> None:
+    rung: list[int] = []
+
+    class Words(list[int]):
+        def __setitem__(self, at: Any, value: Any) -> None:
+            rung.append(value)
+
+    segment = SharedSegment(make_memory(2, 1 << 16), [os.getpid()] * 2, 0, 1, 1 << 16)
+    words = segment._words
+    segment._words = Words(words)  # type: ignore[assignment]
+
+    def ring_in_another_thread(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is not SharedSegment.ring_bell.__code__:
+            return None
+        other = threading.Thread(target=segment.ring_bell, args=(1,))
+        other.start()
+        other.join()
+        return ring_in_another_thread
+
+    before = sys.gettrace()
+    sys.settrace(ring_in_another_thread)
+    try:
+        segment.ring_bell(1)
+    finally:
+        sys.settrace(before)
+    segment._words = words
+    segment.leave()
+    assert len(rung) >= 4 and len({*rung}) == len(rung)
 
 
 @pytest.mark.parametrize("length", [0, 1 << 30])
