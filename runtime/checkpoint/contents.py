@@ -23,6 +23,7 @@ from ..process.registry import Registered
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .format.boxes import split_evenly
 from .format.pieces import Contents, Path, TensorRange
+from .format.plain_values import MOST_DEEP, is_deeper
 
 MODEL, ZERO, STATE, PER_RANK = "model", "zero", "state", "per-rank"
 """Kinds of objects: a DistributedDataParallel; a sharded optimizer; any other object with the same
@@ -48,6 +49,16 @@ def leaves_of(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
             yield from leaves_of((*path, key), below)
     else:
         yield path, value
+
+
+def _leaves_of_state(path: Path, state: Any) -> Iterator[tuple[Path, Any]]:
+    """`leaves_of` a state that can be read again. Raises ValueError for another one."""
+    if is_deeper(state, MOST_DEEP + 1 - len(path)):
+        raise ValueError(
+            f"the state of {path[0]!r} is nested more than {MOST_DEEP} deep, so it cannot be "
+            "saved; return a flat dictionary from its state_dict()"
+        )
+    return leaves_of(path, state)
 
 
 def _has_tensors(value: dict[Any, Any]) -> bool:
@@ -126,7 +137,7 @@ def collect_replicated(
         return found
     tensors: list[tuple[Path, torch.Tensor]] = []
     for entry in entries:
-        for path, value in leaves_of((entry.name,), state_of(entry)):
+        for path, value in _leaves_of_state((entry.name,), state_of(entry)):
             if is_dense(value):
                 tensors.append((path, value.detach()))
             elif rank == writers[0]:
@@ -160,7 +171,7 @@ def add_leaf(path: Path, value: Any, found: Contents) -> None:
 
 def collect_own(path: Path, state: Any, found: Contents) -> None:
     """Add the whole of a state that only this rank has."""
-    for below, value in leaves_of(path, state):
+    for below, value in _leaves_of_state(path, state):
         add_leaf(below, value, found)
 
 

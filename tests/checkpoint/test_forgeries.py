@@ -32,7 +32,7 @@ from chorusline.runtime.checkpoint.contents import PER_RANK, STATE, pickled, who
 from chorusline.runtime.checkpoint.export import described, plain_states
 from chorusline.runtime.checkpoint.format.catalog import folder_name, listing, newest_whole
 from chorusline.runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
-from chorusline.runtime.checkpoint.format.plain_values import load_plain
+from chorusline.runtime.checkpoint.format.plain_values import MOST_DEEP, is_deeper, load_plain
 from chorusline.runtime.checkpoint.format.reader import CheckpointReader
 from chorusline.runtime.checkpoint.format.shard_file import write_part
 from chorusline.runtime.checkpoint.format.storage import Folder
@@ -96,6 +96,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "1000000000 ranks cannot have": lambda m: m.update(world_size=10**9),
     "files is ['rank-0.distcp']": lambda m: m.update(files=["rank-0.distcp"]),
     "a key in ('model', ['weight']) is": lambda m: _entry(m).update(path=["model", ["weight"]]),
+    "an entry has a path of 1000 keys": lambda m: _entry(m).update(path=["model"] * 1000),
     "an entry has an empty path": lambda m: _entry(m).update(path=[]),
     "a length of model.weight is '2'": lambda m: _entry(m).update(shape=["2", 4]),
     "a length of model.weight is -5": lambda m: _entry(m).update(shape=[-5]),
@@ -284,6 +285,20 @@ def _twice(value: Any) -> bytes:
     return target.getvalue()
 
 
+def _nested(depth: int) -> bytes:
+    """An archive of so many lists in each other."""
+    target = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(pickled(5))) as source,
+        zipfile.ZipFile(target, "w") as archive,
+    ):
+        for one in source.infolist():
+            is_value = one.filename.endswith("/data.pkl")
+            nested = b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
+            archive.writestr(one.filename, nested if is_value else source.read(one))
+    return target.getvalue()
+
+
 def _beyond() -> torch.Tensor:
     """A sparse tensor with an element after its end."""
     at = torch.full((1, 1), 10**9)
@@ -321,17 +336,20 @@ CALLS = {
 OBJECTS: dict[str, tuple[str, Callable[[], bytes]]] = {
     # Before torch 2.10 the rest was whatever lay in memory.
     "a storage longer than its record": ("not its record", lambda: _short(9, 2, lambda t: [1, t])),
+    "200,000 lists in each other": ("200 deep", lambda: _nested(200_000)),
     "a sparse tensor with indices beyond its end": ("indices", lambda: pickled({"x": _beyond()})),
 }
 
 
 @pytest.mark.parametrize("what", OBJECTS)
-def test_a_tensor_in_an_object_has_its_own_memory_and_no_other(tmp_path, what):
+def test_an_object_that_no_save_writes_is_refused(tmp_path, what):
     folder = _write(tmp_path, 1)
     said, made = OBJECTS[what]
     _replace(folder, "state", made())
-    with pytest.raises(cl.CheckpointCorrupted, match=said):
-        plain_states_of_all(CheckpointReader(Folder(tmp_path), folder.name))
+    for weights_only in (True, False) if "lists" in what else (True,):
+        reader = CheckpointReader(Folder(tmp_path), folder.name, weights_only=weights_only)
+        with pytest.raises(cl.CheckpointCorrupted, match=said):
+            plain_states_of_all(reader)
 
 
 def test_storages_of_every_dtype_and_shared_ones_are_their_records():
@@ -450,3 +468,72 @@ def test_groups_of_an_optimizer_that_no_optimizer_has_are_refused(ranks_of, tmp_
         plain_states(newest_whole(Folder(tmp_path)))
     ((step, (said,)),) = ranks_of(1).run(resume_and_listen, cl.CheckpointConfig(tmp_path))
     assert step == -1 and "param_groups is not what an optimizer saves" in said
+
+
+# -- Depth: what is saved can be read, and what is read can be saved again -------------------------
+
+
+class _State:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+WRAPS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "dictionaries around a tensor": (torch.ones(1), lambda one: {"x": one}),
+    "dictionaries": (5, lambda one: {"x": one}),
+    "lists": (5, lambda one: [one]),
+    "tuples and dictionaries": ((5,), lambda one: (one,) if isinstance(one, dict) else {1: one}),
+}
+
+
+def _nested_state(what: str, depth: int) -> dict[str, Any]:
+    value, wrap = WRAPS[what]
+    for _ in range(depth - 1 - isinstance(value, tuple)):
+        value = wrap(value)
+    return {"outer": value}
+
+
+def _save_again(group: cl.Group, place: Path, state: dict[str, Any], per_rank: bool) -> list[Any]:
+    found = []
+
+    def body(ctx: cl.Context, state: dict[str, Any]) -> None:
+        own = _State(state)
+        ctx.register("own", own, per_rank=per_rank)
+        found.append(own.state)
+        ctx.save().wait()
+
+    for given_first in (state, {}):
+        in_run(group, functools.partial(body, state=given_first), cl.CheckpointConfig(place))
+    return found
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+@pytest.mark.parametrize("what", WRAPS)
+def test_a_state_is_saved_as_deep_as_it_can_be_read(alone, tmp_path, what, per_rank):
+    most = MOST_DEEP - per_rank  # Of which there is a list, by rank.
+    state = _nested_state(what, most)
+    given_first, resumed = _save_again(alone, tmp_path, state, per_rank)
+    assert str(resumed) == str(given_first) != "{}"
+    with pytest.raises(ValueError, match="the state of 'own' is nested more than 200 deep"):
+        _save_again(alone, tmp_path / "more", _nested_state(what, most + 1), per_rank)
+
+
+def test_depth_is_what_pickle_goes_into_and_each_part_is_entered_once():
+    shallow_first: list[Any] = [[]]
+    for _ in range(300):
+        shallow_first.append([shallow_first[-1]])
+    assert is_deeper(shallow_first[::-1], 200) and not is_deeper(shallow_first, 200)
+    twice: Any = (1,)
+    for _ in range(60):
+        twice = (twice, twice)  # 2**60 tuples
+    itself: dict[str, Any] = {}
+    itself["x"] = itself
+    assert not is_deeper({"twice": twice, "itself": itself}, 62)
+    assert is_deeper(twice, 60)
+    assert is_deeper({frozenset([((),)]): 1}, 3) and not is_deeper([5, "x", torch.ones(3)], 1)

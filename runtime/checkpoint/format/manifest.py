@@ -23,6 +23,7 @@ import torch
 from .boxes import boxes_of
 from .errors import CheckpointCorrupted
 from .pieces import Path
+from .plain_values import MOST_DEEP
 from .storage import Storage
 
 MANIFEST = "chorusline.json"
@@ -262,6 +263,8 @@ def _entry(value: Any, files: dict[str, int]) -> Entry:
     path = tuple(_list(given["path"], "a path"))
     if not path:
         raise ValueError("an entry has an empty path")
+    if len(path) > MOST_DEEP + 1:  # The first key is the object's name.
+        raise ValueError(f"an entry has a path of {len(path)} keys")
     for key in path:
         if type(key) is not int:
             _text(key, f"a key in {_shown(path)}")

@@ -18,6 +18,7 @@ import re
 import zipfile
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -164,6 +165,28 @@ _ARGUMENTS = {
     "_codecs encode": frozenset({"BINUNICODE", "SHORT_BINUNICODE"}),
 }
 """By the name of a function, what a pickle has next: what its first argument begins with."""
+
+
+MOST_DEEP = 200
+"""Levels of containers in a state. Far deeper ones could be read, and then neither copied nor
+pickled again: that calls itself for each level, and Python allows about a thousand calls."""
+
+
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether more than so many containers lie in each other, in the order in which pickle enters
+    them: each once."""
+    entered, inside = set[int](), [iter((value,))]
+    while inside:
+        for one in inside[-1]:
+            if isinstance(one, dict | list | tuple | set | frozenset) and id(one) not in entered:
+                if len(inside) > levels:
+                    return True
+                entered.add(id(one))
+                inside.append(chain(one, one.values()) if isinstance(one, dict) else iter(one))
+                break
+        else:
+            inside.pop()
+    return False
 
 
 def load_plain(data: bytes) -> Any:

@@ -23,7 +23,14 @@ from .manifest import (
     within,
 )
 from .pieces import Path
-from .plain_values import beyond_plain, check_archive, load_plain, load_tensor
+from .plain_values import (
+    MOST_DEEP,
+    beyond_plain,
+    check_archive,
+    is_deeper,
+    load_plain,
+    load_tensor,
+)
 from .storage import Storage
 
 _READ_BYTES = 16 << 20
@@ -108,6 +115,12 @@ class CheckpointReader:
     def object(self, entry: Entry) -> Any:
         (item,) = entry.items
         data = self._archive(item, entry)
+        value = self._loaded(data, item, entry)
+        if is_deeper(value, MOST_DEEP + 1 - len(entry.path)):
+            raise self._unlike(item, entry, f"they are nested more than {MOST_DEEP} deep")
+        return value
+
+    def _loaded(self, data: bytes, item: Item, entry: Entry) -> Any:
         if not self._weights_only:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         try:
