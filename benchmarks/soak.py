@@ -175,13 +175,11 @@ class Soak:
         stream.close()
 
     def _ranks(self) -> list[tuple[int, int]]:
-        """Rank and pid of the processes that train, or have begun to."""
-        found = []
-        for path in self._folder.glob("*-*"):
-            rank, pid = map(int, path.name.split("-"))
-            if Path(f"/proc/{pid}/status").exists():
-                found.append((rank, pid))
-        return sorted(found)
+        """Rank and pid of the processes that train, or have begun to. The pid of a worker that is
+        gone may belong to somebody else by now."""
+        workers = actors_here().get("Worker", ())
+        noted = [map(int, path.name.split("-")) for path in self._folder.glob("*-*")]
+        return sorted((rank, pid) for rank, pid in noted if pid in workers)
 
     async def _lose(self) -> None:
         for number in itertools.count(1):

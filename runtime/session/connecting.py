@@ -8,6 +8,8 @@ import signal
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import ray
@@ -22,10 +24,17 @@ from .showing import rays_notices
 
 _CONNECT_S = 5.0  # for a TCP connection to the cluster's head
 
+_one_at_a_time = threading.Lock()  # Sessions may start in several threads.
+_lasting_thread = ThreadPoolExecutor(1, "ray-start")
+_our_node: Any = None
+"""Ray's, of the local cluster that a session of this process has started."""
+_num_users = 0
+"""Sessions that use this cluster. The last one stops it."""
+
 
 def connect(address: str | None, log_to_driver: bool = True, *, may_start: bool = True) -> bool:
-    """Connect this process to Ray; return True if it started a local cluster, which the caller
-    must stop.
+    """Connect this process to Ray; return True if that is a local cluster that sessions of this
+    process have started: the caller must `leave` it.
 
     An existing connection is used first; else `address`; else RAY_ADDRESS (set in each Ray job);
     else a new cluster on this machine, or, without may_start, the one that runs here.
@@ -33,14 +42,37 @@ def connect(address: str | None, log_to_driver: bool = True, *, may_start: bool 
     It blocks the calling thread for seconds: Ray installs its SIGTERM handler only from the main
     thread, and a start in another thread could not be cancelled.
     """
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        is_ours = _connect(address, log_to_driver, may_start)
-        rays_notices.leave_out()
-        return is_ours
-    finally:
-        _restore_sigterm(before)
-        show_in_one_line()
+    global _our_node, _num_users
+    with _one_at_a_time:
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            if _connect(address, log_to_driver, may_start):
+                _our_node, _num_users = _node(), 0
+            is_ours = _our_node is not None and _our_node is _node()
+            _num_users += is_ours
+            rays_notices.leave_out()
+            return is_ours
+        finally:
+            _restore_sigterm(before)
+            show_in_one_line()
+
+
+def leave() -> None:
+    """Stop the local cluster, unless another session of this process uses it, or the program itself
+    has stopped it."""
+    global _our_node, _num_users
+    with _one_at_a_time:
+        if _our_node is None or _our_node is not _node():
+            return
+        _num_users -= 1
+        if not _num_users:
+            _our_node = None
+            ray.shutdown()
+
+
+def _node() -> Any:
+    """The node that this process has started or joined. No public call of Ray says it."""
+    return ray._private.worker._global_node
 
 
 def what_it_does(address: str | None, *, may_start: bool) -> str:
@@ -59,8 +91,7 @@ def check_stays(name: str, address: str | None) -> None:
     this process has started it, or address says that it should."""
     is_ours = (address or os.environ.get("RAY_ADDRESS")) == "local"
     if ray.is_initialized():
-        node: Any = ray._private.worker._global_node  # No public call says who has started it.
-        is_ours = node is not None and node.head
+        is_ours = _node() is not None and _node().head
     if is_ours:
         show_in_one_line()
         raise needs_cluster(name)
@@ -93,8 +124,14 @@ def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:
 def _start_cluster(**options: Any) -> None:
     """Raises StartupError if Ray cannot start, as on a machine that is too busy."""
     _check_paths()
+    start = partial(ray.init, address="local", include_dashboard=False, **options)
     try:
-        ray.init(address="local", include_dashboard=False, **options)
+        if threading.current_thread() is threading.main_thread():
+            start()
+        else:
+            # Linux ends Ray's processes with the thread that has started them, and another session
+            # may need them longer than this thread lives.
+            _lasting_thread.submit(start).result()
     except Exception as error:
         if isinstance(error, ValueError | TypeError):
             raise  # Of the arguments, or of the environment's variables.

@@ -19,6 +19,7 @@ from chorusline.actors.whereabouts import Whereabouts
 from chorusline.collectives.diagnosis.debug import get_debug_level
 
 from ..checkpoint.config import CheckpointConfig
+from . import connecting
 from .holders import telling_who_holds
 from .placing import placement
 from .placing.seats import Seats
@@ -56,7 +57,7 @@ class Holding:
     _state: SessionState
 
     def __init__(self) -> None:
-        self._is_local = False  # True: this session has started the cluster, and stops it.
+        self._is_local = False  # True: sessions of this process have started the cluster.
         self._seats: Seats | None = None
         self._crew: Crew | None = None
         self._next_run = 0
@@ -137,7 +138,7 @@ class Holding:
                     await seats.give_back()
             finally:
                 if is_local:
-                    ray.shutdown()
+                    connecting.leave()
 
     async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
         if self._crew is not None:

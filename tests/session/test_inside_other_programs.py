@@ -5,6 +5,7 @@ group: test_trials.py.)"""
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import ray
 import torch
 
 import chorusline as cl
+from tests.harness.programs import last_line_of
 
 FEW = {"CPU": 0.1}
 
@@ -91,3 +93,33 @@ async def test_two_sessions_at_once_do_not_notice_each_other(cluster: None) -> N
             first.run(train, learning_rate=0.125), second.run(train, learning_rate=0.25)
         )
         assert both == [[pytest.approx(expected(rate))] * 2 for rate in (0.125, 0.25)]
+
+
+IN_THREADS = """
+import json, threading, time
+import ray, chorusline as cl
+
+def wait(ctx, s):
+    time.sleep(s)
+    return ctx.rank
+
+def one(s):
+    told[s] = cl.run(wait, s=s, num_workers=2, resources_per_worker={"CPU": 0.1})
+
+told = {}
+threads = [threading.Thread(target=one, args=(s,)) for s in (0, 3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(json.dumps([told[0], told[3], ray.is_initialized()]))
+"""
+
+
+@pytest.mark.slow
+def test_sessions_that_begin_in_two_threads_share_a_cluster_and_the_last_one_stops_it(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "threads.py"
+    program.write_text(IN_THREADS)
+    assert last_line_of(program, timeout_s=110) == [[0, 1], [0, 1], False]
