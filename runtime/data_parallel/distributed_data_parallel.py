@@ -514,9 +514,8 @@ class _Hook(JoinHook):
         if not join.has_followers:
             return
         group, steps = self._model.group, self._model._reducer.local_steps
-        has_stepped = torch.tensor(
-            [bool(steps) or not steps.have_been_seen], dtype=torch.int32, device=group.device
-        )
+        stepped = bool(steps) or steps.were_skipped or not steps.have_been_seen
+        has_stepped = torch.tensor([stepped], dtype=torch.int32, device=group.device)
         newest = join.newest_rank(join.ledger.last_live)
         group.broadcast(has_stepped, newest).wait_on_host()  # It is read below.
         join.settle(bool(has_stepped))

@@ -151,8 +151,6 @@ class LocalSteps:
             lists no optimizer in step_along gets the parameters of another rank later.
         """
         digest = self._digest_now() if self._is_known else 0
-        if self.scaler is not None and self.scaler._scale is not None:
-            self._scale_before = self.scaler._scale.clone()
         self._voted, self._was_known = self._steps, self._is_known
         self._steps, self._is_known = [], takes_steps
         return digest
@@ -161,6 +159,8 @@ class LocalSteps:
         """The votes are in. Raises CollectiveMismatch, on all ranks, if their steps differ."""
         voted, self._voted = self._voted, []  # They would keep the optimizers alive.
         if agreement.live:
+            if self.scaler is not None and self.scaler._scale is not None:
+                self._scale_before = self.scaler._scale.clone()
             _compare(voted, agreement.digests, group)
         else:  # No rank had data: all ranks vote once more on the same steps.
             self._steps, self._is_known = voted, self._was_known
