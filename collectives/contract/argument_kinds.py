@@ -44,8 +44,8 @@ def check_kinds(function: Callable[..., Any], given: Mapping[str, object]) -> No
         the locals() of a function that has just been called.
 
     Raises TypeError for an argument of another kind, and ValueError for a number that is not
-    finite and for a text with a null character, which no path, name or URL has; each names the
-    parameter. It does not look into lists and dictionaries, and takes numpy's numbers for Python's.
+    finite and for a text that is no path, name or URL; each names the parameter. It does not look
+    into lists and dictionaries, and takes numpy's numbers for Python's.
     """
     for name, hint in _hints(inspect.unwrap(function)).items():
         if name not in given:
@@ -58,8 +58,23 @@ def check_kinds(function: Callable[..., Any], given: Mapping[str, object]) -> No
             )
         if (number := real(value)) is not None and not math.isfinite(number):
             raise ValueError(f"{name} must be a finite number, got {number}")
-        if isinstance(value, str | Path) and "\0" in str(value) and not _fits(b"", hint):
-            raise ValueError(f"{name} has a null character in it: {reprlib.repr(value)}")
+        if isinstance(value, str | Path) and not _fits(b"", hint):
+            # A path may have bytes in it that are no characters, which Python has as surrogates.
+            check_text(name, str(value), "surrogateescape")
+
+
+def check_text(name: str, text: str, errors: str = "strict") -> None:
+    """Raise ValueError, naming the parameter, for a text that no other process can be given: one
+    with a null character or with half of a surrogate pair. errors: as of `str.encode`."""
+    if "\0" in text:
+        raise ValueError(f"{name} has a null character in it: {reprlib.repr(text)}")
+    try:
+        text.encode("utf-8", errors)
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(
+            f"{name} has {half!a} in it, half of a surrogate pair: {ascii(text)[:60]}"
+        ) from None
 
 
 def check_range(name: str, number: float, least: float, most: float = 2**63 - 1) -> None:

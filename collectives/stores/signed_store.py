@@ -45,7 +45,10 @@ def checked_secret(secret: object, argument: str = "secret") -> bytes:
     """The bytes of a secret. Raises TypeError or ValueError naming `argument`, not the secret."""
     if not isinstance(secret, str | bytes):
         raise TypeError(f"{argument} must be a string or bytes, got {type(secret).__name__}")
-    known = secret.encode(errors="surrogateescape") if isinstance(secret, str) else secret
+    try:
+        known = secret.encode(errors="surrogateescape") if isinstance(secret, str) else secret
+    except UnicodeEncodeError:
+        raise ValueError(f"{argument} has half of a surrogate pair in it") from None
     if len(known) < _SHORTEST:
         raise ValueError(
             f"{argument} has {len(known)} bytes, and one of fewer than {_SHORTEST} can be guessed; "

@@ -9,6 +9,8 @@ from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.deadlines import Seconds, checked_seconds
 from chorusline.collectives.contract.plain_numbers import whole
 
+from .format.storage import is_url
+
 AUTO, NEVER = "auto", "never"
 
 
@@ -71,4 +73,4 @@ class CheckpointConfig:
 
 
 def _absolute(path: str | Path) -> str:
-    return str(path) if "://" in str(path) else str(Path(path).expanduser().absolute())
+    return str(path) if is_url(path) else str(Path(path).expanduser().absolute())

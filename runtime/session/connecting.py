@@ -225,7 +225,10 @@ def _reached(address: str) -> str:
     if address == "auto":
         address = ray._private.services.canonicalize_bootstrap_address("auto") or ""
     host, _, port = address.rpartition(":")
-    if not (host and port.isdigit()):
+    if not (host and port.isdecimal() and len(port) < 6 and int(port) < 1 << 16):
         raise OSError("an address is host:port")
-    socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except UnicodeError:  # Of the encoding that names of hosts have.
+        raise OSError(f"{host!a} is no name of a host") from None
     return address

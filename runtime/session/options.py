@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import json
+import os
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from ray.runtime_env import RuntimeEnv
 
 from chorusline.actors.worker.devices import narrowed_by
-from chorusline.collectives.contract.argument_kinds import MOST_RANKS
+from chorusline.collectives.contract.argument_kinds import MOST_RANKS, check_text
 from chorusline.collectives.contract.plain_numbers import whole
 
 from ..checkpoint.config import CheckpointConfig
@@ -113,11 +115,15 @@ def checked_progress(progress: bool | Progress, on_report: object) -> bool | Pro
     return False if is_shown_already else progress
 
 
+_VARIABLES = 'env_vars={"NCCL_DEBUG": "INFO"}'
+_PLUGINS = "RAY_RUNTIME_ENV_PLUGINS"
+
+
 def checked_environment(
     runtime_env: Mapping[str, Any] | None, env_vars: Mapping[str, str] | None
 ) -> dict[str, Any]:
     """Both in one, as Ray takes them; empty if there are none."""
-    _check_texts("env_vars", env_vars, 'env_vars={"NCCL_DEBUG": "INFO"}')
+    _check_texts("env_vars", env_vars, _VARIABLES)
     if runtime_env is None:
         environment: dict[str, Any] = {}
     elif isinstance(runtime_env, Mapping):
@@ -127,6 +133,7 @@ def checked_environment(
             f"runtime_env must be a dictionary as Ray takes it, got {type(runtime_env).__name__}; "
             'write runtime_env={"pip": [...]}'
         )
+    _check_texts("runtime_env['env_vars']", environment.get("env_vars"), _VARIABLES)
     both = dict(environment.get("env_vars") or {})
     for name, value in (env_vars or {}).items():
         if both.setdefault(name, value) != value:
@@ -146,9 +153,17 @@ def checked_environment(
                     "or ray.init(runtime_env=...) before the session), or name a URI"
                 )
     try:
-        RuntimeEnv(**environment)
+        made = RuntimeEnv(**environment)
+        text = json.dumps(made, ensure_ascii=False, default=str)
     except (TypeError, ValueError) as error:
         raise type(error)(f"runtime_env cannot be used: {error}") from None
+    # Ray starts workers without what it does not know, and hangs with a text that is not UTF-8.
+    if (unknown := made.keys() - RuntimeEnv.known_fields) and not os.environ.get(_PLUGINS):
+        raise ValueError(
+            f"runtime_env has {min(unknown)!r}, which Ray does not know; if a plugin takes it, set "
+            f"{_PLUGINS} here, too, as on the nodes"
+        )
+    check_text("runtime_env", text)
     return environment
 
 
@@ -173,6 +188,7 @@ def check_accelerator(accelerator_type: str | None, use_gpu: bool) -> None:
             "accelerator_type must be a name as in ray.util.accelerators, such as 'A100', got "
             f"{accelerator_type!r}"
         )
+    check_text("accelerator_type", accelerator_type)
     if not use_gpu:
         raise ValueError(
             f"accelerator_type={accelerator_type!r} asks for nodes with that GPU, but use_gpu is "
@@ -197,12 +213,14 @@ def _check_texts(name: str, texts: Mapping[str, str] | None, example: str) -> No
     for key, value in texts.items():
         if not isinstance(key, str) or not key:
             raise TypeError(f"the names in {name} must be strings, got {key!r}; write {example}")
-        if "=" in key or "\0" in f"{key}{value}":
+        if "=" in key:
             raise ValueError(
-                f"{name}[{key!r}] has an = in its name or a null character, which the environment "
-                f"of no process can hold; write {example}"
+                f"{name}[{key!r}] has an = in its name, which the environment of no process can "
+                f"hold; write {example}"
             )
+        check_text(name, key)
         if not isinstance(value, str):
             raise TypeError(
                 f"{name}[{key!r}] must be a string, got {value!r}; write {str(value)!r}"
             )
+        check_text(f"{name}[{key!r}]", value)

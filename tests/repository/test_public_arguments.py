@@ -28,7 +28,7 @@ NUMBERS = itertools.count()
 LONG = "x" * 10**6
 HOSTILE: list[object] = [
     *(float("nan"), float("inf"), -1, 0, 10**9, 2**80, 0.5, True),
-    *("no", "", "a\0b", LONG, b"", None, [], {}, object()),
+    *("no", "", "a\0b", "\ud800", LONG, b"", None, [], {}, object()),
 ]
 
 MADE_HERE = {
@@ -180,8 +180,8 @@ def _may_be(value: object, annotation: str) -> bool:
     }
     if isinstance(value, float) and not math.isfinite(value):
         return False
-    if value == "a\0b":
-        kinds[str] -= {"str"}  # A path, a name or a URL has no null character.
+    if value in ("a\0b", "\ud800"):
+        kinds[str] -= {"str"}  # A path, a name or a URL has no such character.
     return bool(words & kinds[type(value)])
 
 

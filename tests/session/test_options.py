@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import numpy
@@ -10,6 +11,7 @@ import pytest
 import ray
 
 import chorusline as cl
+from chorusline.runtime.session import connecting
 
 FEW = {"CPU": 0.1}
 
@@ -78,6 +80,28 @@ async def test_a_label_that_no_node_has_is_named(cluster: None) -> None:
             ValueError,
             "two workers may get the same one. .* before `ray start`",
         ),
+        ({"env_vars": {"A\ud800": "1"}}, ValueError, r"'\\ud800' in it, half of a surrogate pair"),
+        ({"env_vars": {"A": "\udc80"}}, ValueError, r"env_vars\['A'\] has '\\udc80' in it"),
+        ({"runtime_env": {"env_vars": {"A": "\ud800"}}}, ValueError, "half of a surrogate pair"),
+        ({"runtime_env": {"env_vars": {"A": "\0"}}}, ValueError, "a null character"),
+        ({"runtime_env": {"env_vars": ["A=1"]}}, TypeError, "must be a dictionary of strings"),
+        ({"runtime_env": {"pip": ["\ud800"]}}, ValueError, "runtime_env has '.*' in it, half of"),
+        (
+            {"runtime_env": {"nope": 1}},
+            ValueError,
+            "has 'nope', which Ray does not know",
+        ),
+        ({"label_selector": {"a": "\ud800"}}, ValueError, "half of a surrogate pair"),
+        ({"accelerator_type": "\ud800", "use_gpu": True}, ValueError, "half of a surrogate pair"),
+        ({"address": "\ud800:6379"}, ValueError, "address has '.*' in it, half of a surrogate"),
+        ({"resources_per_worker": {"": 1}}, TypeError, "the names in resources_per_worker must"),
+        ({"resources_per_worker": {"a\udc80": 1}}, ValueError, "half of a surrogate pair"),
+        (
+            {"resources_per_worker": {"CPU": 1e300}},
+            ValueError,
+            r"less than 1e\+14, got 1e\+300",
+        ),
+        ({"resources_per_worker": {"CPU": 1e-9}}, ValueError, "at least 0.0001 and"),
         ({"pause_s": 0}, ValueError, "pause_s must be positive, got 0"),
         ({"timeout_s": float("nan")}, ValueError, "timeout_s must be positive"),
     ],
@@ -89,6 +113,20 @@ def test_a_wrong_option_is_refused_in_a_sentence(
         cl.Session(1, **options)
     with pytest.raises(kind, match=says):
         cl.run(lambda ctx: None, **options)
+
+
+def test_what_a_plugin_of_ray_takes_is_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_RUNTIME_ENV_PLUGINS", '[{"class": "ours.Plugin"}]')
+    assert cl.Session(1, runtime_env={"nope": 1, "nsight": "default"})._environment["nope"] == 1
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["http://x", "x", "x:²", "x:99999", f"x:{'9' * 10_000}", ":6379", "a..b:6379", f"{'x' * 99}:1"],
+)
+def test_an_address_that_is_none_is_named_at_once(address: str) -> None:
+    with pytest.raises(cl.StartupError, match=re.escape(repr(address)[:40])):
+        connecting.join(address)
 
 
 @pytest.mark.parametrize("kind", [numpy.int32, numpy.int64, numpy.uint8])

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
-import urllib.parse
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -182,14 +182,18 @@ class Remote(Storage):
             self._fs.rm(self._full(name), recursive=True)
 
 
+def is_url(path: str | Path) -> bool:
+    """Whether it has a scheme: a path may have :// in it, too."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.:-]*://", str(path)) is not None
+
+
 def open_storage(path: str | Path) -> Storage:
     """A local path, or a URL of a scheme that fsspec knows.
 
     Raises CheckpointPlaceUnusable, with fsspec's advice, for a scheme unknown or not installed, and
     for a backend that cannot begin.
     """
-    scheme = urllib.parse.urlsplit(str(path)).scheme if "://" in str(path) else ""
-    if not scheme:
+    if not is_url(path):
         return Folder(path)
     import fsspec  # The import costs time, and a folder does not need it.
     from fsspec.implementations.local import LocalFileSystem

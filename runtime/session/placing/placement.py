@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import (
 
 from chorusline.actors.errors import StartupError
 from chorusline.actors.lasting import new_group_name
+from chorusline.collectives.contract.argument_kinds import check_text
 from chorusline.collectives.contract.plain_numbers import real
 
 from .autoscaling import Outlook, prospect
@@ -37,6 +38,7 @@ _LEAST_LOCAL_CPU = 0.125
 """The smallest share of a CPU that a worker gets on a cluster that the session has started: sixteen
 workers on two cores are an experiment, a thousand are a slip of the keyboard."""
 
+_LEAST, _MOST = 1e-4, 1e14  # of a resource: Ray counts in ten-thousandths, in 64 bits
 _GIVE_BACK_S = 1.0
 _ELASTIC_TRY_S = 5.0  # for placing more workers than the minimum
 _LOOK_S = 0.5  # between two questions to the autoscaler
@@ -49,11 +51,14 @@ def check(resources: Mapping[str, float] | None, use_gpu: bool, strategy: str) -
     """Raise ValueError for resources of a worker, or a strategy, that no cluster could place."""
     resources = resources or {}
     for name, amount in resources.items():
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not name:  # Ray ends the process for a name without text.
             raise TypeError(f"the names in resources_per_worker must be strings, got {name!r}")
-        if (number := real(amount)) is None or not 0 <= number < math.inf:
+        check_text("resources_per_worker", name)
+        number = real(amount)
+        if number is None or not (number == 0 or _LEAST <= number < _MOST):
             raise ValueError(
-                f"resources_per_worker[{name!r}] must be a number of at least 0, got {amount!r}"
+                f"resources_per_worker[{name!r}] must be 0, or a number of at least {_LEAST:g} and "
+                f"less than {_MOST:g}, got {amount!r}"
             )
     if "GPU" in resources and (resources["GPU"] > 0) != use_gpu:
         raise ValueError(
