@@ -17,6 +17,8 @@ says which ranks take the next step, except for the first step and the first one
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +42,10 @@ from .fetching.loader_rows import LoaderRows
 from .number_set import Numbers
 from .row_reader import ReaderDied, ReadingKey, Row, row_reader_class
 
+_log = logging.getLogger("chorusline")
+
 SLICE_S = 0.2  # A thread waits for Ray in slices, and can be interrupted between two of them.
+TELL_S = 60.0
 RESTART_S = 30.0
 """The time for Ray to replace a reader that died."""
 
@@ -371,10 +376,19 @@ class StreamShard(Batches):
 
 
 def answer(call: Any) -> Any:
-    """The reader's answer to a call. Blocks the training thread. Raises ReaderGone; StreamLost if
-    the reader was ended for good, RuntimeError if the source raised."""
+    """The reader's answer to a call. Blocks the training thread, without a limit of its own: a
+    source may wait for data. It ends when a peer's deadline, or anything else, ends the generation.
+    Raises ReaderGone; StreamLost if the reader was ended for good, RuntimeError if the source
+    raised."""
+    tell_at = time.monotonic() + TELL_S
     while not ray.wait([call], timeout=SLICE_S)[0]:
-        pass
+        if time.monotonic() > tell_at:
+            tell_at = math.inf
+            _log.warning(
+                "the source of a Stream has given no rows for %.0f s, and this rank waits for them "
+                "without a limit. If the source hangs, give it a timeout of its own",
+                TELL_S,
+            )
     try:
         # It is there; `ray.get` would warn of blocking, where the function is an `async def`.
         return call.future().result()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import ray
 import torch
 
 import chorusline as cl
+from chorusline.runtime.data import streaming
 from tests.harness.programs import output_of
 from tests.references.killed_runs import (
     BATCH_SIZE,
@@ -233,6 +236,32 @@ async def test_what_goes_wrong_in_a_stream_is_told(session: cl.Session) -> None:
     assert "the rows of a Stream cannot be read: OSError: the disk is gone" in str(told.value)
     with pytest.raises(TypeError, match=r"stream .*cannot be sent .*: this Stream was closed"):
         await session.run(read, stream=stream)
+
+
+class Hangs:
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+        threading.Event().wait()
+
+
+def read_in_step(ctx: cl.Context, stream: cl.Stream, told: str) -> None:
+    streaming.TELL_S = 0.2
+    tells = logging.Handler()
+    tells.emit = lambda record: Path(told).write_text(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("chorusline").addHandler(tells)
+    for _ in ctx.shard(stream, 1):
+        ctx.group.barrier().wait()
+
+
+async def test_a_source_that_hangs_is_told_and_the_deadline_of_a_peer_ends_the_run(
+    cluster: None, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    with cl.Stream(Hangs()) as stream:
+        async with cl.Session(2, resources_per_worker={"CPU": 0.1}, timeout_s=3) as session:
+            with pytest.raises(cl.CollectiveTimeout, match="barrier"):
+                await session.run(read_in_step, stream=stream, told=str(told))
+    assert "the source of a Stream has given no rows" in told.read_text()
 
 
 async def test_a_reader_that_dies_is_named(session: cl.Session) -> None:
