@@ -8,20 +8,26 @@ used first: together they take a second to import, and a program and its workers
 
 from __future__ import annotations
 
+import ast as _ast
+import importlib as _importlib
 import importlib.abc as _abc
 import importlib.machinery as _machinery
 import logging as _logging
 import sys as _sys
 import warnings as _warnings
 from collections.abc import Sequence as _Sequence
+from pathlib import Path as _Path
 from types import ModuleType as _ModuleType
-
-import lazy_loader as _lazy
 
 __version__ = "0.1.0"
 
-_public, _, __all__ = _lazy.attach_stub(__name__, __file__)
-_names = frozenset(__all__)
+_modules = {
+    name.name: f".{node.module}"
+    for node in _ast.parse(_Path(__file__).with_suffix(".pyi").read_text("utf-8")).body
+    if isinstance(node, _ast.ImportFrom)
+    for name in node.names
+}
+__all__ = sorted(_modules)
 
 # Lightning and IPython find these; `from chorusline import *` must not import Lightning.
 for _name in ("ChoruslineStrategy", "load_ipython_extension", "unload_ipython_extension"):
@@ -29,8 +35,9 @@ for _name in ("ChoruslineStrategy", "load_ipython_extension", "unload_ipython_ex
 
 
 def __getattr__(name: str) -> object:
-    if name in _names:
-        return _public(name)
+    if name in _modules:
+        value = getattr(_importlib.import_module(_modules[name], __name__), name)
+        return globals().setdefault(name, value)
     instead = ""
     # Python itself asks for these names, even where torch is not to be imported or just now is.
     if not name.startswith("_") and name not in ("actors", "collectives", "runtime"):
