@@ -77,7 +77,10 @@ def test_what_pytest_reports_is_counted_with_its_reasons() -> None:
     }
 
 
-NOT_ON_A_GPU_MACHINE = ("ray", "pytest_asyncio", "pytest_timeout", "xdist", "lightning")
+NOT_ON_A_GPU_MACHINE = (
+    *("ray", "rich", "pydantic", "lazy_loader"),
+    *("pytest_asyncio", "pytest_timeout", "xdist", "lightning"),
+)
 """Packages that a machine may lack which has torch, CuPy and pytest."""
 
 
