@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +21,8 @@ from chorusline.collectives import Group, HashStore, PrefixStore, Store, store_f
 from chorusline.collectives.contract.errors import ChoruslineError, SecretMismatch
 from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
 from chorusline.collectives.stores.signed_store import VARIABLE, SignedStore, signed
+from tests import ROOT
+from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
 
 SECRET = "a secret of the tests, 32 bytes."
 
@@ -245,3 +250,59 @@ async def test_the_ranks_of_a_session_sign_without_being_asked(session: cl.Sessi
     assert is_signed
     assert secret is not None
     assert len(secret) == 32
+
+
+def where_this_rank_listens(rank: Rank, url: str) -> list[str]:
+    """The addresses at which this process accepts connections, in a group that has worked."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    before = listening()
+    group = Group.from_url(url, rank.rank, rank.size) if url else rank.group()
+    tensor = torch.ones(3)
+    group.all_reduce(tensor).wait()
+    assert group.all_gather_object(rank.rank).wait() == [0, 1]
+    group.barrier().wait()
+    return sorted(listening() - before)
+
+
+def listening() -> set[str]:
+    held = set()
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # That of the listing itself.
+            held.add(str(one.readlink()))
+    found = set()
+    for family, file in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/self/net/{file}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in held:
+                raw = bytes.fromhex(fields[1].partition(":")[0])
+                words = [raw[at : at + 4][::-1] for at in range(0, len(raw), 4)]
+                found.add(socket.inet_ntop(family, b"".join(words)))
+    return found
+
+
+LISTENS = {
+    "memory between ranks of one host": (SHARED_MEMORY, "", [[], []]),
+    "`FileStore`": (SHARED_MEMORY, "file://{folder}/store", [[], []]),
+    "`tcp://`, `env://`": (SHARED_MEMORY, "tcp://127.0.0.1:{port}", [["127.0.0.1"], []]),
+    "Gloo and NCCL between hosts": (GLOO, "", [["127.0.0.1"], ["127.0.0.1"]]),
+}
+"""By row of the table in docs/security.md: a transport, a URL, and where each rank listens."""
+OF_OTHERS = {"`MASTER_PORT`", "Ray", "actors of a session", "what ranks print", "checkpoints"}
+"""How the rows begin of what Ray, a library or a place of files lets in."""
+
+
+@pytest.mark.parametrize("row", LISTENS)
+def test_the_ranks_listen_where_the_page_says_and_nowhere_else(
+    row: str, tmp_path: Path, port: int
+) -> None:
+    transport, url, expected = LISTENS[row]
+    url = url.format(folder=tmp_path, port=port)
+    assert run_ranks(where_this_rank_listens, 2, tmp_path, transport, url) == expected
+
+
+def test_each_row_of_the_page_is_measured_or_of_others() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    table = page.partition("## What listens where")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)[1:]
+    begins = {*LISTENS, *OF_OTHERS}
+    assert {next(iter(b for b in begins if row.startswith(b)), row) for row in rows} == begins
