@@ -181,6 +181,22 @@ class ModelEngine:
         if self._frozen and not self.reducer.is_sharded:
             self.reduce_also([p for p in self._frozen if p.requires_grad])
 
+    def check_none_thawed(self) -> None:
+        """The sharded optimizer has all parameters that it steps next. Raises RuntimeError if one
+        is trainable that nothing reduces or steps."""
+        thawed = {id(p) for p in self._frozen if p.requires_grad}
+        if not thawed:
+            return
+        names = [name for name, p in self.module.named_parameters() if id(p) in thawed]
+        raise RuntimeError(
+            "parameters that were frozen when the module was wrapped are trainable now "
+            f"({', '.join(names[:3])}{' and others' if len(names) > 3 else ''}), but the model's "
+            "ZeroRedundancyOptimizer does not have them. Call optimizer.add_param_group("
+            "{'params': [...]}) on all ranks when you thaw them, or make the optimizer with all "
+            "parameters, ZeroRedundancyOptimizer(model.parameters(), ...): those that are frozen "
+            "are stepped when they are thawed"
+        )
+
     def reduce_grown(self) -> None:
         """Reduce the parameters too that the module has got since it was wrapped. Collective, if
         there are any: every rank grows its module before the same forward pass.

@@ -42,6 +42,8 @@ class Note(enum.IntEnum):
     """A worker may join after this step (runtime/recovery/arrivals.py)."""
     BEGINS_INSIDE = 6
     """It MIXES, since its pass did not begin at an output of the model."""
+    REPLACED = 7
+    """It MIXES, since the program has set `.grad` to tensors of its own."""
 
 
 @dataclass(frozen=True, slots=True)

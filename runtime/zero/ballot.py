@@ -36,6 +36,19 @@ _LOSS_SCALE, _NUM_SAMPLES = range(2)  # of each rank
 _OPTIONS = _NUM_SAMPLES + MAX_ITERATIONS
 
 
+_STEPS = (
+    "Every rank must call step() equally often; ranks that may run out of data at different steps "
+    "belong inside Join()."
+)
+_STEPS_IN_JOIN = (
+    "This was inside Join(), where a rank without data steps the listed optimizers in turn, once "
+    "each. If the body steps one of them more often than another (a critic five times, its "
+    "generator once), give Join a group to follow, groups=[ctx.group.new_group(range("
+    "ctx.world_size))]: then each step is announced. Ranks with data must call step() equally "
+    "often."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Vote:
     """One rank's vote on a step.
@@ -161,8 +174,7 @@ class Ballot:
                 group.generation,
                 list(range(group.size)),
                 f"the ranks have taken different numbers of steps (this rank: {vote.step})",
-                "Every rank must call step() equally often; ranks that may run out of data at "
-                "different steps belong inside Join().",
+                _STEPS_IN_JOIN if vote.join else _STEPS,
             )
         self._check_lengths(seen)
         return seen

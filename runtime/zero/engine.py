@@ -214,6 +214,8 @@ class OptimizerEngine:
     def take_up_waiting(self) -> None:
         if self._waiting:
             self.take_up_trainable()
+        if self.reducer is not None and self.model is not None:
+            self.model.check_none_thawed()
 
     def begin_ballot(self) -> None:
         """A step begins, which ends with the next ballot."""

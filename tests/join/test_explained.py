@@ -102,3 +102,34 @@ def test_uneven_batches_outside_a_join_are_told_when_the_loop_begins(ranks_of):
     )
     assert others == [], "one rank tells it"
     assert ranks_of(2).run(forget_the_join, True) == [[], []]
+
+
+def train_a_gan(group: cl.Group, lengths: tuple[int, ...], follows: bool) -> list[int] | str:
+    """The critic takes two steps of a batch, its generator one."""
+    with another_group(group) as own:
+        maker = cl.DistributedDataParallel(torch.nn.Linear(7, 5), own)
+        critic = cl.DistributedDataParallel(torch.nn.Linear(5, 1), own)
+        makes = cl.ZeroRedundancyOptimizer(maker, torch.optim.SGD, lr=0.1)
+        judges = cl.ZeroRedundancyOptimizer(critic, torch.optim.SGD, lr=0.1)
+        groups = [own.new_group(range(2))] if follows else []
+        try:
+            with cl.Join([critic, judges, maker, makes], groups=groups, skew_warning=None):
+                for batch in batches_of(own.rank, lengths[own.rank], torch.float32):
+                    for _ in range(2):
+                        judges.zero_grad()
+                        critic(maker(batch).detach()).square().mean().backward()
+                        judges.step()
+                    makes.zero_grad()
+                    critic(maker(batch)).mean().backward()
+                    makes.step()
+        except cl.CollectiveMismatch as error:
+            return str(error)
+        return [judges.num_steps, makes.num_steps]
+
+
+@pytest.mark.parametrize("lengths", [(4, 2), (1, 4)])
+def test_a_critic_that_steps_twice_is_told_of_groups_to_follow_and_they_help(ranks_of, lengths):
+    for told in ranks_of(2).run(train_a_gan, lengths, False):
+        assert "once each" in told and "groups=[" in told and "belong inside Join()" not in told
+    most = max(lengths)
+    assert ranks_of(2).run(train_a_gan, lengths, True) == [[2 * most, most]] * 2

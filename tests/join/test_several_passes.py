@@ -334,3 +334,64 @@ def test_a_pass_without_a_step_at_the_end_leaves_all_ranks_equal(ranks_of, way):
         optimizer.zero_grad()
         for told in (first, second):
             assert largest_difference(told[epoch], list(model.parameters())) < 1e-14
+
+
+def set_before_the_pass(
+    group: cl.Group, lengths: tuple[int, ...], how: str
+) -> tuple[list[torch.Tensor], str]:
+    """Each rank puts a gradient of its own in the place of those of the pass before."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            with cl.Join([model], step_along=[optimizer], skew_warning=None):
+                for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
+                    set_gradients(model, own.rank, how)
+                    model(batch).square().mean().backward()
+                    optimizer.step()
+        except RuntimeError as error:
+            return [], str(error)
+        return [p.detach().clone() for p in model.parameters()], ""
+
+
+def set_gradients(model: torch.nn.Module, rank: int, how: str) -> None:
+    for parameter in model.parameters():
+        if how == "cleared first":
+            parameter.grad = None
+        if how == "some" and parameter.dim() == 1:
+            parameter.grad = None
+        else:
+            parameter.grad = parameter.detach().sign() * (rank + 1) / 100
+
+
+HOWS = ["cleared first", "replaced", "some"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_gradients_that_the_program_sets_before_a_pass_are_part_of_its_mean(
+    ranks_of: Any, how: str
+) -> None:
+    model = make_model(torch.float64)
+    for batches in zip(*(batches_of(rank, 3, torch.float64) for rank in range(2)), strict=True):
+        sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for rank, batch in enumerate(batches):
+            set_gradients(model, rank, how)
+            model(batch).square().mean().backward()
+            for total, parameter in zip(sums, model.parameters(), strict=True):
+                assert parameter.grad is not None
+                total += parameter.grad
+        with torch.no_grad():
+            for total, parameter in zip(sums, model.parameters(), strict=True):
+                parameter -= 0.1 * total / 2
+    for found, told in ranks_of(2).run(set_before_the_pass, (3, 3), how):
+        assert told == ""
+        assert all(map(torch.allclose, found, model.parameters()))
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_where_a_rank_has_no_data_gradients_that_the_program_sets_are_refused(
+    ranks_of: Any, how: str
+) -> None:
+    for _, told in ranks_of(2).run(set_before_the_pass, (4, 2), how):
+        assert "the program has set .grad to tensors of its own" in told
+        assert "ranks [1] have run out of data" in told and "step_along=[function]" in told

@@ -133,6 +133,31 @@ def test_later_parameters_are_stepped_as_the_plain_optimizer_does(
             assert torch.equal(state["state"][number][entry], value), (number, entry)
 
 
+def thaw_what_the_optimizer_lacks(group, in_join):
+    """It was made with the model, of which `deep` was frozen."""
+    module = Tower()
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(module, own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        try:
+            with cl.Join([model, optimizer], enable=in_join):
+                for step, batch in enumerate(data_of(own.rank)[: 5 + own.rank * in_join]):
+                    module.deep.requires_grad_(step >= 2)
+                    loss_of(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except RuntimeError as error:
+            return optimizer.num_steps, str(error)
+    return optimizer.num_steps, ""
+
+
+@pytest.mark.parametrize("in_join", [False, True])
+def test_a_thawed_parameter_that_the_optimizer_lacks_is_named_in_the_first_step(ranks_of, in_join):
+    for num_steps, told in ranks_of(2).run(thaw_what_the_optimizer_lacks, in_join):
+        assert num_steps == 2 and "(deep.weight, deep.bias)" in told
+        assert "add_param_group" in told and "model.parameters()" in told
+
+
 def train_plain_optimizer(group):
     module = Tower()
     model = cl.DistributedDataParallel(module, group)

@@ -7,9 +7,9 @@ has run out of data contributes zeros, and weights divide each pass by a number 
 these cases the earlier mean is set aside while the pass is reduced, and added at its end. It takes
 the memory of the gradients for that time.
 
-A pass that autograd enters elsewhere than at the model's output, and gradients that no_sync has
-added to a mean, cannot be told apart any more (`MIXES`). They are refused where they would be
-wrong.
+A pass that autograd enters elsewhere than at the model's output, gradients that no_sync has added
+to a mean, and tensors that the program has put in the place of gradients cannot be told apart any
+more (`MIXES`). They are refused where they would be wrong.
 """
 
 from __future__ import annotations
@@ -46,6 +46,15 @@ _INSIDE = (
     "loss comes from the module inside (net(x), model.module(x)), from a parameter itself, or "
     "from a tensor that the output computes only on access"
 )
+_REPLACED = (
+    "the program has set .grad to tensors of its own before a backward pass, so they cannot be "
+    "distinguished from gradients that an earlier pass had reduced already"
+)
+_CHANGE_LAST = (
+    "Add to the loss what the gradients shall have more, or change the gradients after the last "
+    "pass of a step, in a function that calls optimizer.step() too and is in "
+    "Join(..., step_along=[function])"
+)
 _CALL_MODEL = (
     "Call the wrapped model, model(x), and compute the loss from tensors that its output holds"
 )
@@ -61,14 +70,14 @@ class EarlierPasses:
         self.has_mean = False
         self._gradients = gradients
         self._kind: Note | None = None  # CONTINUES or MIXES
-        self._begins_inside = False  # The present pass did not begin at the model's output.
+        self._why: Note | None = None  # it MIXES: BEGINS_INSIDE or REPLACED; None: in no_sync
         self._aside: dict[int, torch.Tensor] = {}
         self._weight = 0.0  # of the losses of the mean
 
     def forget(self) -> None:
         self.has_mean = False
         self._kind, self._aside, self._weight = None, {}, 0.0
-        self._begins_inside = False
+        self._why = None
 
     def begin_pass(
         self, *, set_aside: bool, has_leftover: bool, begins_inside: bool = False
@@ -88,8 +97,10 @@ class EarlierPasses:
             self.forget()  # The program has cleared them, to None or to zeros.
         elif not self.has_mean or has_leftover:
             return
+        elif any(map(self._gradients.is_replaced, held)):
+            self._kind, self._why = Note.MIXES, Note.REPLACED
         elif not set_aside:
-            self._kind, self._begins_inside = Note.MIXES, begins_inside
+            self._kind, self._why = Note.MIXES, Note.BEGINS_INSIDE if begins_inside else None
         else:
             self._kind = Note.CONTINUES
             self._aside = {number: gradient.clone() for number, gradient in held.items()}
@@ -111,8 +122,8 @@ class EarlierPasses:
     def notes(self, steps: LocalSteps) -> list[Note]:
         """What this rank's vote says of its pass. steps: since the pass before."""
         noted = [self._kind] if self._kind is not None else []
-        if self._begins_inside:
-            noted.append(Note.BEGINS_INSIDE)
+        if self._why is not None:
+            noted.append(self._why)
         has_stepped = steps or (self._kind is None and steps.were_skipped)
         if not has_stepped and (steps.have_been_seen or self._kind is not None):
             noted.append(Note.UNSTEPPED)
@@ -128,7 +139,7 @@ class EarlierPasses:
                 view.mul_(weight / (before + weight)).add_(aside, alpha=before / (before + weight))
             else:
                 view.add_(aside)
-        self._aside, self._kind, self._begins_inside = {}, None, False
+        self._aside, self._kind, self._why = {}, None, None
         self._weight, self.has_mean = before + weight, True
 
 
@@ -151,6 +162,9 @@ def check_passes(agreement: Agreement, num_ranks: int) -> None:
     if agreement.says(Note.MIXES) and (agreement.weight or len(live) < num_ranks):
         absent = [rank for rank in range(num_ranks) if rank not in live]
         why = f"ranks {absent} have run out of data" if absent else "losses are weighed"
-        is_inside = agreement.says(Note.BEGINS_INSIDE)
-        what, remedy = (_INSIDE, _CALL_MODEL) if is_inside else (_IN_NO_SYNC, _OUTSIDE_LAST)
+        what, remedy = _IN_NO_SYNC, _OUTSIDE_LAST
+        if agreement.says(Note.BEGINS_INSIDE):
+            what, remedy = _INSIDE, _CALL_MODEL
+        elif agreement.says(Note.REPLACED):
+            what, remedy = _REPLACED, _CHANGE_LAST
         raise RuntimeError(f"{what}. Since {why}, the mean would be wrong. {remedy}")
