@@ -20,6 +20,13 @@ KEEPERS = (
 IN_THE_USERS_PROCESS = {
     "runtime/notebook/cells.py": ["_started"],  # Sessions by cell: the kernel outlives them all.
     "runtime/notebook/magics.py": ["_cell_numbers"],  # Names the cells of one kernel.
+    # The local cluster, which Ray has once in a process: the last session that uses it stops it.
+    "runtime/session/connecting.py": [
+        "_lasting_thread",
+        "_num_users",
+        "_one_at_a_time",
+        "_our_node",
+    ],
     "runtime/session/showing/rays_notices.py": ["_pids"],  # Of workers of which sessions tell.
 }
 """By file, names that no worker process changes."""
