@@ -255,6 +255,17 @@ def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[f
     ]
 
 
+def labels_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """For each of the `numbers_of`, the option that it is of, as messages name it."""
+    return [
+        f"{name} of parameter group {number}" if len(groups) > 1 else name
+        for number, options in enumerate(groups)
+        for name in names
+        for entry in entries(options[name])
+        if is_number(entry)
+    ]
+
+
 def check_same_options(
     outcome: Outcome, groups: Sequence[dict[str, Any]], names: Sequence[str], generation: int
 ) -> None:
@@ -263,15 +274,7 @@ def check_same_options(
     live = outcome.agreement.live
     if len({outcome.options[rank] for rank in live}) < 2:
         return
-    labels = [
-        f"{name} of parameter group {number}" if len(groups) > 1 else name
-        for number, options in enumerate(groups)
-        for name in names
-        for entry in entries(options[name])
-        if is_number(entry)
-    ]
-    labels.append(MAX_NORM)
-    for number, label in enumerate(labels):
+    for number, label in enumerate([*labels_of(groups, names), MAX_NORM]):
         by_rank = {rank: outcome.options[rank][number] for rank in live}
         given = {rank: value for rank, value in by_rank.items() if not math.isnan(value)}
         different = [rank for rank, value in given.items() if value != next(iter(given.values()))]

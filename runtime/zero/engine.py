@@ -23,6 +23,7 @@ import contextlib
 import math
 import warnings
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ from ..process.between_runs import between_runs
 from ..process.leftovers import Standing
 from ..process.running import Survival, recovery_of
 from ..process.step_boundary import boundary
-from .ballot import Ballot, Outcome, Vote, check_same_options, numbers_of, set_numbers
+from .ballot import Ballot, Outcome, Vote, check_same_options, labels_of, numbers_of, set_numbers
 from .digest_checks import Correction, DigestChecks
 from .early_update import EarlyUpdate
 from .loss_scale import agreed_scale, check_same_growth, digest_of_growth
@@ -182,6 +183,7 @@ class OptimizerEngine:
     def _make_ballot(self) -> None:
         num_options, counts = len(self.option_numbers()), self._recovery is not None
         digests = self._digests.laid_out()
+        self._labels = self._option_labels()
         self._ballot = Ballot(self.group, num_options, counts_samples=counts, num_digests=digests)
 
     # -- the step --------------------------------------------------------------------------------
@@ -492,6 +494,9 @@ class OptimizerEngine:
         numbers = numbers_of(self.face.param_groups, sorted(self.face.defaults))
         return [*numbers, float(self.face.max_norm or 0.0)]
 
+    def _option_labels(self) -> list[str]:
+        return labels_of(self.face.param_groups, sorted(self.face.defaults))
+
     @property
     def _steps_nothing(self) -> bool:
         """Whether this rank has no piece of an optimizer that may keep numbers in its groups."""
@@ -500,11 +505,13 @@ class OptimizerEngine:
     def _options_to_vote(self) -> list[float]:
         numbers = self.option_numbers()
         if len(numbers) != self._ballot.num_options:
+            before, now = Counter(self._labels), Counter(self._option_labels())
+            changed = [label for label in before | now if before[label] != now[label]]
+            each = ", ".join(f"{one}: {now[one]} in place of {before[one]}" for one in changed)
             error = RuntimeError(
-                f"the options of the optimizer are {len(numbers) - 1} numbers now, and were "
-                f"{self._ballot.num_options - 1} when it was made: an option has become another "
-                "number of entries, or None, or is none that can travel to other ranks. Keep each "
-                "option a number, or a tuple of as many as before"
+                f"options of the optimizer have become another number of numbers ({each}): a tuple "
+                "of another length, None, or what cannot travel to other ranks, such as a text. "
+                "Keep each option a number, or a tuple of as many as before"
             )
             self.group.abort(error)  # The others wait for this rank's vote.
             raise error

@@ -119,3 +119,29 @@ def test_any_options_set_at_any_step_over_any_lengths_are_those_of_one_process(
     ranks_of, change, when, lengths
 ):
     check(ranks_of, *change, when, lengths)
+
+
+def set_to(group, options):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1)
+        loss_of(model, batches_of(own.rank, 1, torch.float64)[0]).backward()
+        optim.param_groups[0].update(options)
+        with pytest.raises(RuntimeError) as raised:
+            optim.step()
+        return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"betas": (0.9,)}, "(betas: 1 in place of 2)"),
+        ({"lr": "1e-3"}, "(lr: 0 in place of 1)"),
+        (
+            {"eps": None, "weight_decay": 1j},
+            "(eps: 0 in place of 1, weight_decay: 0 in place of 1)",
+        ),
+    ],
+)
+def test_an_option_that_cannot_travel_is_named(ranks_of, options, named):
+    assert all(named in told for told in ranks_of(2).run(set_to, options))
