@@ -82,6 +82,11 @@ def reduced(group: Group, value: Any, op: str, weight: float | None) -> Any:
         # A copy in the machine's order of bytes: torch takes no other, and warns of one to read.
         there = torch.from_numpy(numpy.array(value, dtype=value.dtype.newbyteorder("=")))
         return reduced(group, there, op, weight).numpy()
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        raise TypeError(
+            f"ctx.reduce() takes dense tensors, and got one of layout {value.layout}; convert it, "
+            "as in ctx.reduce(value.to_dense())"
+        )
     if op in ("min", "max") and _is_complex(value):
         raise ValueError(f"op={op!r} needs numbers with an order, and complex numbers have none")
     if weight is not None:

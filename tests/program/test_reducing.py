@@ -85,3 +85,10 @@ def test_complex_numbers_have_no_largest(alone: cl.Group) -> None:
     for value in (1j, numpy.complex64(1), torch.ones(1, dtype=torch.complex64)):
         with pytest.raises(ValueError, match="complex numbers have none"):
             reduced(alone, value, "max", None)
+
+
+def test_tensors_that_are_not_dense_are_refused(alone: cl.Group) -> None:
+    for value in (torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()):
+        for weight in (None, 2.0):
+            with pytest.raises(TypeError, match=r"layout torch.sparse_.*to_dense"):
+                reduced(alone, value, "mean", weight)
