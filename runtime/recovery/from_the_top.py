@@ -68,9 +68,11 @@ class FromTheTop:
 
     def retain(self) -> None:
         """(a) The function has been left, and has taken all steps that count."""
-        facts, call = self._objects.facts(), self._objects.call
-        # The kept state of an earlier call stays valid until a step counts in this one.
+        facts = self._objects.facts()
+        # The kept state of an earlier call stays valid until a step counts in this one. A newcomer
+        # that leaves while it meets the others has had no call.
         if not self._state.has_kept:
+            call = self._objects.call
             self._retained = RestartState.of(
                 call.registry, self._objects.plain.place, self._on_the_way
             )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -30,6 +31,8 @@ from chorusline.actors.messages import (
     WorkerInfo,
 )
 from chorusline.collectives.contract.errors import PeerLost
+from chorusline.runtime.recovery.from_the_top import FromTheTop
+from chorusline.runtime.recovery.live_objects import LiveObjects
 from chorusline.runtime.recovery.rank_state import Facts, RankState, Stage, Where
 from tests import ROOT
 from tests.references.driver_events import resumptions
@@ -366,3 +369,13 @@ def test_a_rank_is_ready_for_the_end_of_its_generation_when_it_could_go_on() -> 
     plain = facts(missing="the model", has_plain_steps=True)
     assert state.readiness(plain) is Readiness.NOT_YET
     assert again(5).readiness(nothing) is Readiness.RUNS_AGAIN, "all that it needs is kept"
+
+
+def test_a_newcomer_that_loses_a_peer_before_its_first_call_has_nothing_to_keep() -> None:
+    """It met the others, and one of them died before the function was called here."""
+    newcomer = RankState(0)
+    newcomer.is_new()
+    unused = cast("Any", None)
+    FromTheTop(unused, newcomer, LiveObjects(unused)).retain()
+    assert newcomer.stage is Stage.NEWCOMER
+    assert newcomer.report(began(1), Facts(), Where.OUTSIDE).generation == 0
