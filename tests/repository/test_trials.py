@@ -358,9 +358,10 @@ def test_a_trial_says_what_came_of_a_training(alone: System) -> None:
     quiet = play(alone, 0, (), size)
     assert quiet.is_over and quiet.violations() == [] and quiet.ending is not None
     assert quiet.ending.counted == 40 and quiet.ending.num_steps == 20
-    killed = play(alone, 0, [fault("kill")], size)
+    longer = Size(workers=1, samples=200, patience_s=30.0)  # It is not over before it is struck.
+    killed = play(alone, 0, [fault("kill")], longer)
     assert killed.violations() == ["ended with status -9, without a result: "]
-    told = play(alone, 0, [fault("exception")], size)
+    told = play(alone, 0, [fault("exception")], longer)
     assert told.is_told and told.violations() == [] and PLANTED in told.said
 
 
