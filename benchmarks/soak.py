@@ -40,6 +40,7 @@ from ray import cloudpickle
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import chorusline as cl
+from benchmarks.chaos_outside import actors
 
 LOSS_EVERY_S, LOOK_EVERY_S = 10.0, 5.0
 BATCH, STEP_S, SAVE_EVERY = 4, 0.02, 250
@@ -96,20 +97,6 @@ def train(ctx: cl.Context, stream: cl.Stream, folder: str) -> int:
 
 
 # -- what is there ---------------------------------------------------------------------------------
-
-
-def actors_here() -> dict[str, list[int]]:
-    """The processes of this program's cluster, by what Ray calls them."""
-    found: dict[str, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            command = (path / "cmdline").read_bytes().decode(errors="replace")
-            parent = (path / "stat").read_text().rpartition(")")[2].split()[1]
-            grandparent = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1]
-            if command.startswith("ray::") and int(grandparent) == os.getpid():
-                kind = command.removeprefix("ray::").partition(".")[0].strip("\0 ")
-                found.setdefault(kind.partition("(")[0], []).append(int(path.name))
-    return found
 
 
 def held_by(pid: int) -> dict[str, float]:
@@ -177,7 +164,7 @@ class Soak:
     def _ranks(self) -> list[tuple[int, int]]:
         """Rank and pid of the processes that train, or have begun to. The pid of a worker that is
         gone may belong to somebody else by now."""
-        workers = actors_here().get("Worker", ())
+        workers = actors("ray::Worker")
         noted = [map(int, path.name.split("-")) for path in self._folder.glob("*-*")]
         return sorted((rank, pid) for rank, pid in noted if pid in workers)
 
@@ -192,16 +179,17 @@ class Soak:
     async def _look(self) -> None:
         for number in itertools.count(1):
             at = time.monotonic() - self._began_at
-            with contextlib.suppress(OSError, KeyError, ray.exceptions.RayError):  # One has died.
+            with contextlib.suppress(
+                OSError, KeyError, ValueError, ray.exceptions.RayError
+            ):  # One died.
                 self.samples.append((at, await asyncio.to_thread(self._sample)))
             await asyncio.sleep(max(0, self._began_at + number * LOOK_EVERY_S - time.monotonic()))
 
     def _sample(self) -> dict[str, dict[str, float]]:
         assert self._first is not None
-        there = actors_here()
         found = {"program": held_by(os.getpid()), "first worker": held_by(self._first)}
-        found["driver"] = {**held_by(*there["Driver"]), "keys": keys_in_store()}
-        found["reader"] = held_by(*there["RowReaderActor"])
+        found["driver"] = {**held_by(min(actors("ray::Driver"))), "keys": keys_in_store()}
+        found["reader"] = held_by(min(actors("ray::RowReaderActor")))
         others = []
         for _, pid in self._ranks():
             if pid != self._first:
