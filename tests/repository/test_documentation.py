@@ -8,6 +8,7 @@ import re
 import pytest
 
 import chorusline as cl
+from chorusline.runtime.session.placing.placement import STRATEGIES
 from tests import ROOT
 from tests.harness.programs import output_of
 
@@ -108,7 +109,7 @@ def variables_of_the_product() -> set[str]:
                     )
                 }
     constants = {"SC_PAGE_SIZE", "SC_PHYS_PAGES"}  # Of os.sysconf.
-    return found - constants
+    return found - constants - set(STRATEGIES)
 
 
 def test_the_page_of_options_has_each_environment_variable_of_the_code() -> None:
