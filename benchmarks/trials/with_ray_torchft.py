@@ -16,8 +16,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from ray import cloudpickle
 
-from benchmarks.trials import replicated
-from benchmarks.trials import workload as workload_module
+from benchmarks.trials import replicated, workload as workload_module
 from benchmarks.trials.cluster import fit
 from benchmarks.trials.replicated import LIGHTHOUSE, train_replica
 from benchmarks.trials.workload import Workload

@@ -20,8 +20,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])
 import torch
 from ray import cloudpickle
 
-from benchmarks.trials import checkpointed
-from benchmarks.trials import workload as workload_module
+from benchmarks.trials import checkpointed, workload as workload_module
 from benchmarks.trials.checkpointed import train_from
 from benchmarks.trials.cluster import fit
 from benchmarks.trials.workload import Workload

@@ -137,8 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return show_doctor()
         case "bench":
-            from .bench import WrongUsage as WrongCase
-            from .bench import show_bench
+            from .bench import WrongUsage as WrongCase, show_bench
 
             try:
                 return show_bench(options)

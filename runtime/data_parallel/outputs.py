@@ -42,5 +42,5 @@ def _attributes(holder: Any) -> list[Any]:
         for given in (vars(kind).get("__slots__", ()),)
         for name in ([given] if isinstance(given, str) else given)
     ]
-    in_slots = [getattr(holder, name, None) for name in slots if name not in ("__dict__",)]
+    in_slots = [getattr(holder, name, None) for name in slots if name != "__dict__"]
     return [*getattr(holder, "__dict__", {}).values(), *in_slots]

@@ -29,8 +29,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from chorusline.actors.arrivals import Invitation, Ticket
-from chorusline.actors.arrivals import Score as GivenScore
+from chorusline.actors.arrivals import Invitation, Score as GivenScore, Ticket
 from chorusline.actors.errors import ends_a_generation
 from chorusline.actors.messages import Resumption
 from chorusline.actors.worker.lifeline import Lifeline

@@ -349,7 +349,7 @@ def test_what_keeps_functions_from_running_again_is_named(fewest: int) -> None:
     assert "no registered optimizer has parameter weight" in end.outcome.cause.detail
 
 
-@pytest.mark.parametrize("spare, stays", [(1, False), (0, True)])
+@pytest.mark.parametrize(("spare", "stays"), [(1, False), (0, True)])
 def test_ranks_leave_a_node_that_goes_if_their_state_is_elsewhere(spare: int, stays: bool) -> None:
     membership, _ = running(worker(0), worker(1, "node-b"), worker(2))
     told = membership.handle(Leaving("node-b", "preempted"))
@@ -380,7 +380,7 @@ def test_a_worker_that_left_a_run_and_lives_takes_part_in_the_next_one() -> None
     ]
 
 
-@pytest.mark.parametrize("num_ready, leaves", [(0, False), (1, True), (2, True)])
+@pytest.mark.parametrize(("num_ready", "leaves"), [(0, False), (1, True), (2, True)])
 def test_a_rank_that_is_missed_leaves_where_a_worker_in_reserve_takes_its_seat(
     num_ready: int, leaves: bool
 ) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import chorusline as cl

@@ -24,8 +24,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import chorusline as cl
 from chorusline.runtime.checkpoint.contents import PER_RANK, STATE, pickled, whole_of

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import chorusline as cl
 from chorusline.collectives import Group, HashStore, PrefixStore, Store, store_from_url

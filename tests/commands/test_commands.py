@@ -29,8 +29,13 @@ from chorusline.actors.lasting import INCARNATION, NAMESPACE
 from chorusline.actors.worker.devices import VISIBLE
 from chorusline.runtime.commands import function_flags
 from chorusline.runtime.commands.arguments import keywords, script_and_function, workers
-from chorusline.runtime.commands.bench import Row, bus_factor, nbytes, table
-from chorusline.runtime.commands.bench import WrongUsage as WrongCase
+from chorusline.runtime.commands.bench import (
+    Row,
+    WrongUsage as WrongCase,
+    bus_factor,
+    nbytes,
+    table,
+)
 from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.commands.doctor import Verdict, _exits, _ray
 from chorusline.runtime.commands.status import _show, survey
@@ -283,7 +288,9 @@ def test_the_help_of_run_explains_each_flag_and_the_version_is_told(
                 flag for flag in flags if flag.startswith("--") and flag != "--help"
             ):
                 begins = rf"^  (?:-\w(?: \S+)?, )?{flag}\b"
-                assert re.search(rf"{begins}.* {{2,}}\w|{begins}.*\n {{20,}}\w", said, re.M), flag
+                assert re.search(
+                    rf"{begins}.* {{2,}}\w|{begins}.*\n {{20,}}\w", said, re.MULTILINE
+                ), flag
 
 
 def test_a_cluster_that_does_not_answer_is_a_failed_run(script: str) -> None:

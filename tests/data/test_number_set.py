@@ -9,8 +9,7 @@ import zlib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from chorusline.runtime.data.cursor import Cursor, check_parts
 from chorusline.runtime.data.number_set import Numbers, NumberSet, set_of

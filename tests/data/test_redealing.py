@@ -125,7 +125,7 @@ def test_an_evaluation_in_the_middle_does_not_end_the_iteration_around_it() -> N
     assert ranks.shards[0].ids_of_the_lost == [2, 5, 8, 11]
 
 
-@pytest.mark.parametrize("busy, hands", [((), [[0, 2], [1, 3]]), ((2, 0), [[], [0, 1]])])
+@pytest.mark.parametrize(("busy", "hands"), [((), [[0, 2], [1, 3]]), ((2, 0), [[], [0, 1]])])
 def test_busy_ranks_get_less(busy: tuple[int, ...], hands: list[list[int]]) -> None:
     lost = [0, 1, 2, 3] if not busy else [0, 1]
     dealt = redeal([[], [], lost], [0, 0, 0], (0, 1), busy=(*busy, 0) if busy else ())

@@ -36,7 +36,7 @@ CASES = [
 
 
 @pytest.mark.promise("rows of a `cl.Stream`")
-@pytest.mark.parametrize("phase, victim", CASES)
+@pytest.mark.parametrize(("phase", "victim"), CASES)
 async def test_a_death_costs_no_row_of_a_stream(
     session: cl.Session, tmp_path: Path, phase: str, victim: int
 ) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import chorusline as cl
 from chorusline.collectives.objects.blocking import broadcast_object

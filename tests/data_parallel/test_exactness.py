@@ -11,8 +11,7 @@ from array import array
 from dataclasses import dataclass
 
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import chorusline as cl
 from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of

@@ -72,7 +72,9 @@ def grow_where_it_cannot_be(group: cl.Group, kind: str) -> str:
         return str(raised.value)
 
 
-@pytest.mark.parametrize("kind, mend", [("zero", "add_param_group"), ("join", "outside of the")])
+@pytest.mark.parametrize(
+    ("kind", "mend"), [("zero", "add_param_group"), ("join", "outside of the")]
+)
 def test_where_they_cannot_be_taken_over_the_next_forward_says_so(ranks_of, kind, mend):
     for told in ranks_of(2).run(grow_where_it_cannot_be, kind):
         assert "2.weight" in told or "3.weight" in told

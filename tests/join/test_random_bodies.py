@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.references.random_bodies import CLEARS, Act, in_one_process, on_ranks
 

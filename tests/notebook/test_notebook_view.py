@@ -6,8 +6,7 @@ import math
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from chorusline.actors.messages import Report, WorkerInfo, WorkerSnapshot, WorkerState
 from chorusline.actors.run_status import RunStatus

@@ -59,7 +59,7 @@ KINDS = {
 
 @pytest.mark.promise("a worker that is told to end, a node that is drained")
 @pytest.mark.parametrize(
-    "name, leaver",
+    ("name", "leaver"),
     [
         pytest.param(name, i % 3, marks=[pytest.mark.slow] if i else [], id=name)
         for i, name in enumerate(KINDS)

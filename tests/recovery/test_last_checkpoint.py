@@ -165,7 +165,9 @@ async def assert_nothing_is_lost(
         assert all(map(torch.equal, one.parameters, expected))
 
 
-@pytest.mark.parametrize("where, fewest", [("step", 2), ("outside", 2), ("top", 2), ("counted", 3)])
+@pytest.mark.parametrize(
+    ("where", "fewest"), [("step", 2), ("outside", 2), ("top", 2), ("counted", 3)]
+)
 async def test_below_the_fewest_the_next_run_goes_on_where_the_survivors_were(
     cluster: None, tmp_path: Path, where: str, fewest: int
 ) -> None:

@@ -29,7 +29,7 @@ DEATHS = [moment for moment in MOMENTS if not moment.startswith(("is ", "when it
 
 @pytest.mark.promise("SIGKILL of a worker at any instant of a step", "samples")
 @pytest.mark.parametrize(
-    "moment, victim",
+    ("moment", "victim"),
     [
         pytest.param(moment, victim, marks=[] if number % 3 == victim else pytest.mark.slow)
         for number, moment in enumerate(DEATHS)
@@ -351,7 +351,7 @@ def refused(ctx: cl.Context, what: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what, why",
+    ("what", "why"),
     [
         (
             "an optimizer that is not registered",

@@ -186,7 +186,7 @@ def test_a_rank_is_parked_where_its_function_can_go_on(
 
 
 @pytest.mark.parametrize("keeps_checkpoints", [False, True])
-@pytest.mark.parametrize("ballots, plain_steps", [(0, 0), (1, 0), (0, 1)])
+@pytest.mark.parametrize(("ballots", "plain_steps"), [(0, 0), (1, 0), (0, 1)])
 def test_only_a_step_is_worth_a_checkpoint(
     ballots: int, plain_steps: int, keeps_checkpoints: bool
 ) -> None:

@@ -152,7 +152,7 @@ CASES = [
     "samples",
     "the surviving processes",
 )
-@pytest.mark.parametrize("phase, victim", CASES)
+@pytest.mark.parametrize(("phase", "victim"), CASES)
 async def test_a_killed_worker_costs_no_step_and_no_sample(
     session: cl.Session, phase: str, victim: int
 ) -> None:

@@ -45,7 +45,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name, phase, victim", CASES)
+@pytest.mark.parametrize(("name", "phase", "victim"), CASES)
 async def test_a_death_costs_nothing_in_any_kind_of_training(
     session: cl.Session, tmp_path: Path, name: str, phase: str, victim: int
 ) -> None:

@@ -215,7 +215,7 @@ TWO = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("which, phase, counted", TWO)
+@pytest.mark.parametrize(("which", "phase", "counted"), TWO)
 async def test_two_models_and_their_optimizers_go_on(
     session: cl.Session,
     which: str,

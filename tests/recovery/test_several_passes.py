@@ -28,7 +28,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("step, phase, victim", CASES)
+@pytest.mark.parametrize(("step", "phase", "victim"), CASES)
 async def test_a_sharded_step_of_several_passes_counts_with_all_of_them(
     session: cl.Session, tmp_path: Path, step: int, phase: str, victim: int
 ) -> None:
@@ -40,7 +40,7 @@ async def test_a_sharded_step_of_several_passes_counts_with_all_of_them(
 
 
 @pytest.mark.parametrize(
-    "moment, victim",
+    ("moment", "victim"),
     [
         ("before it has the result of the second pass", 1),
         pytest.param("between two passes", 0, marks=pytest.mark.slow),

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from benchmarks import checkpoint
-from benchmarks import input as data_input
+from benchmarks import checkpoint, input as data_input
 from benchmarks.alternation import by_time, quartiles, table, timed
 from benchmarks.collectives import copies_in_place, copies_moved
 from tests import ROOT

@@ -26,7 +26,7 @@ def _soak(folder: Path, keys_per_hour: float) -> Soak:
     return soak
 
 
-@pytest.mark.parametrize("keys_per_hour, is_named", [(0.0, False), (3600.0, True)])
+@pytest.mark.parametrize(("keys_per_hour", "is_named"), [(0.0, False), (3600.0, True)])
 def test_what_grows_is_named_and_what_does_not_is_not(tmp_path, keys_per_hour, is_named):
     soak = _soak(tmp_path, keys_per_hour)
     assert [line.partition(":")[0] for line in soak.grown()] == ["keys of the driver"] * is_named

@@ -82,7 +82,7 @@ def test_a_page_uses_the_usual_words(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ("collectives", "actors", "runtime/checkpoint", "runtime/commands")
+    "package", ["collectives", "actors", "runtime/checkpoint", "runtime/commands"]
 )
 def test_messages_docstrings_and_comments_use_the_usual_words(package: str) -> None:
     found = {

@@ -16,8 +16,7 @@ import torch
 
 import chorusline as cl
 from chorusline.actors.parcels.pickling import packed, pickled
-from chorusline.collectives.objects.payloads import loads
-from chorusline.collectives.objects.payloads import pickled as pickled_for_ranks
+from chorusline.collectives.objects.payloads import loads, pickled as pickled_for_ranks
 from tests.harness.forked_workers import STARTED_BY_RAY
 
 MB = 2**20

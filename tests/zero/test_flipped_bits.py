@@ -294,7 +294,7 @@ def stepped_with_flips(group, deterministic, flips):
 
 
 @pytest.mark.parametrize(
-    "size, deterministic",
+    ("size", "deterministic"),
     [(2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, False), (3, True)])],
 )
 def test_flips_in_the_steps_of_a_fixed_batch_leave_no_trace(ranks_of, size, deterministic):

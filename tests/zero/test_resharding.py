@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from chorusline.runtime.partition.resharding import (
     Range,
@@ -53,7 +52,7 @@ def test_shards_cover_every_bucket_once(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("before, after", list(itertools.product([1, 2, 3, 4], repeat=2)))
+@pytest.mark.parametrize(("before", "after"), list(itertools.product([1, 2, 3, 4], repeat=2)))
 def test_any_membership_is_reached_from_any_other(before: int, after: int, replicas: int) -> None:
     # The survivors are the first ranks, newcomers the last; which ranks left is tested below.
     held = {r: kept(r, before, replicas, CONTENTS) if r < before else [] for r in range(after)}

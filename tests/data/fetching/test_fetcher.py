@@ -286,7 +286,7 @@ def test_a_loader_process_that_is_killed_is_reported_with_the_mend() -> None:
 
 
 @pytest.mark.parametrize(
-    "options, text",
+    ("options", "text"),
     [
         ({"num_workers": -1}, "num_workers must be at least 0, got -1"),
         ({"prefetch_factor": 2}, "prefetch_factor needs num_workers of at least 1"),

@@ -28,7 +28,7 @@ PERSISTENT = Kind(loading={"num_workers": 1, "persistent_workers": True, "prefet
 
 @pytest.mark.promise("batches that loader processes have made ahead")
 @pytest.mark.parametrize(
-    "kind, phase, victim",
+    ("kind", "phase", "victim"),
     [
         pytest.param(
             kind,
