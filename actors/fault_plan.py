@@ -75,6 +75,8 @@ class Instant(enum.Enum):
 
 
 class What(enum.Enum):
+    """What happens to a worker: the signal that it sends itself, or the death of the driver."""
+
     KILL = "kill"
     STOP = "stop"
     TERMINATE = "terminate"
@@ -91,6 +93,8 @@ SIGNALS = {
 
 @dataclass(frozen=True, slots=True)
 class Order:
+    """One order of the plan: `kill 1 at vote 20`. seat: the number of the worker."""
+
     what: What
     seat: int
     instant: Instant

@@ -418,6 +418,8 @@ class RunFailed:
 
 
 class WorkerState(enum.Enum):
+    """What a worker says of its training thread."""
+
     IDLE = "idle"
     """There is no training thread; the group of the last generation may still be there."""
 
@@ -471,6 +473,8 @@ class WorkerSnapshot:
 
 
 class MemberState(enum.Enum):
+    """What the driver knows of a worker."""
+
     READY = "ready"
     """The worker is idle, and may be given a rank."""
 

@@ -148,6 +148,8 @@ def left_behind(session_pid: int) -> list[str]:
 
 @dataclass
 class Round:
+    """One run of a plan, and what was wrong with it."""
+
     plan: Plan
     seconds: float
     struck: list[Fault]

@@ -77,6 +77,8 @@ def kind_of(name: str, rng: random.Random) -> Kind:
 
 
 class Ledger(torch.nn.Module):
+    """Counts each use of each sample in its parameters, by epoch, and its steps in another one."""
+
     def __init__(self, is_dressed: bool) -> None:
         super().__init__()
         self.used = torch.nn.Parameter(torch.zeros(EPOCHS, NUM_SAMPLES, dtype=torch.float64))

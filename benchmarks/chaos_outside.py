@@ -65,6 +65,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
+    """What a seed draws: a kind of program, and the faults that strike it from outside."""
+
     seed: int
     kind: Kind
     num_workers: int
@@ -96,6 +98,8 @@ def draw(seed: int, kind: str | None = None) -> Plan:
 
 @dataclass
 class Round:
+    """One run of a plan, and what was wrong with it."""
+
     plan: Plan
     struck: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)

@@ -95,7 +95,7 @@ def settled(device: torch.device) -> None:
 
 
 def collectives(group: cl.Group, length: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Median seconds of one operation: {"all_reduce/4B": {"ours": …, "torch": …}, …}"""
+    """Median seconds of one operation: {"all_reduce/4B": {"ours": …, "torch": …}, …}."""
     device, size, rank = group.device, group.size, group.rank
     numel = max(1, _BYTES[length] // 4 // size) * size
     whole = torch.arange(numel, device=device, dtype=torch.float32).remainder_(251) + rank

@@ -52,6 +52,8 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True)
 class Member:
+    """A worker that the driver counts on, and what it does now."""
+
     info: messages.WorkerInfo
     state: messages.MemberState
 

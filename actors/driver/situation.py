@@ -19,6 +19,8 @@ MAX_VAIN = 3
 
 
 class Situation(enum.Enum):
+    """What the reports of the ranks let the driver do."""
+
     INCOMPLETE = "incomplete"
     """Some rank has neither frozen nor died: it may still see what the others have not seen."""
 

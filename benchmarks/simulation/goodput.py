@@ -25,6 +25,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Checkpointed:
+    """Training that continues from its last checkpoint, and how long its parts take."""
+
     save_s: float
     restart_s: float
     interval_s: float

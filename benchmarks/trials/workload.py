@@ -85,6 +85,8 @@ class Workload:
 
 
 class Ledger(torch.nn.Module):
+    """Counts each use of each sample in one parameter, and its steps in another one."""
+
     def __init__(self, num_samples: int) -> None:
         super().__init__()
         self.used = torch.nn.Parameter(torch.zeros(num_samples, dtype=torch.float64))

@@ -184,7 +184,7 @@ def _recorded(operation: Operation, epoch: float) -> RecordedCollective:
 
 
 def tell_positions(places: Mapping[int, str], late: Sequence[int]) -> str:
-    """`rank 2 is at all_gather #117, train.py:41, the others at all_reduce #118, train.py:57`
+    """`rank 2 is at all_gather #117, train.py:41, the others at all_reduce #118, train.py:57`.
 
     places: of all ranks, by rank, without `is at`. late: the ranks to name first.
     """

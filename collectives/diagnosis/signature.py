@@ -25,7 +25,7 @@ class Signature(NamedTuple):
         return cls(o.sequence, int(o.kind), o.dtype, int(o.detail), o.numel)
 
     def __str__(self) -> str:
-        """`all_reduce #118 (1048576 float32) with SUM`"""
+        """`all_reduce #118 (1048576 float32) with SUM`."""
         name = describe(self.kind, self.sequence, self.numel, self.dtype)
         return with_detail(name, self.kind, self.detail)
 

@@ -22,6 +22,8 @@ PARAGRAPHS = ("Raises ", "Source: ", "Sources: ")
 
 
 class ProseDocstrings(griffe.Extension):
+    """Makes Markdown of each docstring, and names the bases of each public class."""
+
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value, _names_of(obj))

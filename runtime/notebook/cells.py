@@ -11,6 +11,8 @@ Error = TypeVar("Error", bound=BaseException)
 
 
 class Closable(Protocol):
+    """A session, as far as a cell ends it."""
+
     async def close(self) -> None: ...
 
 

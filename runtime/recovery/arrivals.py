@@ -85,7 +85,7 @@ class Arrivals:
         return asked
 
     def invite(self, invitation: Invitation) -> None:
-        """(2)"""
+        """(2) This rank says in its next vote whether it can take the worker in."""
         self._invitation = invitation
 
     @property
@@ -214,7 +214,7 @@ class Arrivals:
         return self.score.restore(entry)
 
     def _end_rehearsal(self, steps: StepsUnderWay) -> None:
-        """(b) and (c)"""
+        """(b) and (c): the worker waits at its first step, and comes in with the others' state."""
         group = self._objects.call.group
         why = group.refusal if isinstance(group, RehearsalGroup) else ""
         why = why or why_not_within(self._objects)

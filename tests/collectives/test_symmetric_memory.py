@@ -59,7 +59,6 @@ def filled(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 def results(group: Group, dtype: torch.dtype, symmetric_on: list[int], inset: int) -> list[str]:
     """The digests of what all operations give. inset: elements before each tensor in its memory."""
-
     share_in_place(group)
 
     def new(numel: int) -> torch.Tensor:
