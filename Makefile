@@ -1,4 +1,4 @@
-# The two commands are `make run` and `make test`; each makes .venv first if it is missing.
+# `make` alone lists the targets; those that need .venv make it first if it is missing.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +10,10 @@ DIST ?= dist
 PROCESSES ?= 0
 PARALLEL = -n $(PROCESSES) --dist loadfile
 
-.PHONY: run test test-fast test-slow test-all test-oldest test-real test-gpu check docs dist bench bench-gpu compared clean
+.PHONY: help run test test-fast test-slow test-all test-oldest test-real test-gpu check fix docs dist bench bench-gpu compared clean
+
+help:  ## what make can do; the target without a name
+	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-12s%s\n", $$1, $$2 }' Makefile
 
 run: $(INSTALLED)  ## train the example on two CPU workers; kill one of them (ARGS=--strike: it does so itself)
 	$(BIN)/chorusline run examples/stdlib_gpt.py $(ARGS)
@@ -48,6 +51,10 @@ check: $(INSTALLED)  ## lint, format and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+fix: $(INSTALLED)  ## what ruff can correct by itself, and the format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
 docs: $(INSTALLED)  ## the documentation site, in site/; broken links and undocumented names fail
 	$(BIN)/properdocs build
 	@echo "written: site/index.html (the search needs a server: python -m http.server -d site)"
@@ -77,7 +84,7 @@ compared: $(INSTALLED)  ## the tables of docs/performance.md: three runs of what
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/compared.py $(ARGS)
 
-clean:
+clean:  ## remove what make has made, and the environments
 	rm -rf .venv .venv-oldest out site dist build .mypy_cache .ruff_cache .pytest_cache *.egg-info
 
 # The stamp is newer than what says what to install, or everything is installed again.

@@ -26,7 +26,7 @@ FAST = re.compile(
     "|tests/data_parallel/test_(backward_pass|comm_hooks|grown_models|pure_distri|step_stat)"
     "|tests/recovery/test_(furthest_rank|rank_state)[.]"
     "|tests/repository/test_(documentation_site|faults_benchmark|imports|process_wide_state)[.]"
-    "|tests/repository/test_(public_door|quoted_errors)[.]"
+    "|tests/repository/test_(project_files|public_door|quoted_errors)[.]"
     "|tests/zero/test_(copies|exact_norm|resharding|shard_state|shards_and_buckets)[.]"
 )
 """Files whose tests without Ray are decisions, names, and ranks on shared memory: they take seconds
