@@ -24,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, pairwise
+from itertools import pairwise
 from math import nan
 from pathlib import Path
 from statistics import mean
@@ -43,7 +43,6 @@ class Plan:
 
     model: GPTConfig
     epochs: int
-    max_steps: int | None  # of each epoch
     batch_size: int
     lr: float
     seed: int
@@ -79,7 +78,7 @@ def train(ctx: cl.Context, corpus: Corpus, plan: Plan) -> Trained | None:
             keep_together=corpus.file_of,
         )
         with cl.Join([model, optim], skew_warning=None):  # The files are of very uneven lengths.
-            for number, batch in enumerate(islice(batches, plan.max_steps), start=1):
+            for number, batch in enumerate(batches, start=1):
                 loss = model(batch.to(ctx.device))
                 loss.backward()
                 optim.step()
@@ -88,7 +87,7 @@ def train(ctx: cl.Context, corpus: Corpus, plan: Plan) -> Trained | None:
                     loss=loss,
                     tokens=batch[:, 1:].numel(),
                     epoch=epoch,
-                    batches_left=min(len(batches), plan.max_steps or len(batches)) - number,
+                    batches_left=len(batches) - number,
                 )
     if ctx.rank != 0:
         return None
@@ -113,17 +112,23 @@ class Corpus:
     def __init__(self, files: Sequence[bytes], block: int) -> None:
         self.files = [torch.frombuffer(bytearray(f), dtype=torch.uint8) for f in files if f]
         self.block = block
-        counts = [(len(file) - 1) // block for file in self.files]
-        self.file_of = [number for number, count in enumerate(counts) for _ in range(count)]
-        self.first_block = [0, *accumulate(counts)]  # of each file, and one past the last
+        self.blocks = [  # each by the number of its file, and its first byte there
+            (number, start)
+            for number, file in enumerate(self.files)
+            for start in range(0, len(file) - block, block)
+        ]
+
+    @property
+    def file_of(self) -> list[int]:
+        """By sample."""
+        return [number for number, _ in self.blocks]
 
     def __len__(self) -> int:
-        return len(self.file_of)
+        return len(self.blocks)
 
     def __getitem__(self, sample: int) -> Tensor:
         """(block + 1,) int64."""
-        number = self.file_of[sample]
-        start = (sample - self.first_block[number]) * self.block
+        number, start = self.blocks[sample]
         return self.files[number][start : start + self.block + 1].long()
 
 
@@ -148,8 +153,24 @@ def schedule(corpus: Corpus, plan: Plan, num_ranks: int, epoch: int) -> list[lis
         keep_together=corpus.file_of,
     )
     size = plan.batch_size
-    batches = [[hand[i : i + size] for i in range(0, len(hand), size)] for hand in hands]
-    return [of_rank[: plan.max_steps] for of_rank in batches]
+    return [[hand[i : i + size] for i in range(0, len(hand), size)] for hand in hands]
+
+
+def longest_epoch(corpus: Corpus, plan: Plan, num_ranks: int) -> int:
+    """The most batches that a rank has in an epoch."""
+    epochs = range(plan.epochs)
+    return max(len(own) for epoch in epochs for own in schedule(corpus, plan, num_ranks, epoch))
+
+
+def cut(corpus: Corpus, plan: Plan, num_ranks: int, num_steps: int) -> None:
+    """Leave only so many blocks, of all files, that no epoch has more steps.
+
+    The loop of `train` is not cut instead: where workers change, it begins again, with the samples
+    that are left.
+    """
+    while (longest := longest_epoch(corpus, plan, num_ranks)) > num_steps:
+        num_kept = len(corpus) * num_steps // longest
+        corpus.blocks = [corpus.blocks[i * len(corpus) // num_kept] for i in range(num_kept)]
 
 
 # The model
@@ -398,7 +419,7 @@ async def main() -> None:
         (args.out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
     print(summary(records))
-    lost = max(0, len(corpus) - trained.samples_used) if plan.max_steps is None else 0
+    lost = max(0, len(corpus) - trained.samples_used)
     print(f"{num_repeated(reports)} steps repeated, {lost} of {len(corpus)} samples lost")
     try:
         day = time.strftime("%Y-%m-%d")
@@ -462,7 +483,7 @@ def from_command_line() -> tuple[argparse.Namespace, Plan, Corpus]:
     add("--preset", choices=PRESETS, default="small", help="size of the model (%(default)s)")
     add("--files", type=whole(1), default=56, help="library files to read (%(default)s)")
     add("--epochs", type=whole(1), default=1, help="how often to read them (%(default)s)")
-    add("--steps", type=whole(1), help="at most so many in an epoch (all that the files give)")
+    add("--steps", type=whole(1), help="at most so many in an epoch, from fewer blocks (all)")
     add("--batch-size", type=whole(1), default=16, help="blocks in a rank's batch (%(default)s)")
     add("--block", type=whole(1), default=128, help="bytes the model looks back (%(default)s)")
     add("--lr", type=positive, help="AdamW's (0.3 / width of the model)")
@@ -484,11 +505,12 @@ def from_command_line() -> tuple[argparse.Namespace, Plan, Corpus]:
     plan = Plan(
         model=model,
         epochs=args.epochs,
-        max_steps=args.steps,
         batch_size=args.batch_size,
         lr=args.lr or 0.3 / model.width,
         seed=args.seed,
     )
+    if args.steps:
+        cut(corpus, plan, args.workers, args.steps)
     if args.strike:
         if args.workers < 2:
             parser.error("argument --strike: needs --workers 2 or more, so that one is left")

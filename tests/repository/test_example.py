@@ -93,6 +93,19 @@ def test_metrics_tell_a_rank_that_is_out_of_data_from_one_that_is_lost(example):
     assert example.num_repeated([*of_rank_0, report(0, 3, 1)]) == 1
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_a_cut_corpus_has_no_longer_epoch_and_something_of_most_files(
+    example, arguments, num_ranks
+):
+    _, plan, whole = arguments("--epochs", "3")
+    _, _, corpus = arguments("--epochs", "3", "--steps", "40", "--workers", str(num_ranks))
+    epochs = [example.schedule(corpus, plan, num_ranks, epoch) for epoch in range(3)]
+    assert 30 < max(len(own) for epoch in epochs for own in epoch) <= 40
+    assert len(set(corpus.file_of)) > 0.7 * len(set(whole.file_of))
+    blocks = [bytes(corpus[sample].tolist()) for sample in range(len(corpus))]
+    assert set(blocks) < {bytes(whole[sample].tolist()) for sample in range(len(whole))}
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
@@ -124,7 +137,7 @@ def test_library_without_sources_is_told_by_the_argument(arguments, example, mon
 
 
 def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path, on_cluster):
-    command = [sys.executable, EXAMPLE, *TINY, "--epochs", "2", "--verify"]
+    command = [sys.executable, EXAMPLE, *TINY, "--epochs", "2", "--steps", "30", "--verify"]
     done = start(command, tmp_path, on_cluster)
     records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
@@ -136,6 +149,7 @@ def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path, on_clu
     assert picture.shape[1] > 1000
     assert picture.std() > 0.05, "the plot is blank"
     in_epoch = sum(record["epoch"] == 1 for record in records)
+    assert in_epoch <= 30
     assert f"epoch 2/2  step {in_epoch}/{in_epoch}  loss" in done.stderr
     assert "is out of data; the others finish the epoch" in done.stderr
     assert "sample:\ndef " in done.stdout
