@@ -51,7 +51,7 @@ class Member(Known, Protocol):
 
 class _Left(NamedTuple):
     """What is left of a group that has failed and was closed since. The group itself refers to its
-    family, so its memory would stay until the search for cycles finds both."""
+    family, so its memory would stay until garbage collection finds both."""
 
     name: str
     generation: int

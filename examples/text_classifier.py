@@ -2,7 +2,7 @@
 
 The model is a small BERT with random weights, made from a config, and the texts are those of
 installed packages, so nothing is downloaded: a token is a byte. Each text goes to one rank as a
-whole, so the ranks have different numbers of batches. The run goes on when a worker is lost.
+whole, so the ranks have different numbers of batches. The run continues when a worker is lost.
 
     python examples/text_classifier.py                 two CPU workers, less than a minute
     python examples/text_classifier.py --workers 4

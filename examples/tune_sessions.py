@@ -5,8 +5,8 @@
 
 A trial reserves a small share of a CPU for itself and one bundle for each worker. The session that
 it opens runs its workers in these bundles, so that Tune counts them, starts as many trials as fit,
-and ends the workers with the trial. Each report of the workers goes on to Tune, which stops trials
-that do badly.
+and ends the workers with the trial. Each report of the workers is passed on to Tune, which stops
+trials that do badly.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ def resident_bytes() -> int:
 
 
 def spare_modules() -> None:
-    """Leave all objects there are now out of Python's searches for cycles; call it before anything
-    of a user's exists. 216,000 objects of torch, Ray and this package take 90 ms of each search,
-    and a search may fall into a recovery, for which all ranks wait."""
+    """Leave all objects there are now out of Python's garbage collection; call it before anything
+    of a user's exists. 216,000 objects of torch, Ray and this package take 90 ms of each
+    collection, and it may fall into a recovery, for which all ranks wait."""
     gc.freeze()
 
 

@@ -445,7 +445,7 @@ class SharedSegment:
         """Raise the error that ended the generation, if one did."""
         if self._words[ABORT_WORD]:
             # No frame may have it as a variable: its traceback has the frames, and with them the
-            # tensors of operations, until the search for cycles finds them.
+            # tensors of operations, until garbage collection finds them.
             raise self._record.read()
 
     def abort(self, error: CollectiveError) -> CollectiveError:

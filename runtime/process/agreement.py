@@ -53,7 +53,7 @@ class Agreement:
     live: ranks that took the step with data, ascending.
     may_continue: ranks that may take another step, ascending.
     used: per parameter, whether any rank had a gradient for it.
-    weight: sum of the weights of the live ranks; 0 if no rank weighed its loss.
+    weight: sum of the weights of the live ranks; 0 if no rank weighted its loss.
     stop: whether all ranks stop after this step, as some rank was asked to.
     cursors: by rank, how many samples it has taken of each iteration; empty if not counted.
     notes: by Note, how many ranks note it; empty where nobody asked.
@@ -193,7 +193,7 @@ def check_votes(total: Sequence[float], group: Group) -> None:
 def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0) -> Agreement:
     """The agreement. total: vote_numel numbers, the sum of all votes.
 
-    Raises RuntimeError, on all ranks alike, if some live ranks weighed their loss and others did
+    Raises RuntimeError, on all ranks alike, if some live ranks weighted their loss and others did
     not, or all weights are zero."""
     _, weight, num_weighing, num_asking = total[:NOTES_AT]
     values = total[_HEAD:]
@@ -202,7 +202,7 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
     num_contributing = sum(one.contributes for one in standings)
     if live and num_weighing not in (0, num_contributing):
         raise RuntimeError(
-            f"{num_weighing:g} of the ranks {list(live)} weighed their loss for this step; either "
+            f"{num_weighing:g} of the ranks {list(live)} weighted their loss for this step; either "
             "all of them must call model.weigh(loss, weight), or none"
         )
     if live and num_weighing and not weight > 0:

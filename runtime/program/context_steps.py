@@ -54,7 +54,7 @@ class ContextSteps:
                 optim.step(); optim.zero_grad()
 
         A step's gradient is the mean over its samples; a loss is the mean over its micro-batch, or
-        weighed (`model.weigh`). It is complete when the loop over the step ends. If a rank is lost
+        weighted (`model.weigh`). It is complete when the loop over the step ends. If a rank is lost
         before that, the others get its micro-batches in the same step. The last step of an epoch
         may be smaller. Every rank takes every step, so no Join is needed.
 

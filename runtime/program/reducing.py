@@ -107,7 +107,7 @@ def _weighted_mean(
     wide = torch.complex128 if _is_complex(value) else torch.float64
     dtype = None if isinstance(value, torch.Tensor) else wide
     given = torch.as_tensor(value, dtype=dtype).detach()
-    # One collective: the weight after the weighed values, in float64, so counts stay exact.
+    # One collective: the weight after the weighted values, in float64, so counts stay exact.
     sums = torch.zeros(given.numel() + 1, dtype=wide)
     sums[-1] = weight
     if weight:

@@ -1,7 +1,7 @@
 """Several backward passes for one step, where each pass is reduced by itself.
 
 After a pass `.grad` holds the mean over all ranks. If the program runs another pass before it
-clears the gradients, autograd adds to that mean. When every rank has data, and no loss is weighed,
+clears the gradients, autograd adds to that mean. When every rank has data, and no loss is weighted,
 the mean of such sums is right as it is: the first mean is the same on all ranks. But a rank that
 has run out of data contributes zeros, and weights divide each pass by a number of its own. So in
 these cases the earlier mean is set aside while the pass is reduced, and added at its end. It takes
@@ -161,7 +161,7 @@ def check_passes(agreement: Agreement, num_ranks: int) -> None:
         )
     if agreement.says(Note.MIXES) and (agreement.weight or len(live) < num_ranks):
         absent = [rank for rank in range(num_ranks) if rank not in live]
-        why = f"ranks {absent} have run out of data" if absent else "losses are weighed"
+        why = f"ranks {absent} have run out of data" if absent else "losses are weighted"
         what, remedy = _IN_NO_SYNC, _OUTSIDE_LAST
         if agreement.says(Note.BEGINS_INSIDE):
             what, remedy = _INSIDE, _CALL_MODEL
