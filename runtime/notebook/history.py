@@ -4,36 +4,41 @@ from __future__ import annotations
 
 from itertools import pairwise
 from statistics import median
+from typing import Generic, TypeVar
 
 from chorusline.actors.messages import Report, numbers_of
 
-_MOST_POINTS = 2000  # of one rank; with more, every other point is dropped
+_MOST_POINTS = 480  # of one rank: as many as the pixels of a chart can show
 _MOST_BINS = 512
 _FIRST_BIN_S = 0.01
 _MOST_RATES = 60
 _REPORTS_A_RATE = 6  # With fewer reports the rate would jump between two values.
 _MOST_NAMES = 64  # of which curves are kept
 
+T = TypeVar("T")
+
 BOOKKEEPING = frozenset({"epoch", "batch", "step", "batches_left", "tokens", "samples"})
 """Numbers of reports that say where a rank is, or how much it has done. They are shown as such, and
 not as curves of their own."""
 
 
-class _Points:
-    """A curve that keeps every n-th point; n doubles whenever the curve is full."""
+class Thinned(Generic[T]):
+    """Keeps each n-th of numbered items; n doubles when there are more than `most`: so they go back
+    to the beginning of a run of any length."""
 
-    def __init__(self) -> None:
-        self.held: list[tuple[float, float]] = []
+    def __init__(self, most: int) -> None:
+        self.items: list[tuple[int, T]] = []  # with their numbers
+        self.num_added = 0
+        self._most = most
         self._every = 1
-        self._count = 0
 
-    def add(self, point: tuple[float, float]) -> None:
-        if self._count % self._every == 0:
-            self.held.append(point)
-        self._count += 1
-        if len(self.held) > _MOST_POINTS:
-            self.held = self.held[::2]
+    def add(self, number: int, item: T) -> None:
+        self.num_added += 1
+        if number % self._every == 0:
+            self.items.append((number, item))
+        if len(self.items) > self._most:
             self._every *= 2
+            self.items = [one for one in self.items if one[0] % self._every == 0]
 
 
 class History:
@@ -42,7 +47,7 @@ class History:
 
     def __init__(self) -> None:
         self.unit = "batches"
-        self._curves: dict[str, dict[int, _Points]] = {}  # by name and rank
+        self._curves: dict[str, dict[int, Thinned[tuple[float, float]]]] = {}  # by name and rank
         self.began_at: float | None = None
         self._length_s = 0.0
         self._num_reports = 0
@@ -67,7 +72,9 @@ class History:
             ):
                 continue
             by_rank = self._curves.setdefault(name, {})
-            by_rank.setdefault(report.rank, _Points()).add((at, value))
+            curve = by_rank.setdefault(report.rank, Thinned(_MOST_POINTS))
+            # Not by step: a number of every 100th step would vanish from a curve of even ones.
+            curve.add(curve.num_added, (at, value))
         self.unit = next((name for name in ("tokens", "samples") if name in values), self.unit)
         amount = values.get(self.unit, 1 if self.unit == "batches" else 0)
         self._num_reports += 1
@@ -81,7 +88,10 @@ class History:
         """By rank, (optimizer step, number), with None where a rank took no step for a while, since
         it had joined."""
         by_rank = self._curves.get(name, {})
-        return {rank: _broken(points.held) for rank, points in sorted(by_rank.items())}
+        return {
+            rank: _broken([point for _, point in curve.items])
+            for rank, curve in sorted(by_rank.items())
+        }
 
     def rates(self) -> list[tuple[float, float]]:
         """(seconds since the first report, amount per second), over intervals of equal length."""

@@ -15,7 +15,6 @@ _WIDTH, _HEIGHT = 440, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 26, 36
 _FEW_POINTS = 20  # Of a number that is reported once in an epoch; drawn thicker.
 _LEAST = 1e-300  # between two ticks: near the end of what a float can be, they have no powers
-_POINTS = 240  # of one line: as many as 440 pixels can show
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +142,15 @@ def _path(
     across: Callable[[float], float],
     down: Callable[[float], float],
 ) -> str:
-    every = max(1, len(points) // _POINTS)
     parts, pen = [], "M"
-    for number, point in enumerate(points):
+    for point, later in zip(points, [*points[1:], None], strict=True):
         if point is None or not math.isfinite(point[1]):
             pen = "M"
-        elif pen == "M" or number % every == 0 or number == len(points) - 1:
-            parts.append(f"{pen}{across(point[0]):.1f} {down(point[1]):.1f}")
-            if pen == "M" and (number + 1 == len(points) or points[number + 1] is None):
-                parts.append("h0")  # A point by itself: with round ends it is a dot.
-            pen = "L"
+            continue
+        parts.append(f"{pen}{across(point[0]):.1f} {down(point[1]):.1f}")
+        if pen == "M" and later is None:
+            parts.append("h0")  # A point by itself: with round ends it is a dot.
+        pen = "L"
     return "".join(parts)
 
 

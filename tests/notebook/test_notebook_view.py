@@ -92,7 +92,7 @@ def test_rates_are_even_where_training_was(num_reports: int) -> None:
     for _, rate in rates:
         assert rate == pytest.approx(1600, rel=0.2)
     for line in history.lines().values():
-        assert len(line) <= 2000 and None not in line
+        assert len(line) <= 480 and None not in line
 
 
 def test_the_table_says_where_every_rank_is() -> None:

@@ -17,6 +17,8 @@ from chorusline.actors.messages import Report
 from chorusline.actors.output import Printed
 from chorusline.actors.run_status import Passage, RunStatus
 
+from ...notebook.history import Thinned
+
 MOST_RECENT = 20_000
 """Reports that are all kept; whoever looks in time gets each of them."""
 
@@ -47,8 +49,7 @@ class Feed:
         self._keeper = keeper
         self._recent: deque[Report] = deque()
         self._num_reports = 0
-        self._older: list[tuple[int, Report]] = []  # with their numbers
-        self._stride = 1
+        self._older: Thinned[tuple[int, Report]] = Thinned(MOST_OLDER)  # by step
         self._printed: deque[tuple[int, Printed]] = deque()  # by seat
         self._num_printed = 0
         self._printed_bytes = 0
@@ -62,7 +63,8 @@ class Feed:
         self._recent.extend(news.reports)
         self._num_reports += len(news.reports)
         while len(self._recent) > MOST_RECENT:
-            self._put_away(self._num_reports - len(self._recent), self._recent.popleft())
+            number, report = self._num_reports - len(self._recent), self._recent.popleft()
+            self._older.add(report.step, (number, report))  # The same steps of each rank.
         self._printed.extend(news.printed)
         self._num_printed += len(news.printed)
         self._printed_bytes += sum(_size(one) for _, one in news.printed)
@@ -77,14 +79,6 @@ class Feed:
                 if len(passage.lost) > len(known.lost):
                     self._passages[passage.generation] = passage
         self._num_lost = news.num_lost
-
-    def _put_away(self, number: int, report: Report) -> None:
-        if report.step % self._stride:
-            return
-        self._older.append((number, report))
-        if len(self._older) > MOST_OLDER:
-            self._stride *= 2
-            self._older = [one for one in self._older if one[1].step % self._stride == 0]
 
     def beginning(self, *, whole: bool = False) -> Place:
         """The place of one who has seen nothing: all reports are to come, and the end of what was
@@ -105,7 +99,7 @@ class Feed:
         if place.keeper != self._keeper:
             place = self.beginning()
         first = self._num_reports - len(self._recent)
-        older = [report for number, report in self._older if number >= place.reports]
+        older = [report for _, (number, report) in self._older.items if number >= place.reports]
         recent = islice(self._recent, max(0, place.reports - first), None)
         first_printed = self._num_printed - len(self._printed)
         printed = islice(self._printed, max(0, place.printed - first_printed), None)
@@ -126,7 +120,7 @@ class Feed:
         return news, seen
 
     def reports(self) -> list[Report]:
-        return [*(report for _, report in self._older), *self._recent]
+        return [*(report for _, (_, report) in self._older.items), *self._recent]
 
 
 def _size(printed: Printed) -> int:
