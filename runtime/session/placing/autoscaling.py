@@ -1,11 +1,10 @@
 """Whether a cluster that is too small will grow, according to its autoscaler.
 
-Ray has no public API for this. Three sources are read, as Ray's own libraries and `ray status` do:
+Ray has no public API for this. One source is read for each autoscaler, as `ray status` does:
 
-- the cluster's configuration, with the most nodes of each kind, where the provider reports one;
-- the state of the autoscaler (version 2), which lists the groups that it can never place;
-- the status of the autoscaler (version 1), which names the type of each node. For nodes that were
-  started by hand, the type is made from the node's id.
+- the state of version 2, which lists the groups that it can never place;
+- the status of version 1, which names the type of each node. For nodes that were started by hand,
+  the type is made from the node's id; such a cluster is the usual one of a machine of one's own.
 
 An answer that this file does not know (a future Ray) is UNKNOWN: the session waits, up to its
 deadline.
@@ -25,7 +24,7 @@ _STATUS_KEY = "__autoscaling_status"
 _ASK_S = 5
 
 
-class Outlook(enum.Enum):
+class Growth(enum.Enum):
     """GROWS: there is an autoscaler, and it has not refused. FIXED: no node will come. UNKNOWN: no
     source says which."""
 
@@ -36,35 +35,31 @@ class Outlook(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """outlook: whether nodes can come. why: the reason, as a part of a sentence."""
+    """growth: whether nodes can come. why: the reason, as a part of a sentence."""
 
-    outlook: Outlook
+    growth: Growth
     why: str
 
 
-def prospect(bundle: Mapping[str, float], fewest: int, group: str) -> Prospect:
+def prospect(group: str) -> Prospect:
     """Whether the autoscaler of the connected cluster can make room for a pending placement group.
 
-    group: its id in hex; it has `fewest` times `bundle`. Blocks for several calls to the cluster.
+    group: its id in hex. Blocks for several calls to the cluster.
     """
     try:
-        return _asked(bundle, fewest, group)
+        return _asked(group)
     except Exception as error:  # Private APIs: with another Ray the group must still be waited for.
         text = " ".join(str(error).split())
         return Prospect(
-            Outlook.UNKNOWN,
+            Growth.UNKNOWN,
             "this version of Ray cannot say whether nodes are being added "
             f"({type(error).__name__}: {text})",
         )
 
 
-def _asked(bundle: Mapping[str, float], fewest: int, group: str) -> Prospect:
-    from ray._private.state import state as cluster
+def _asked(group: str) -> Prospect:
     from ray.autoscaler.v2.utils import is_autoscaler_v2
 
-    maximum = cluster.get_max_resources_from_cluster_config()
-    if maximum and (answer := of_maximum(bundle, fewest, maximum)):
-        return answer
     if is_autoscaler_v2(fetch_from_server=True):
         return of_state(_state(), group)
     status = _internal_kv_get(_STATUS_KEY)
@@ -83,28 +78,10 @@ def _state() -> Any:
     return reply.autoscaling_state if reply.HasField("autoscaling_state") else None
 
 
-def of_maximum(
-    bundle: Mapping[str, float], fewest: int, maximum: Mapping[str, float]
-) -> Prospect | None:
-    """FIXED if the configured maximum of the cluster is too small, else None."""
-    missing = {
-        name: (amount * fewest, maximum.get(name, 0))
-        for name, amount in bundle.items()
-        if amount * fewest > maximum.get(name, 0) + 1e-6
-    }
-    if not missing:
-        return None
-    limits = ", ".join(
-        f"{name} {most:g} at the most, and {wanted:g} are asked for"
-        for name, (wanted, most) in missing.items()
-    )
-    return Prospect(Outlook.FIXED, f"by its configuration it may grow to {limits}")
-
-
 def of_state(state: Any, group: str) -> Prospect:
     """The answer of version 2. state: an AutoscalingState, None where there is none yet."""
     if state is None:
-        return Prospect(Outlook.UNKNOWN, "its autoscaler has not reported yet")
+        return Prospect(Growth.UNKNOWN, "its autoscaler has not reported yet")
     coming = sum(request.count for request in state.pending_instance_requests)
     coming += len(state.pending_instances)
     failed = [
@@ -113,16 +90,16 @@ def of_state(state: Any, group: str) -> Prospect:
     ]
     if failed:
         nodes = "; ".join(failed)
-        return Prospect(Outlook.GROWS, f"its autoscaler could not start {nodes}, and tries again")
+        return Prospect(Growth.GROWS, f"its autoscaler could not start {nodes}, and tries again")
     if coming:
-        return Prospect(Outlook.GROWS, f"its autoscaler has {_nodes(coming)} on the way")
+        return Prospect(Growth.GROWS, f"its autoscaler has {_nodes(coming)} on the way")
     # Read this last: while nodes are on the way, the list may name a group that they will hold.
     never = (gang.details for gang in state.infeasible_gang_resource_requests)
     if any(details.startswith(f"{group}:") for details in never):
         return Prospect(
-            Outlook.FIXED, "and its autoscaler reports that it cannot add suitable nodes"
+            Growth.FIXED, "and its autoscaler reports that it cannot add suitable nodes"
         )
-    return Prospect(Outlook.GROWS, "its autoscaler has been asked")
+    return Prospect(Growth.GROWS, "its autoscaler has been asked")
 
 
 def of_status(status: Mapping[str, Any]) -> Prospect:
@@ -130,16 +107,16 @@ def of_status(status: Mapping[str, Any]) -> Prospect:
     report = status.get("autoscaler_report") or {}
     types: Mapping[str, str] = report.get("node_type_mapping") or {}
     if not types:
-        return Prospect(Outlook.UNKNOWN, "no autoscaler has reported yet")
+        return Prospect(Growth.UNKNOWN, "no autoscaler has reported yet")
     if all(kind == f"node_{node}" for node, kind in types.items()):  # All were started by hand.
-        return Prospect(Outlook.FIXED, "and it has no autoscaler")
+        return Prospect(Growth.FIXED, "and it has no autoscaler")
     coming = sum((report.get("pending_launches") or {}).values())
     coming += len(_listed(report, "pending_nodes"))
     if failed := len(_listed(report, "failed_nodes")):
-        return Prospect(Outlook.GROWS, f"of its autoscaler's nodes, {failed} failed")
+        return Prospect(Growth.GROWS, f"of its autoscaler's nodes, {failed} failed")
     if coming:
-        return Prospect(Outlook.GROWS, f"its autoscaler has {_nodes(coming)} on the way")
-    return Prospect(Outlook.GROWS, "its autoscaler has been asked")
+        return Prospect(Growth.GROWS, f"its autoscaler has {_nodes(coming)} on the way")
+    return Prospect(Growth.GROWS, "its autoscaler has been asked")
 
 
 def _listed(report: Mapping[str, Any], key: str) -> list[Any]:

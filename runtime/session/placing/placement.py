@@ -23,7 +23,7 @@ from chorusline.actors.lasting import new_group_name
 from chorusline.collectives.contract.argument_kinds import check_text
 from chorusline.collectives.contract.plain_numbers import real
 
-from .autoscaling import Outlook, prospect
+from .autoscaling import Growth, prospect
 
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives each node."""
@@ -240,10 +240,10 @@ async def _place_on_new_nodes(
     async def until_hopeless(group: PlacementGroup) -> str:
         has_warned = False
         while True:
-            future = await asyncio.to_thread(prospect, bundle, fewest, group.id.hex())
+            future = await asyncio.to_thread(prospect, group.id.hex())
             # The cluster may have grown meanwhile; then Ray places the group in a moment.
             is_too_small = _fitting(bundle, ray.cluster_resources()) < fewest
-            if future.outlook is Outlook.FIXED and is_too_small:
+            if future.growth is Growth.FIXED and is_too_small:
                 return future.why
             if not has_warned:
                 has_warned = True
