@@ -75,6 +75,7 @@ def take_part(group: Group, kind: Kind, numel: int, dtype: int, detail: int) -> 
     def zeros(count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=DTYPES[dtype], device=group.device)
 
+    # Of zeros: whatever the others multiply by.
     factor = 1 if detail % UNEVEN == ReduceOp.PREMUL_SUM else None
     nothing = [zeros(0)] * group.size if dtype >= 0 else []
     match kind:

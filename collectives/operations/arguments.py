@@ -257,6 +257,7 @@ def checked_op(
         if op not in _OF_BOOL:
             raise UnsupportedOperation(what, backend, "convert to an integer or a float first")
         return _OF_BOOL[op]
+    # What follows is about PREMUL_SUM: the scaled tensor has the dtype of the tensor.
     if factor is None:
         return op
     if isinstance(factor, complex) and not dtype.is_complex:

@@ -409,6 +409,7 @@ class Operations(GroupArguments):
                 f"all_to_all: part {self.rank} of input, which this rank sends to itself, has "
                 f"{own_in} elements, and part {self.rank} of output {own_out}; make them equal"
             )
+        # What arrives first would overwrite what is still to be sent.
         if overlap:
             parts = [part.clone() for part in parts]
         sent = sum(self._numel(part, other) for part in parts) - self._numel(

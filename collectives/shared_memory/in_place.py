@@ -74,6 +74,8 @@ class Sharing:
         segment = self._segment
         place = place_of(tensor) if self.pays else NOWHERE
         segment.show(tick, *place)
+        # The places travel with a tick. A rank without one begins through the slots in that tick
+        # already: if no rank has one, asking has cost nothing.
         if place.inode:
             segment.publish(tick)
             yield tick

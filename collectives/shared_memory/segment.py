@@ -253,6 +253,7 @@ class SharedSegment:
         has_told = False
         try:
             while True:
+                # Say first that it sleeps, then look: a peer that comes in between wakes it.
                 words[mine] = peer + 1
                 seen = words[at]
                 if seen >= tick:

@@ -110,6 +110,7 @@ class ComparingCommunicator(Communicator):
         except CollectiveError as failure:
             error = failure
         except BaseException as interrupt:
+            # The others wait in this comparison for this rank.
             what = f"{type(interrupt).__name__} during {operation}"
             self.abort(GroupAborted(self._generation, [self.rank], what))
             raise

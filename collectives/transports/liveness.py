@@ -155,6 +155,7 @@ class RollCall:
         with contextlib.suppress(Exception):
             closed = self._closed()
             gone = sorted(r for r, taken in closed.items() if taken <= operation.sequence)
+            # It does not count among a peer's operations; but a peer that has closed sends nothing.
             if operation.is_between_two and closed.keys() >= set(self._peers(operation)):
                 gone = self._peers(operation)
             if gone:
@@ -197,6 +198,7 @@ class RollCall:
         asked = [rank for rank in range(self.size) if rank != self.rank]
         positions = {rank: self._position_of(rank) for rank in asked}
         waits_for = {rank: at.peers for rank, at in positions.items() if at.peers}
+        # The numbers of messages are known to two ranks only, so positions do not compare there.
         if head.is_between_two:
             peers = self._peers(head)
             missing = to_blame(peers, waits_for, [self.rank])

@@ -88,7 +88,7 @@ def safetensors_of(reader: CheckpointReader) -> tuple[dict[str, torch.Tensor], d
             try:
                 value = reader.value(entry)
             except CheckpointUntrusted:
-                value = None
+                value = None  # It is no tensor, so it does not go into the file in any case.
             if isinstance(value, torch.Tensor):
                 tensors[within + name] = value.contiguous()
             else:

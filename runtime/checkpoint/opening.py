@@ -170,12 +170,15 @@ def choose(
         except FileNotFoundError:
             trouble = CheckpointCorrupted(storage.path_of(folder), "its manifest is gone")
         except Exception as error:
+            # Without a reader it is this manifest that cannot be used. With one, the storage does
+            # not answer: an older checkpoint would take steps back for a failure that may pass.
             what = f"rank {group.rank} cannot read it ({type(error).__name__}: {error})"
             trouble = (
                 CheckpointError(storage.path_of(folder), what)
                 if reader is None
                 else CheckpointPlaceUnusable(storage.path, f"{folder}: {what}")
             )
+        # All ranks have the same list, so they all take this checkpoint, or all the next one.
         troubles = [word for word in all_gather_object(group, trouble) if word is not None]
         if not troubles:
             found_one = reader

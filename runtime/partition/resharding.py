@@ -136,6 +136,7 @@ def by_holders(
         holders = frozenset(
             rank for rank, mine in of_bucket if mine.start <= start and stop <= mine.stop
         )
+        # A cut where one rank's two ranges meet changes nothing.
         if parts and parts[-1][1] == holders:
             before = parts.pop()[0]
             start = before.start

@@ -200,6 +200,7 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
     standings = read_standings(values[: 3 * num_ranks])
     live = tuple(rank for rank, one in enumerate(standings) if one.is_live)
     num_contributing = sum(one.contributes for one in standings)
+    # At the end of a Join no rank is live: nothing is stepped, so there is nothing to weigh.
     if live and num_weighing not in (0, num_contributing):
         raise RuntimeError(
             f"{num_weighing:g} of the ranks {list(live)} weighted their loss for this step; either "

@@ -98,7 +98,7 @@ def belongs(standings: Sequence[Standing], rank: int) -> bool:
         for number, one in enumerate(standings)
         if (one.is_live or not live) and one.has_cleared_since(own.passes, own.calls)
     ]
-    if not live:
+    if not live:  # The end of a Join: what each rank continues to hold.
         return not cleared
     if len(cleared) == len(live):
         return False

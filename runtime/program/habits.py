@@ -72,6 +72,7 @@ def is_relative(path: object) -> bool:
 
 def note_on(error: BaseException, device: torch.device) -> str | None:
     """A note to an error of a train function. device: of the rank."""
+    # torch's and Python's errors of these kinds have no class of their own: their texts tell.
     text = str(error)
     if isinstance(error, ValueError):
         is_torchs = "Default process group has not" in text or "env:// rendezvous" in text

@@ -63,10 +63,11 @@ def listing(storage: Storage) -> Listing:
         except (CheckpointCorrupted, FileNotFoundError):
             broken.append(name)
             continue
-        except OSError:
+        except OSError:  # The storage does not answer: nothing is known of this one.
             unread.append(name)
             continue
         written.append((manifest.time, name))
+        # The manifest is whole, and a file of it is gone, or has another size.
         if METADATA not in files or not manifest.files.items() <= files.items():
             damaged.add(name)
     names = [name for _, name in sorted(written, reverse=True)]

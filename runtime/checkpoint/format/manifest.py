@@ -136,6 +136,7 @@ def merged(parts: Sequence[Part]) -> list[Entry]:
         entry.items.sort(key=lambda item: item.start)
         at = 0
         for item in entry.items:
+            # Without a dtype it is a Python value, which is in one piece.
             if entry.dtype is not None and item.start != at:
                 raise ValueError(
                     f"{name_of(entry.path)}: elements {at} to {item.start} of {entry.numel} were "
