@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 
+class WrongUsage(Exception):
+    """The command line is wrong; the text is a sentence."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown word: `; did you mean 'status'?`, or empty."""
     near = difflib.get_close_matches(word, list(known), n=1)

@@ -27,6 +27,8 @@ import torch
 
 from chorusline.collectives import FileStore, Group, Work
 
+from .arguments import WrongUsage
+
 OPERATIONS = (
     "all_reduce",
     "reduce_scatter",
@@ -41,10 +43,6 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BUDGET_S = 0.5  # for measuring one row
 _MOST_CALLS = 500
 _MEET_S = 60.0
-
-
-class WrongUsage(Exception):
-    """The command line asks for something that does not exist; the text is a sentence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,11 +137,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return show_doctor()
         case "bench":
-            from .bench import WrongUsage as WrongCase, show_bench
+            from .bench import show_bench
 
             try:
                 return show_bench(options)
-            except WrongCase as error:
+            except arguments.WrongUsage as error:
                 bench.error(str(error))
     return look_at_checkpoints(options)
 
@@ -164,11 +164,11 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
         flags.error(f"{needless} configures checkpoints; write --checkpoint DIR as well")
     if wrong := function_flags.why_not_detached(given):
         flags.error(wrong)
-    from .function import WrongUsage, run_function
+    from .function import run_function
 
     try:
         return run_function(script, function, given, theirs)
-    except WrongUsage as error:
+    except arguments.WrongUsage as error:
         flags.error(str(error))
 
 

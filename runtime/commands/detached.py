@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import logging
 import re
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import ray
 
 from chorusline.actors.errors import NoCluster
 from chorusline.collectives.contract.errors import ChoruslineError
@@ -49,6 +47,19 @@ def name_for(script: Path, given: str | None) -> str:
     except ValueError as error:
         raise ValueError(f"--name: {error}") from None
     return name
+
+
+def session_of(options: argparse.Namespace, **more: Any) -> Session:
+    """The session that the flags of a run ask for. more: arguments that one kind of run has."""
+    return Session(
+        options.workers,
+        use_gpu=options.gpu,
+        timeout_s=options.timeout,
+        startup_timeout_s=options.startup_timeout,
+        address=options.address,
+        env_vars=dict(options.env),
+        **more,
+    )
 
 
 async def begin(
@@ -90,17 +101,14 @@ def stop_session(name: str, address: str | None) -> int:
 
 
 def _at(name: str, address: str | None, act: Callable[[Session], Awaitable[None]]) -> int:
-    was_connected = ray.is_initialized()
-
     async def main() -> None:
         progress = Progress()
         async with attach(name, address=address, progress=progress) as session:
             await act(session)
 
     try:
-        if not was_connected:
-            connecting.join(address, log_to_driver=False, logging_level=logging.WARNING)
-        asyncio.run(main())
+        with connecting.connected(address):
+            asyncio.run(main())
         return 0
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -115,9 +123,6 @@ def _at(name: str, address: str | None, act: Callable[[Session], Awaitable[None]
         for note in getattr(error, "__notes__", ()):
             print(note, file=sys.stderr)
         return 1
-    finally:
-        if not was_connected:
-            ray.shutdown()
 
 
 def print_results(results: Sequence[object]) -> None:

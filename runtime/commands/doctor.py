@@ -44,7 +44,7 @@ _PATIENCE_S = 30.0  # for a process that opens a file
 _ANSWER_S = 3.0
 
 
-class Verdict(Enum):
+class Severity(Enum):
     """FINE: nothing is wrong. POOR: runs are slower, or fail in some cases. BROKEN: runs fail."""
 
     FINE = "ok"
@@ -58,7 +58,7 @@ class Finding:
     wrong."""
 
     topic: str
-    verdict: Verdict
+    severity: Severity
     says: str
     mend: str = ""
 
@@ -68,10 +68,10 @@ def show_doctor() -> int:
     findings = list(examine(os.environ))
     wide = max(len(finding.topic) for finding in findings)
     for finding in findings:
-        print(f"{finding.verdict.value:>5}  {finding.topic:<{wide}}  {finding.says}")
+        print(f"{finding.severity.value:>5}  {finding.topic:<{wide}}  {finding.says}")
         if finding.mend:
             print(f"{'':>5}  {'':<{wide}}  -> {finding.mend}")
-    broken = sum(finding.verdict is Verdict.BROKEN for finding in findings)
+    broken = sum(finding.severity is Severity.BROKEN for finding in findings)
     print(
         f"\n{broken} things prevent running here" if broken else "\nnothing prevents running here"
     )
@@ -84,7 +84,7 @@ def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
     yield from _command(environment)
     yield from _devices()
     for says, mend in traps(environment, len(list(Path("/dev").glob("nvidia[0-9]*")))):
-        yield Finding(VISIBLE, Verdict.POOR, says, mend)
+        yield Finding(VISIBLE, Severity.POOR, says, mend)
     yield from _nccl()
     yield from _shared_memory()
     yield from _links(environment)
@@ -99,7 +99,7 @@ def _versions() -> Iterator[Finding]:
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(package, Verdict.BROKEN, "not installed", f"pip install '{package}'")
+            yield Finding(package, Severity.BROKEN, "not installed", f"pip install '{package}'")
             continue
         wanted = ".".join(map(str, least))
         yield _version(package, found, least, f"pip install '{package}>={wanted}'")
@@ -107,10 +107,10 @@ def _versions() -> Iterator[Finding]:
         # As a user's program does: it raises if other packages of the same names come first.
         chorusline = importlib.import_module("chorusline")
     except ImportError as error:
-        yield Finding("chorusline", Verdict.BROKEN, str(error), "see the line before")
+        yield Finding("chorusline", Severity.BROKEN, str(error), "see the line before")
         return
     home = Path(str(chorusline.__file__)).parent
-    yield Finding("chorusline", Verdict.FINE, f"{chorusline.__version__} in {home}")
+    yield Finding("chorusline", Severity.FINE, f"{chorusline.__version__} in {home}")
 
 
 def _command(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -125,19 +125,19 @@ def _command(environment: Mapping[str, str]) -> Iterator[Finding]:
     if found is None or Path(found).resolve() != program.resolve():
         yield Finding(
             "command",
-            Verdict.POOR,
+            Severity.POOR,
             f"{program} is not on the PATH"
             if found is None
             else f"`chorusline` is {found}, and not the one beside {sys.executable}",
             f"{first}, also before `ray start`",
         )
     else:
-        yield Finding("command", Verdict.FINE, found)
+        yield Finding("command", Severity.FINE, found)
     without = [pid for pid, path in _started_nodes() if not shutil.which("chorusline", path=path)]
     if without:
         yield Finding(
             "ray's jobs",
-            Verdict.POOR,
+            Severity.POOR,
             f"`ray start` was called here (pid of the node: {', '.join(map(str, without))}) where "
             "`chorusline` is not on the PATH: jobs end with `chorusline: not found`",
             f"`ray stop`, {first}, `ray start`; or submit {program} run …",
@@ -169,22 +169,22 @@ def _words(file: Path) -> list[str]:
 def _version(name: str, found: str, least: tuple[int, ...], mend: str) -> Finding:
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers < least:
-        return Finding(name, Verdict.BROKEN, f"{found} is too old", mend)
-    return Finding(name, Verdict.FINE, found)
+        return Finding(name, Severity.BROKEN, f"{found} is too old", mend)
+    return Finding(name, Severity.FINE, found)
 
 
 def _devices() -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0))
-    yield Finding("cpus", Verdict.FINE, f"{usable} of {os.cpu_count()} usable by this process")
+    yield Finding("cpus", Severity.FINE, f"{usable} of {os.cpu_count()} usable by this process")
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Finding("memory", Verdict.FINE, f"{pages / (1 << 30):.0f} GiB")
+    yield Finding("memory", Severity.FINE, f"{pages / (1 << 30):.0f} GiB")
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = f"torch is built for CUDA {built} and sees none" if built else "torch is a CPU build"
         has_gpu = Path("/dev/nvidiactl").exists()
         yield Finding(
             "gpus",
-            Verdict.POOR if has_gpu else Verdict.FINE,
+            Severity.POOR if has_gpu else Severity.FINE,
             f"none: {why}",
             "this machine has an NVIDIA driver: install a CUDA build of torch, or see why "
             "`nvidia-smi` fails"
@@ -193,20 +193,20 @@ def _devices() -> Iterator[Finding]:
         )
         return
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    yield Finding("gpus", Verdict.FINE, f"{len(names)}: {', '.join(sorted(set(names)))}")
+    yield Finding("gpus", Severity.FINE, f"{len(names)}: {', '.join(sorted(set(names)))}")
 
 
 def _nccl() -> Iterator[Finding]:
     needed = torch.cuda.is_available()
     if importlib.util.find_spec("cupy") is None and not needed:
-        yield Finding("nccl", Verdict.FINE, "not needed without a GPU")
+        yield Finding("nccl", Severity.FINE, "not needed without a GPU")
         return
     try:
         version = load_nccl().get_version()
     except (ImportError, OSError) as error:
         yield Finding(
             "nccl",
-            Verdict.BROKEN if needed else Verdict.POOR,
+            Severity.BROKEN if needed else Severity.POOR,
             str(error).split(". ")[0],
             "pip install -e '.[cuda13]' in a checkout of Chorusline, or [cuda12] beside a CUDA 12 "
             "build of torch",
@@ -223,9 +223,9 @@ def _nccl() -> Iterator[Finding]:
         says += (
             "; ranks on one GPU, or on parts of one (MIG), cannot connect with NCCL_NVLS_ENABLE=1"
         )
-        yield Finding("nccl", Verdict.POOR, says, "unset NCCL_NVLS_ENABLE")
+        yield Finding("nccl", Severity.POOR, says, "unset NCCL_NVLS_ENABLE")
         return
-    yield Finding("nccl", Verdict.FINE, says)
+    yield Finding("nccl", Severity.FINE, says)
 
 
 def _library(name: str) -> str:
@@ -243,7 +243,7 @@ def _shared_memory() -> Iterator[Finding]:
     except OSError as error:
         yield Finding(
             "shared memory",
-            Verdict.BROKEN,
+            Severity.BROKEN,
             f"memory for ranks to share cannot be made: {error}",
             "see `ulimit -a` and the memory limit of the container",
         )
@@ -257,7 +257,7 @@ def _shared_memory() -> Iterator[Finding]:
             timeout=_PATIENCE_S,
         )
     except subprocess.TimeoutExpired as error:
-        yield Finding("shared memory", Verdict.BROKEN, str(error), "look at the load of this host")
+        yield Finding("shared memory", Severity.BROKEN, str(error), "look at the load of this host")
         return
     finally:
         os.close(descriptor)
@@ -265,14 +265,14 @@ def _shared_memory() -> Iterator[Finding]:
         why = opened.stderr.strip().splitlines()[-1]
         yield Finding(
             "shared memory",
-            Verdict.BROKEN,
+            Severity.BROKEN,
             f"another process of this user cannot open it: {why}",
             "allow /proc/<pid>/fd between processes of one user (no hidepid, no SELinux or AppArmor"
             " rule against it), or set CHORUSLINE_HOST_ID differently for each rank: then Gloo is "
             "used",
         )
     else:
-        yield Finding("shared memory", Verdict.FINE, "ranks of this host can share memory (memfd)")
+        yield Finding("shared memory", Severity.FINE, "ranks of this host can share memory (memfd)")
         yield from _symmetric_memory()
         yield from _exits()
     size = shutil.disk_usage("/dev/shm")
@@ -280,12 +280,12 @@ def _shared_memory() -> Iterator[Finding]:
     if size.free < _LEAST_SHM_BYTES:
         yield Finding(
             "/dev/shm",
-            Verdict.POOR,
+            Severity.POOR,
             f"{says}: Ray will use files in /tmp instead, which is slower",
             "start the container with --shm-size=4g, or mount a memory-backed emptyDir there",
         )
     else:
-        yield Finding("/dev/shm", Verdict.FINE, says)
+        yield Finding("/dev/shm", Severity.FINE, says)
 
 
 def _symmetric_memory() -> Iterator[Finding]:
@@ -295,7 +295,7 @@ def _symmetric_memory() -> Iterator[Finding]:
     except OSError as error:
         yield Finding(
             "symmetric memory",
-            Verdict.POOR,
+            Severity.POOR,
             f"a tensor of 1 GiB that ranks read in place cannot be made: {error}; such tensors "
             "are ordinary ones then, and their data is copied once more",
             "see `ulimit -f`, `ulimit -n` and `ulimit -v`",
@@ -309,7 +309,7 @@ def _exits() -> Iterator[Finding]:
     except (OSError, AttributeError) as error:
         yield Finding(
             "lost processes",
-            Verdict.POOR,
+            Severity.POOR,
             "this kernel, sandbox or Python does not report the end of a process (pidfd_open: "
             f"{getattr(error, 'strerror', error)}): ranks look in /proc, and notice a lost rank a "
             "little later",
@@ -320,18 +320,18 @@ def _exits() -> Iterator[Finding]:
 def _links(environment: Mapping[str, str]) -> Iterator[Finding]:
     here = [name for _, name in socket.if_nameindex()]
     speeds = ", ".join(f"{name}{_speed(name)}" for name in here)
-    yield Finding("links", Verdict.FINE, speeds)
+    yield Finding("links", Severity.FINE, speeds)
     try:
         check_gloo_interfaces()
     except ValueError as error:
         yield Finding(
-            GLOO_VARIABLE, Verdict.BROKEN, str(error), f"export {GLOO_VARIABLE}={_likely(here)}"
+            GLOO_VARIABLE, Severity.BROKEN, str(error), f"export {GLOO_VARIABLE}={_likely(here)}"
         )
     wanted = environment.get(NCCL_VARIABLE, "")
     if wanted and not _nccl_finds(wanted, here):
         yield Finding(
             NCCL_VARIABLE,
-            Verdict.BROKEN,
+            Severity.BROKEN,
             f"is {wanted!r}, which leaves none of {', '.join(here)}",
             f"export {NCCL_VARIABLE}={_likely(here)}",
         )
@@ -344,12 +344,12 @@ def _links(environment: Mapping[str, str]) -> Iterator[Finding]:
         at = f"is {address}, the loopback" if address else "has no address"
         yield Finding(
             "host name",
-            Verdict.POOR,
+            Severity.POOR,
             f"{name} {at}: between hosts, Gloo would use an address that only this host has",
             f"export {GLOO_VARIABLE}={_likely(here)} for runs on several hosts",
         )
     else:
-        yield Finding("host name", Verdict.FINE, f"{name} is {address}")
+        yield Finding("host name", Severity.FINE, f"{name} is {address}")
 
 
 def _speed(name: str) -> str:
@@ -384,7 +384,7 @@ def _ports(environment: Mapping[str, str]) -> Iterator[Finding]:
     if high - low < _LEAST_PORTS:
         yield Finding(
             "ports",
-            Verdict.POOR,
+            Severity.POOR,
             f"{low} to {high} for outgoing connections",
             "sysctl -w net.ipv4.ip_local_port_range='32768 60999'",
         )
@@ -397,12 +397,14 @@ def _ports(environment: Mapping[str, str]) -> Iterator[Finding]:
     except OSError as error:
         yield Finding(
             "ports",
-            Verdict.BROKEN,
+            Severity.BROKEN,
             f"this process cannot listen and be reached on this host: {error}",
             "allow connections of this host to itself in the firewall",
         )
         return
-    yield Finding("ports", Verdict.FINE, f"{low} to {high}; between hosts all of them must be open")
+    yield Finding(
+        "ports", Severity.FINE, f"{low} to {high}; between hosts all of them must be open"
+    )
     address = environment.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "://" not in address:
@@ -411,12 +413,12 @@ def _ports(environment: Mapping[str, str]) -> Iterator[Finding]:
         except OSError as error:
             yield Finding(
                 "RAY_ADDRESS",
-                Verdict.BROKEN,
+                Severity.BROKEN,
                 f"nothing answers at {address}: {error}",
                 "correct it, unset it to have a local cluster, or `ray start --head` there",
             )
             return
-        yield Finding("RAY_ADDRESS", Verdict.FINE, f"a cluster answers at {address}")
+        yield Finding("RAY_ADDRESS", Severity.FINE, f"a cluster answers at {address}")
 
 
 def _ray(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -426,14 +428,14 @@ def _ray(environment: Mapping[str, str]) -> Iterator[Finding]:
     if mode == "token" and not has_token:
         yield Finding(
             "ray's auth mode",
-            Verdict.BROKEN,
+            Severity.BROKEN,
             f"token, and there is none in {token}",
             "copy the cluster's token there, or set RAY_AUTH_TOKEN; `ray get-auth-token` shows it",
         )
     elif not mode and token.exists():
         yield Finding(
             "ray's auth mode",
-            Verdict.POOR,
+            Severity.POOR,
             f"not set, and there is a token in {token}: clusters that are started here ask for it",
             "export RAY_AUTH_MODE=token, or =disabled, the same for the cluster and for what "
             "connects to it",
@@ -441,16 +443,16 @@ def _ray(environment: Mapping[str, str]) -> Iterator[Finding]:
     elif mode not in ("", "token", "disabled"):
         yield Finding(
             "ray's auth mode",
-            Verdict.BROKEN,
+            Severity.BROKEN,
             f"RAY_AUTH_MODE is {mode!r}, which Ray does not know",
             "export RAY_AUTH_MODE=token or RAY_AUTH_MODE=disabled",
         )
     elif mode == "token":
-        yield Finding("ray's auth mode", Verdict.FINE, mode)
+        yield Finding("ray's auth mode", Severity.FINE, mode)
     else:
         yield Finding(
             "ray's auth mode",
-            Verdict.POOR,
+            Severity.POOR,
             f"{mode or 'not set, and no token here'}: whoever reaches Ray's ports, which are open "
             "on every interface, runs code as you",
             "ray get-auth-token --generate, and export RAY_AUTH_MODE=token, the same for the "
@@ -463,20 +465,20 @@ def _limits() -> Iterator[Finding]:
     if files < _FEWEST_FILES:
         yield Finding(
             "open files",
-            Verdict.POOR,
+            Severity.POOR,
             f"at most {files}, and Ray opens many",
             f"ulimit -n {most if most >= _FEWEST_FILES else 65536}",
         )
     else:
-        yield Finding("open files", Verdict.FINE, f"at most {files}")
+        yield Finding("open files", Severity.FINE, f"at most {files}")
     disk = shutil.disk_usage("/tmp")
     says = f"{disk.free / (1 << 30):.0f} GiB free (Ray's logs and spilled objects)"
     if disk.free < 0.05 * disk.total:
         yield Finding(
             "/tmp",
-            Verdict.POOR,
+            Severity.POOR,
             f"{says}, less than a twentieth: Ray stops creating objects",
             "make room, or start Ray with --temp-dir",
         )
     else:
-        yield Finding("/tmp", Verdict.FINE, says)
+        yield Finding("/tmp", Severity.FINE, says)

@@ -22,15 +22,11 @@ from ..session.session import Session
 from ..session.showing.progress import Progress
 from ..tracking.named import checked_trackers
 from ..tracking.tracker import Tracker
-from .arguments import did_you_mean, keywords
-from .detached import OF_DETACHED_RUN, begin, name_for, print_results
+from .arguments import WrongUsage, did_you_mean, keywords
+from .detached import OF_DETACHED_RUN, begin, name_for, print_results, session_of
 from .script import INTERRUPTED, below, on_ranks, print_error
 
 _MOST_NAMED = 8  # functions of a script
-
-
-class WrongUsage(Exception):
-    """The command line is wrong; the text is a sentence."""
 
 
 def run_function(script: Path, name: str, options: argparse.Namespace, words: list[str]) -> int:
@@ -109,26 +105,14 @@ def _checkpoints(options: argparse.Namespace) -> CheckpointConfig | None:
     )
 
 
-def _session(options: argparse.Namespace, **more: Any) -> Session:
-    return Session(
-        options.workers,
-        use_gpu=options.gpu,
-        timeout_s=options.timeout,
-        startup_timeout_s=options.startup_timeout,
-        address=options.address,
-        env_vars=dict(options.env),
-        checkpoint=_checkpoints(options),
-        **more,
-    )
-
-
 def _detached_session(script: Path, options: argparse.Namespace) -> Session:
     """Raises WrongUsage for a name that no session can have."""
     try:
         name = name_for(script, options.name)
     except ValueError as error:
         raise WrongUsage(str(error)) from None
-    return _session(options, name=name, **OF_DETACHED_RUN)
+    checkpoint = _checkpoints(options)
+    return session_of(options, checkpoint=checkpoint, name=name, **OF_DETACHED_RUN)
 
 
 async def _run(
@@ -138,7 +122,8 @@ async def _run(
     trackers: tuple[Tracker, ...],
 ) -> int:
     progress = Progress()
-    session = _session(options, progress=progress, trackers=trackers)
+    checkpoint = _checkpoints(options)
+    session = session_of(options, checkpoint=checkpoint, progress=progress, trackers=trackers)
     with progress:
         async with session:
             results = await session.run(function, **arguments)

@@ -7,13 +7,11 @@ import asyncio
 import sys
 import uuid
 from pathlib import Path
-from typing import Any
 
 from chorusline.actors.errors import WorkerLost
 
 from ..program.plain_script import PlainScript, run_plain_script
-from ..session.session import Session
-from .detached import OF_DETACHED_RUN, begin, name_for
+from .detached import OF_DETACHED_RUN, begin, name_for, session_of
 from .script import INTERRUPTED, below, on_ranks, print_error
 
 
@@ -26,7 +24,7 @@ def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
     script = PlainScript.read(path, tuple(options.args), uuid.uuid4().hex)
     try:
         if options.detach:
-            session = _session(options, name=name, **OF_DETACHED_RUN)
+            session = session_of(options, name=name, max_failures=0, **OF_DETACHED_RUN)
             return asyncio.run(begin(session, run_plain_script, {"script": script}))
         return on_ranks(lambda: asyncio.run(_run(script, options)))
     except KeyboardInterrupt:  # Before a detached run has begun.
@@ -37,22 +35,10 @@ def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
         return 1
 
 
-def _session(options: argparse.Namespace, **more: Any) -> Session:
-    return Session(
-        options.workers,
-        use_gpu=options.gpu,
-        max_failures=0,  # Of a script nothing is registered: it begins again in new processes.
-        timeout_s=options.timeout,
-        startup_timeout_s=options.startup_timeout,
-        address=options.address,
-        env_vars=dict(options.env),
-        **more,
-    )
-
-
 async def _run(script: PlainScript, options: argparse.Namespace) -> int:
     for restart in range(options.max_restarts + 1):
-        session = _session(options, progress=False)
+        # Nothing is registered by a script: it begins again in new processes.
+        session = session_of(options, max_failures=0, progress=False)
         async with session:
             try:
                 await session.run(run_plain_script, script=script, num_restarts=restart)

@@ -7,7 +7,6 @@ training threads do. Without this command running, it asks nothing.
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -44,19 +43,14 @@ def show_status(session: str | None, address: str | None, once: bool) -> int:
     """Exit code: 0; 1 if there is no cluster, or no such session."""
     # In a file or a pipe, each row stays on one line.
     console = Console() if sys.stdout.isatty() else Console(width=200)
-    was_connected = ray.is_initialized()
     try:
-        if not was_connected:
-            connecting.join(address, log_to_driver=False, logging_level=logging.WARNING)
-        return asyncio.run(_show(session, console, once or not console.is_interactive))
+        with connecting.connected(address):
+            return asyncio.run(_show(session, console, once or not console.is_interactive))
     except KeyboardInterrupt:
         return 0
     except (ChoruslineError, ConnectionError) as error:
         print(error, file=sys.stderr)
         return 1
-    finally:
-        if not was_connected:
-            ray.shutdown()
 
 
 async def _show(session: str | None, console: Console, once: bool) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -183,6 +185,20 @@ def join(address: str | None, *, may_start: bool = False, **options: Any) -> Non
             f"{' '.join(str(error).split())} Use the cluster's Python and Ray here (its image, or "
             "a job that runs on it), or start the cluster with these",
         ) from None
+
+
+@contextlib.contextmanager
+def connected(address: str | None) -> Iterator[None]:
+    """Have this process connected to a running cluster while the body runs, for a command. Raises
+    as `join`."""
+    was_connected = ray.is_initialized()
+    try:
+        if not was_connected:
+            join(address, log_to_driver=False, logging_level=logging.WARNING)
+        yield
+    finally:
+        if not was_connected:
+            ray.shutdown()
 
 
 def no_cluster(address: str, reason: str, may_start: bool) -> NoCluster:

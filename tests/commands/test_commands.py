@@ -28,16 +28,15 @@ import chorusline as cl
 from chorusline.actors.lasting import INCARNATION, NAMESPACE
 from chorusline.actors.worker.devices import VISIBLE
 from chorusline.runtime.commands import function_flags
-from chorusline.runtime.commands.arguments import keywords, script_and_function, workers
-from chorusline.runtime.commands.bench import (
-    Row,
-    WrongUsage as WrongCase,
-    bus_factor,
-    nbytes,
-    table,
+from chorusline.runtime.commands.arguments import (
+    WrongUsage,
+    keywords,
+    script_and_function,
+    workers,
 )
+from chorusline.runtime.commands.bench import Row, bus_factor, nbytes, table
 from chorusline.runtime.commands.command_line import main
-from chorusline.runtime.commands.doctor import Verdict, _exits, _ray
+from chorusline.runtime.commands.doctor import Severity, _exits, _ray
 from chorusline.runtime.commands.status import _show, survey
 from chorusline.runtime.commands.visible_gpus import traps
 from tests import ROOT
@@ -503,7 +502,7 @@ def test_the_doctor_tells_that_a_kernel_does_not_say_when_a_process_ends(
     monkeypatch.setattr(os, "pidfd_open", refused)
     [found] = _exits()
     assert "pidfd_open: Function not implemented" in found.says
-    assert found.verdict is Verdict.POOR
+    assert found.severity is Severity.POOR
 
 
 @pytest.mark.parametrize("mode", ["disabled", ""])
@@ -512,7 +511,7 @@ def test_the_doctor_warns_where_a_cluster_asks_nobody_for_a_token(
 ) -> None:
     environment = {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "none")}
     (found,) = _ray(environment)
-    assert found.verdict is Verdict.POOR
+    assert found.severity is Severity.POOR
     assert "runs code as you" in found.says
     assert "ray get-auth-token --generate" in found.mend
 
@@ -630,7 +629,7 @@ def test_the_benchs_table_has_nccl_tests_columns() -> None:
 @pytest.mark.parametrize("text", ["", "4X", "K", "-4", "0"])
 def test_sizes_that_are_none_are_told_how_to_be_written(text: str) -> None:
     assert nbytes("64K") == 65536
-    with pytest.raises(WrongCase, match="as 4,64K,1M"):
+    with pytest.raises(WrongUsage, match="as 4,64K,1M"):
         nbytes(text)
 
 
