@@ -131,6 +131,7 @@ def parsed(text: str, num_workers: int) -> tuple[Order, ...]:
         try:
             if found is None or int(found[4]) < 1:
                 raise ValueError
+            # The enums refuse unknown words by a ValueError, too: one sentence names them all.
             orders.append(Order(What(found[1]), int(found[2]), Instant(found[3]), int(found[4])))
         except ValueError:
             whats = ", ".join(one.value for one in What)
@@ -140,7 +141,7 @@ def parsed(text: str, num_workers: int) -> tuple[Order, ...]:
                 f"between semicolons, or `seed N`. WHAT: {whats}. INSTANT: {instants}. N: from 1, "
                 "which time the worker comes to it"
             ) from None
-        if orders[-1].seat >= num_workers:
+        if orders[-1].seat >= num_workers:  # In silence, it would strike nobody.
             raise ValueError(
                 f"{VARIABLE} has an order {entry!r} for seat {orders[-1].seat}, and the session "
                 f"has the seats 0 to {num_workers - 1}, one for each of its workers"

@@ -46,6 +46,7 @@ def tell(of_ranks: Mapping[int, Whereabouts | str], late: Sequence[int]) -> str:
     session = next((_id(said.recordings[0]) for said in answers.values() if said.recordings), None)
     group, before = _first_failure(answers.values()) or (session, None)
     lines = []
+    # A rank that is not in the group takes no part in its collectives: it cannot be late there.
     places = {
         rank: _place(said, group, before)
         for rank, said in answers.items()
@@ -58,7 +59,7 @@ def tell(of_ranks: Mapping[int, Whereabouts | str], late: Sequence[int]) -> str:
         lines.append(sentence)
     for rank in sorted(of_ranks):
         said = of_ranks[rank]
-        if isinstance(said, str):
+        if isinstance(said, str):  # Told of every such rank: whether it is late, nobody knows.
             lines.append(f"rank {rank} {said}; its process may be stopped, or stuck in a loop")
         elif rank in late:
             lines.append(f"rank {rank} {_doing(said, group, session, before)}")

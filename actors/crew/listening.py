@@ -96,15 +96,19 @@ class Listener:
             seat: worker for seat, worker in self._workers.items() if seat not in self._starting
         }
         calls, since = {}, {}
+        # Another worker has a seat, or nobody: of the one before, what it printed last is still to
+        # be read from its file, since it cannot be asked any more.
         for seat in [*self._heard]:
             if self._heard[seat].worker is not self._workers.get(seat):
                 await self._hear_rest(seat, news)
                 self._lose(self._heard.pop(seat).worker)
         for seat, worker in asked.items():
             heard = self._heard.setdefault(seat, _Heard(worker))
+            # One that did not answer in time would hold every pull up; its file can be read.
             if self._silent.get(worker, 0.0) > time.monotonic():
                 await self._hear_rest(seat, news, is_gone=False)
                 continue
+            # A worker that has taken the seat over begins to count its reports.
             received = self._received.get(seat)
             since[seat] = received[1] if received and received[0] is worker else 0
             until = heard.printed.until if heard.printed else None

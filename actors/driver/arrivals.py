@@ -134,17 +134,21 @@ class Arrivals:
         would be others than those that they were given.
 
         survivors: by rank. frozen: of all of them. generation: the one that has ended."""
+        # A rank that is inside a step has to finish it with those that were in it.
         if not self.by_id or any(not one.is_at_boundary for one in frozen.values()):
             return []
+        # One that has not continued in this generation is on its way out of an earlier one.
         if any(one.entered != generation for one in frozen.values()):
             return []
         come = list(self.by_id.values())
+        # They come in together: their places count one another.
         if any(one.ticket is None or one.is_called_off for one in come):
             return []
         order = in_rank_order([*survivors, *(one.member for one in come)])
         places = assign(order, generation)
         for one in come:
             rank = next(n for n, member in enumerate(order) if member is one.member)
+            # The ranks have changed meanwhile: what it has rehearsed was another place.
             if places[rank] != replace(one.assignment, generation=generation):
                 return []
         return [one.member for one in come]

@@ -252,6 +252,7 @@ class Driver(StoreActor):
         """Why a worker that has come to a run has no rank in it yet: what the ranks lack to take it
         in. Empty if it has one, or they lack nothing."""
         states = {info.worker_id: state for info, state in self._membership.snapshot(0).members}
+        # Only a READY worker waits: the others have a rank, rehearse, or do not answer.
         if self._run != run or states.get(worker_id) is not messages.MemberState.READY:
             return ""
         calls = {

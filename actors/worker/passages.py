@@ -38,9 +38,12 @@ class Passages:
 
     def attempted(self, resumption: Resumption) -> None:
         """This rank was put into another generation, and meets the others there."""
+        # A newcomer that is lost before the function continues was never a rank of it.
         for one in resumption.gone:
             if (origin := self._origins[one.rank]) >= 0:
                 self._gone.append(Gone(origin, one.pid, one.why))
+        # Newcomers of this attempt are told in the order of their ranks; those of earlier attempts
+        # are known already.
         fresh = iter(resumption.pids)
         pids = {
             rank: next(fresh, 0) if former < 0 else self._pids.get(former, 0)

@@ -120,9 +120,9 @@ def keywords(words: Sequence[str], function: Callable[..., object]) -> dict[str,
     try:
         parameters = dict(list(inspect.signature(function).parameters.items())[1:])
     except ValueError:
-        parameters = {}
+        parameters = {}  # Of functions of C, Python does not know them.
     hints = _hints(function)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) or not parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     given: dict[str, Any] = {}
     left = list(words)
     while left:
@@ -133,12 +133,13 @@ def keywords(words: Sequence[str], function: Callable[..., object]) -> dict[str,
             )
         name, is_joined, value = flag[2:].partition("=")
         name = name.replace("-", "_")
-        if name not in parameters and not (takes_any and parameters):
+        if name not in parameters and not takes_any:
             takes = ", ".join(f"--{one.replace('_', '-')}" for one in parameters) or "no arguments"
             raise ValueError(f"the function has no parameter {name!r}; it takes {takes}")
         if name in given:
             raise ValueError(f"--{name} is given twice")
         if not is_joined:
+            # A flag before another one, or at the end, is a switch. -4 is a value, and no flag.
             has_value = bool(left) and not re.match(r"--[A-Za-z_]", left[0])
             value = left.pop(0) if has_value else "True"
         given[name] = _converted(name, value, parameters.get(name), hints.get(name))

@@ -66,8 +66,9 @@ def show_bench(options: argparse.Namespace) -> int:
     unknown = [op for op in operations if op not in OPERATIONS]
     if unknown:
         raise WrongUsage(f"--op knows {', '.join(OPERATIONS)} and all; got {', '.join(unknown)}")
-    if options.ranks < 2:
+    if options.ranks < 2:  # No link would be measured.
         raise WrongUsage(f"--ranks must be at least 2, got {options.ranks}")
+    # Ranks on one GPU would measure its memory in place of a link.
     if options.backend == "nccl" and torch.cuda.device_count() < options.ranks:
         raise WrongUsage(
             f"--backend nccl with --ranks {options.ranks} needs as many GPUs; torch sees "

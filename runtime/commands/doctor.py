@@ -335,6 +335,7 @@ def _links(environment: Mapping[str, str]) -> Iterator[Finding]:
             f"is {wanted!r}, which leaves none of {', '.join(here)}",
             f"export {NCCL_VARIABLE}={_likely(here)}",
         )
+    # Gloo listens on the address of the host's name, unless a variable names an interface.
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)

@@ -128,6 +128,7 @@ def drawn(
 ) -> RenderableType:
     parts: list[RenderableType] = []
     standings = standings or {}
+    # A detached session that has ended has a keeper only, and other sessions have none.
     for name in sorted({*surveys, *standings}):
         answer, standing = surveys.get(name), standings.get(name)
         if isinstance(answer, str):
@@ -147,6 +148,7 @@ def happened(seen: Survey) -> list[str]:
     """What has happened to the workers of the run in progress, or of the last one: how many were
     lost, and the last lines."""
     statuses = [word.steps for word in seen.workers if isinstance(word, WorkerSnapshot)]
+    # As if it were over: this command looks once, so no later look will complete a passage.
     events = Happenings().look(statuses, is_over=True)
     if not events:
         return []

@@ -18,9 +18,10 @@ def traps(environment: Mapping[str, str], on_machine: int) -> Iterator[tuple[str
     if visible is None or not on_machine:
         return
     listed = [entry.strip() for entry in visible.split(",") if entry.strip()]
-    if not listed or listed == ["NoDevFiles"]:
+    if not listed or listed == ["NoDevFiles"]:  # Slurm's word for none.
         yield f"{visible!r} hides all {on_machine} GPUs from CUDA", _SHOW_ALL
         return
+    # CUDA ignores the first entry that it cannot use, and all that follow, without a word.
     for at, entry in enumerate(listed):
         if not (entry.isdecimal() or entry.startswith(("GPU-", "MIG-"))) or entry in listed[:at]:
             yield (

@@ -53,8 +53,9 @@ def chart(
         return ""
     xs, ys = [x for x, _ in known], [y for _, y in known]
     if from_zero:
-        ys.append(0.0)
+        ys.append(0.0)  # The axis then reaches from it to the largest amount.
     x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
+    # Across, the axis has numbers at its ends (`with_ends`), which say how far the run is.
     x_from, x_to = _axis(xs)
     y_from, y_to = _axis([*ys, *y_ticks])
 
@@ -86,7 +87,7 @@ def chart(
         f"{escape(x_label)}</text>"
     )
     for mark in marks:
-        if x_from <= mark.x <= x_to:
+        if x_from <= mark.x <= x_to:  # The reports may not have come so far yet.
             color = COLORS[2] if mark.is_gain else COLORS[5]
             parts.append(
                 f'<line x1="{across(mark.x):.1f}" x2="{across(mark.x):.1f}" y1="{_TOP}" '

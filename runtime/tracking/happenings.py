@@ -63,6 +63,7 @@ def event_of(passages: Sequence[Passage]) -> TrackedEvent:
 
 def _in_words(passages: Sequence[Passage]) -> str:
     """What a person reads about a passage: who died or left, and what that cost; who came."""
+    # Newcomers know of no loss, and ranks that met in fewer attempts may know of fewer.
     one = max(passages, key=lambda passage: (len(passage.lost), len(passage.gone)))
     seconds = max(0.0, max(p.entered_at for p in passages) - min(p.left_at for p in passages))
     workers = f"{one.num_workers} worker{'s' * (one.num_workers > 1)}"

@@ -59,7 +59,7 @@ def _listed(trackers: object) -> Sequence[object]:
 
 
 def _made(one: object) -> Tracker:
-    if isinstance(one, Tracker):
+    if isinstance(one, Tracker):  # Of a class of the user's own, nothing is known to be missing.
         kind = _CLASSES.get(type(one))
         if kind is not None:
             _check_installed(type(one).__name__, kind)
@@ -76,7 +76,7 @@ def _made(one: object) -> Tracker:
             f"there is no tracker {name!r}; the names are {', '.join(_KINDS)}. For another service "
             "derive a class from chorusline.Tracker, and pass an object of it"
         )
-    if colon and not (given and kind.given):
+    if colon and not (given and kind.given):  # `jsonl:`, or `opentelemetry:x`, which takes nothing
         may = f"{name}:{kind.given.split()[-1].upper()}" if kind.given else name
         raise ValueError(f"the tracker {one!r} is not complete; write {name!r} or {may!r}")
     _check_installed(repr(name), kind)

@@ -104,13 +104,15 @@ class StepNumbers:
     def _is_settled(
         self, step: int, pending: _Pending, live: Mapping[int, RunStatus], now_s: float
     ) -> bool:
-        if now_s - pending.first_s >= _LONGEST_S:
+        if now_s - pending.first_s >= _LONGEST_S:  # (c)
             return True
+        # (a) A rank that has never reported is past it by its steps alone.
         if live and all(
             self._at.get(rank, step) > step or (pending.taken and one.taken > pending.taken)
             for rank, one in live.items()
         ):
             return True
+        # (b)
         reporting = [rank for rank in live if rank in self._at]
         is_quiet = now_s - pending.last_s >= _QUIET_S
         return is_quiet and all(self._at[rank] >= step for rank in reporting)

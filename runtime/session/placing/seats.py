@@ -194,9 +194,11 @@ class Seats:
         bundles = {group: table.get("bundles_to_node_id", {}) for group, table in tables.items()}
         nodes = {place: str(bundles[group].get(i, "")) for (group, i), place in places.items()}
         for place, group in list(self._own.items()):
+            # Ray's own search for another node is dear, and may last forever: see `_renew`.
             if tables[group].get("state") == "RESCHEDULING":
                 del nodes[place]
                 self._renew(place)
+        # A pending group has no node, and one whose node has died may still name that.
         found = {place: node for place, node in nodes.items() if node in alive}
         if self._is_spread:
             found = self._apart(found)

@@ -226,6 +226,7 @@ class Progress:
         top = Text(f"{self._headline()}  {elapsed_s:.0f} s", style="bold", overflow="ellipsis")
         top.no_wrap = True
         bars = Table.grid(padding=(0, 2))
+        # One bar for all: of the run if its length is known, else of the epoch.
         if self._num_steps:
             bars.add_row("all ranks", _bar(places.taken or seen.step, self._num_steps))
         elif places.total:
@@ -233,6 +234,7 @@ class Progress:
         left, joined = places.left or living(seen.left, places), places.joined | seen.joined
         if len(left) > MAX_RANKS_LISTED:
             return Group(top, bars, Text(batches_left(seen, places), style="dim"))
+        # As long as the ranks are equal, the one bar says it for each of them.
         if len(set(left.values())) > 1 or joined:
             taken = places.batches or {rank: its.taken for rank, its in seen.ranks.items()}
             for rank, count in sorted(left.items()):

@@ -124,9 +124,12 @@ class Places:
         num_lost: int = 0,
     ) -> Places:
         """statuses, numbers: by seat."""
+        # A worker that waits for a rank is in no loop yet.
         by_rank = {one.rank: one for one in statuses.values() if one.rank is not None}
         joined = frozenset(seat for seat, one in statuses.items() if one.has_joined)
         epochs = [one.epoch for one in by_rank.values() if one.epoch is not None]
+        # Ranks are asked one after another, so some may have begun the next epoch. Their places in
+        # it would not compare with those of the others.
         epoch = min(epochs, default=None)
         inside = {rank: one for rank, one in by_rank.items() if one.epoch == epoch}
         return cls(
@@ -240,6 +243,7 @@ def headline(
     step = places.taken or seen.step
     if over:
         parts = [over, f"step {step}"]
+    # Of the two bars one is shown: that of the run, if the user has said how long it is.
     elif num_steps or not places.total:
         of_all = f"/{num_steps}" if num_steps else ""
         parts = [places.of_epochs, f"step {step}{of_all}" if step or of_all else ""]
@@ -249,6 +253,7 @@ def headline(
         parts.append(left)
     numbers = seen.numbers or places.numbers
     parts += [f"{name} {_short(value)}" for name, value in [*numbers.items()][:_MAX_NUMBERS]]
+    # What the function counts itself comes before what is counted for it.
     if seen.tokens_per_s is not None:
         parts.append(f"{_rate(seen.tokens_per_s)} tokens/s")
     elif pace is not None and pace.samples_per_s is not None:
@@ -287,6 +292,7 @@ def batches_left(seen: Seen, places: Places = NOWHERE) -> str:
     where nobody has reported it, and all ranks have the same number."""
     joined = places.joined | seen.joined
     left = dict(sorted(living(seen.left, places).items()))
+    # What the ranks' loops say is in the headline as well, as long as all have the same left.
     if not left and (len(set(places.left.values())) > 1 or joined):
         left = dict(sorted(places.left.items()))
     if not left:
@@ -309,7 +315,7 @@ def in_the_end(happened: Sequence[TrackedEvent]) -> str:
         return ""
     num_workers = happened[-1].num_workers
     parts = [f"{num_workers} worker{'s' * (num_workers > 1)} at the end"]
-    if lost and came == lost and not left:
+    if lost and came == lost and not left:  # The usual end of a run whose session replaces workers.
         parts.append(f"{lost} lost and replaced")
     else:
         counts = (lost, "lost"), (left, "left"), (came, "new")
