@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 OUT, ERR, FIGURE = 1, 2, 3
-"""What a Piece holds: bytes of stdout, bytes of stderr, or a picture (PNG)."""
+"""What a PrintedPiece holds: bytes of stdout, bytes of stderr, or a picture (PNG)."""
 
 _MOST_BYTES = 1 << 20  # of one file in one answer; the rest comes with the next
 _MOST_MARKS = 10_000  # Where nobody reads; the oldest are dropped, and with them an order.
@@ -45,7 +45,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PrintedPiece:
     """A part of a worker's output. kind: OUT, ERR or FIGURE. rank: of the worker at that time;
     None if it had none yet."""
 
@@ -63,7 +63,7 @@ class Printed:
     files: of stdout and stderr, on the node of this id.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PrintedPiece, ...]
     until: Position
     rank: int | None
     has_more: bool
@@ -171,7 +171,9 @@ def read_rest(
         ]
     except OSError:
         return None
-    pieces = [Piece(kind, data, rank) for kind, data in zip((OUT, ERR), read, strict=True) if data]
+    pieces = [
+        PrintedPiece(kind, data, rank) for kind, data in zip((OUT, ERR), read, strict=True) if data
+    ]
     until = Position(since.out + len(read[0]), since.err + len(read[1]), since.marks)
     has_more = max(map(len, read)) == _MOST_BYTES
     return Printed(tuple(pieces), until, rank, has_more, files, node_id)
@@ -179,21 +181,21 @@ def read_rest(
 
 def _in_order(
     texts: dict[int, tuple[int, bytes]], marks: Sequence[_Mark], rank: int | None, last: int
-) -> tuple[list[Piece], Position, int | None, bool]:
+) -> tuple[list[PrintedPiece], Position, int | None, bool]:
     """The pieces, the position after them (its marks are those that were passed), the rank there,
     and whether all of the texts and marks were used.
 
     texts: by kind, where in its file the text begins, and the text.
     rank: before the first mark. last: the stream that was written to last.
     """
-    pieces: list[Piece] = []
+    pieces: list[PrintedPiece] = []
     at = {kind: begin for kind, (begin, _) in texts.items()}
 
     def up_to(kind: int, end: int) -> bool:
         begin, data = texts[kind]
         end = max(at[kind], end)
         if part := data[at[kind] - begin : end - begin]:
-            pieces.append(Piece(kind, part, rank))
+            pieces.append(PrintedPiece(kind, part, rank))
             at[kind] += len(part)
         return at[kind] == end
 
@@ -201,7 +203,7 @@ def _in_order(
         if not (up_to(OUT, mark.out) & up_to(ERR, mark.err)):
             return pieces, Position(at[OUT], at[ERR], number), rank, False
         if mark.figure is not None:
-            pieces.append(Piece(FIGURE, mark.figure, mark.rank))
+            pieces.append(PrintedPiece(FIGURE, mark.figure, mark.rank))
         rank = mark.rank
     for kind in (last, OUT + ERR - last):
         up_to(kind, texts[kind][0] + len(texts[kind][1]))

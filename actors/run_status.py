@@ -19,7 +19,7 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class GenerationChange:
     """How a rank got from one generation, in which its function ran, into the next such one.
 
     generation: the new one.
@@ -99,7 +99,7 @@ class RunStatus:
     resumed_from: str = ""
     resumed_step: int = 0
     steps_before: int = 0
-    passages: tuple[Passage, ...] = ()
+    passages: tuple[GenerationChange, ...] = ()
     pid: int = field(default_factory=os.getpid)
 
     @property

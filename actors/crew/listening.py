@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ..calls import Actor, ActorGone, NoAnswer, answer, answers
 from ..journal import Pulled
 from ..messages import Report
-from ..output import ERR, Piece, Position, Printed, read_rest
+from ..output import ERR, Position, Printed, PrintedPiece, read_rest
 from ..run_status import RunStatus
 
 _REST_S = 2.0
@@ -158,7 +158,7 @@ class Listener:
                 return
             if rest is None:
                 text = f"(it is gone; its last output is in {last.files[0]} on its node)\n"
-                piece = Piece(ERR, text.encode(), last.rank)
+                piece = PrintedPiece(ERR, text.encode(), last.rank)
                 rest = Printed((piece,), last.until, last.rank, False, last.files, last.node_id)
                 news.printed.append((seat, rest))
                 heard.printed = None

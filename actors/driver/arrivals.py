@@ -47,7 +47,7 @@ class Rehearsal:
 
 
 @dataclass(slots=True)
-class Arrivals:
+class Rehearsals:
     """The workers that come to one run.
 
     are_possible: False once the functions have to run again from the top.

@@ -79,7 +79,7 @@ from .. import messages, whereabouts
 from ..messages import Cancellation, Failure, Loss, MemberState
 from ..run_status import Gone
 from . import events, instructions, last_generation
-from .arrivals import Arrivals
+from .arrivals import Rehearsals
 from .events import Event
 from .instructions import Instruction
 from .regeneration import Regeneration
@@ -106,7 +106,7 @@ class Membership:
         self._generation = -1
         self._formed: tuple[str, ...] = ()  # worker ids by rank, while the generation is healthy
         self._run: RunState | None = None
-        self._arrivals = Arrivals()  # of the run
+        self._arrivals = Rehearsals()  # of the run
 
     def snapshot(self, incarnation: int) -> messages.DriverSnapshot:
         return messages.DriverSnapshot(
@@ -223,7 +223,7 @@ class Membership:
             self._generation += 1
             self._formed = order
         ranks = set(range(len(members)))
-        self._arrivals = Arrivals()
+        self._arrivals = Rehearsals()
         self._run = RunState(
             number, fewest, started.max_failures, members, ranks, started.saves_last
         )
@@ -241,7 +241,7 @@ class Membership:
             found.members[rank].state = MemberState.RUNNING
         self._generation = found.generation
         self._formed = tuple(member.info.worker_id for member in found.members)
-        self._arrivals = Arrivals()
+        self._arrivals = Rehearsals()
         run = self._run = RunState(
             taken.run,
             taken.fewest,

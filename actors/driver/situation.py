@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..messages import Frozen, MemberState, Progress
-from .arrivals import Arrivals
+from .arrivals import Rehearsals
 from .regeneration import what_counts
 from .run_state import Member, RunState, in_rank_order
 
@@ -68,10 +68,10 @@ class Outlook:
     plan: Plan | None = None
 
 
-def assess(run: RunState, known: Iterable[Member], arrivals: Arrivals | None = None) -> Outlook:
+def assess(run: RunState, known: Iterable[Member], arrivals: Rehearsals | None = None) -> Outlook:
     """The situation of the open round of a run. known: the members of the session. arrivals: the
     workers that come to it."""
-    arrivals = arrivals or Arrivals(are_possible=False)
+    arrivals = arrivals or Rehearsals(are_possible=False)
     if not run.round.is_complete:
         return Outlook(Situation.INCOMPLETE)
     frozen = run.round.frozen

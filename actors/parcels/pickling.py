@@ -25,7 +25,7 @@ smaller objects along, and does not keep them in its store."""
 _KeepsInPickle = Callable[[pickle.PickleBuffer], bool]
 
 
-class _Pickler(cloudpickle.Pickler):
+class _ParcelPickler(cloudpickle.Pickler):
     def __init__(self, file: io.BytesIO, keeps_in_pickle: _KeepsInPickle | None = None) -> None:
         super().__init__(file, buffer_callback=keeps_in_pickle)
         self._storages = SharedStorages(as_buffers=True)
@@ -51,7 +51,7 @@ def packed(value: object) -> Parcel:
         return False
 
     written = io.BytesIO()
-    _Pickler(written, keeps_in_pickle).dump(value)
+    _ParcelPickler(written, keeps_in_pickle).dump(value)
     content = written.getbuffer()
     if content.nbytes < LARGE_BYTES:
         return Parcel(bytes(content), tuple(buffers))
@@ -61,5 +61,5 @@ def packed(value: object) -> Parcel:
 def pickled(value: object) -> bytes:
     """`value` as one pickle."""
     written = io.BytesIO()
-    _Pickler(written).dump(value)
+    _ParcelPickler(written).dump(value)
     return written.getvalue()

@@ -34,7 +34,7 @@ _HELD_S = 0.3
 """The most seconds that a rank waits before a step for the end of its generation."""
 
 
-class Arrivals(Protocol):
+class AdmittingRank(Protocol):
     """What the control loop asks of a rank to which a worker comes (recovery/arrivals.py)."""
 
     def give_score(self) -> concurrent.futures.Future[Score]: ...
@@ -88,7 +88,7 @@ class Lifeline:
         self.missing: Callable[[], str] = str
         """As `readiness`: why the function cannot run again with a worker that comes; empty if it
         can."""
-        self.arrivals: Arrivals | None = None
+        self.arrivals: AdmittingRank | None = None
         self._held: concurrent.futures.Future[None] | None = None  # done when it waits
         self._unanswered: Callable[[Actor], object] | None = None
         """The call to the driver that this rank waits for the answer to."""
@@ -165,7 +165,7 @@ class Lifeline:
 
     def has_entered(self, *, runs_again: bool, dealt_again: int = 0) -> None:
         """The function continues in the generation that this rank was put into last, or is about to
-        be called there: say so in the status. dealt_again: as in Passage."""
+        be called there: say so in the status. dealt_again: as in GenerationChange."""
         status = self._status
         step = status.steps_before + status.taken
         passage = self._passages.entered(

@@ -8,7 +8,7 @@ of the same passage, and the ranks of the new generation are traced back through
 from __future__ import annotations
 
 from ..messages import Assignment, Resumption
-from ..run_status import Gone, Passage
+from ..run_status import GenerationChange, Gone
 
 
 class Passages:
@@ -32,7 +32,7 @@ class Passages:
 
     def left(self, at: float, step: int = 0) -> None:
         """The generation has ended for this rank. at: seconds since the epoch. step: as in
-        Passage."""
+        GenerationChange."""
         if self._left_at is None:
             self._left_at, self._step_left = at, step
 
@@ -63,15 +63,15 @@ class Passages:
         *,
         runs_again: bool,
         dealt_again: int = 0,
-    ) -> Passage | None:
+    ) -> GenerationChange | None:
         """The function continues in this generation, or is about to be called there. Returns the
         passage, unless this is the first generation of this rank. step, dealt_again: as in
-        Passage."""
+        GenerationChange."""
         passage = None
         if self._left_at is not None and self._has_entered:
             lost = tuple(sorted(set(range(self._num_before)) - set(self._origins)))
             came = tuple(rank for rank, before in enumerate(self._origins) if before < 0)
-            passage = Passage(
+            passage = GenerationChange(
                 assignment.generation,
                 self._left_at,
                 at,

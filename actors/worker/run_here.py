@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from chorusline.collectives.group import Group
 
 
-class Program(Protocol):
+class RunnableProgram(Protocol):
     """What a run's payload unpickles to: the user's function, ready to be called.
 
     An awaitable that it returns is awaited on the training thread's loop.

@@ -62,9 +62,9 @@ from ..versions import versions_here
 from ..whereabouts import Whereabouts
 from .gpu import own_gpu
 from .leaving import SIGTERM_EXIT, leave
-from .lifeline import Arrivals, Lifeline
+from .lifeline import AdmittingRank, Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes, spare_modules
-from .run_here import Program, RunHere, meet_again
+from .run_here import RunHere, RunnableProgram, meet_again
 from .sigterm import hear_sigterm
 from .training_thread import TrainingThread
 
@@ -484,7 +484,7 @@ class Worker:
         if arrivals is not None:
             arrivals.invite(invitation)
 
-    def _arrivals_of(self, run: int) -> Arrivals | None:
+    def _arrivals_of(self, run: int) -> AdmittingRank | None:
         here = self._in_run(run)
         return here.lifeline.arrivals if here is not None and here.lifeline is not None else None
 
@@ -527,7 +527,7 @@ class Worker:
         set_debug_level(max(run.request.debug_level, get_debug_level()))
         if self._ended is None:
             spare_modules()
-        program: Program = parcel.opened()
+        program: RunnableProgram = parcel.opened()
         lifeline = Lifeline(
             *(run.request, run.driver, run.assignment),
             lambda: self._meet(run),

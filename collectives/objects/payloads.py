@@ -26,11 +26,11 @@ def dumps(value: Any, argument: str) -> bytes:
 def pickled(value: Any) -> bytes:
     """`value` pickled, each storage of its tensors once."""
     written = io.BytesIO()
-    _Pickler(written).dump(value)
+    _ObjectPickler(written).dump(value)
     return written.getvalue()
 
 
-class _Pickler(pickle.Pickler):
+class _ObjectPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self._storages = SharedStorages()

@@ -34,7 +34,7 @@ from ..contract.errors import StoreLost
 from .file_store import FileStore
 from .signed_store import checked_secret, signed
 from .store import PrefixStore, Store
-from .torch_store import Caller, NoAnswer, StoreFromTorch
+from .torch_store import Caller, CallTimedOut, StoreFromTorch
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -233,7 +233,7 @@ def _tcp_store(
     try:
         # A server of another kind would block torch forever.
         store = Caller().call(timeout_s + _GRACE_S, connect)
-    except NoAnswer:
+    except CallTimedOut:
         reason = f"it did not answer within {timeout_s + _GRACE_S:g} s"
     except (dist.DistError, StoreLost, OSError) as error:
         reason = str(error).splitlines()[0]

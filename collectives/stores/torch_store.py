@@ -216,7 +216,7 @@ class StoreFromTorch(Store):
         kind = type(self.torch_store).__name__
         try:
             return self._caller.call(_ANSWER_S, function, *arguments)
-        except NoAnswer:
+        except CallTimedOut:
             detail = f"torch's {kind} did not answer within {_ANSWER_S:g} s"
         except dist.DistNetworkError as error:
             reason = str(error).splitlines()[0]
@@ -232,14 +232,14 @@ def _seconds(torch_store: Any) -> float:
     return float(torch_store.timeout.total_seconds())
 
 
-class NoAnswer(Exception):
+class CallTimedOut(Exception):
     """A call of a Caller did not end in time, and may never end."""
 
 
 class Caller:
     """Makes calls that cannot be interrupted, in its own thread, so that the caller can give up.
 
-    After NoAnswer the thread is still in that call, and later calls queue after it.
+    After CallTimedOut the thread is still in that call, and later calls queue after it.
     """
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class Caller:
         weakref.finalize(self, self._calls.put, None)
 
     def call(self, limit_s: float, function: Callable[..., T], *arguments: object) -> T:
-        """The result of function(*arguments). Raises its errors, or NoAnswer after `limit_s`."""
+        """What function(*arguments) returns. Raises its errors, or CallTimedOut after `limit_s`."""
         answer: Future[T] = Future()
         self._calls.put((answer, function, arguments))
         try:
@@ -259,7 +259,7 @@ class Caller:
         except TimeoutError:
             if answer.done():
                 raise
-            raise NoAnswer from None
+            raise CallTimedOut from None
 
 
 _Call = tuple[Future[Any], Callable[..., Any], tuple[object, ...]]

@@ -25,7 +25,7 @@ from chorusline.collectives.contract.errors import ChoruslineError
 
 from ..data.stragglers import FAR
 from ..session import connecting
-from ..session.detached.standing import Standing
+from ..session.detached.standing import DetachedStatus
 from ..tracking.happenings import Happenings
 
 _REFRESH_S = 1.0
@@ -99,7 +99,7 @@ async def survey(session: str | None) -> dict[str, Survey | str]:
     return dict(sorted(found.items()))
 
 
-async def detached(session: str | None) -> dict[str, Standing | str]:
+async def detached(session: str | None) -> dict[str, DetachedStatus | str]:
     """What the keepers of detached sessions say, by name; a text says why one said nothing."""
     keepers = {
         name: keeper
@@ -124,7 +124,7 @@ def nothing_found(session: str | None, others: Mapping[str, object]) -> str:
 
 
 def drawn(
-    surveys: Mapping[str, Survey | str], standings: Mapping[str, Standing | str] | None = None
+    surveys: Mapping[str, Survey | str], standings: Mapping[str, DetachedStatus | str] | None = None
 ) -> RenderableType:
     parts: list[RenderableType] = []
     standings = standings or {}
@@ -136,7 +136,7 @@ def drawn(
         elif answer is not None:
             parts.append(Text(headline(name, answer.driver), style="bold"))
         if standing is not None:
-            words = standing if isinstance(standing, Standing) else f"its keeper {standing}"
+            words = standing if isinstance(standing, DetachedStatus) else f"its keeper {standing}"
             parts.append(Text(plain(f"{'  ' if answer else f'{name}: '}{words}")))
         if answer is not None and not isinstance(answer, str):
             parts += [Text(plain(f"  {line}")) for line in happened(answer)]

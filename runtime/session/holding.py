@@ -22,7 +22,7 @@ from ..checkpoint.config import CheckpointConfig
 from . import connecting
 from .holders import telling_who_holds
 from .placing import placement
-from .placing.seats import Seats
+from .placing.seats import PlacedSeats
 from .placing.trials import of_this_trial
 from .showing.hearing import Audience, hearing
 from .showing.starting import Starting
@@ -58,7 +58,7 @@ class Holding:
 
     def __init__(self) -> None:
         self._is_local = False  # True: sessions of this process have started the cluster.
-        self._seats: Seats | None = None
+        self._seats: PlacedSeats | None = None
         self._crew: Crew | None = None
         self._next_run = 0
         self._seen: tuple[WorkerSnapshot | str, ...] = ()  # the workers' last answers, by seat
@@ -93,13 +93,13 @@ class Holding:
                     lasting=lasting,
                     goes_on=self._max_failures != 0,
                 )
-            self._seats = Seats(
+            self._seats = PlacedSeats(
                 first, bundle, self._most, strategy, self._labels, self._spares, lasting
             )
             self._crew = self._crew_of(self._seats)
             await self._crew.assemble(self._startup_timeout_s)
 
-    def _crew_of(self, seats: Seats) -> Crew:
+    def _crew_of(self, seats: PlacedSeats) -> Crew:
         if (lasting := self._lasting) is not None:
             seats.whenever_changed(lambda: lasting.save("seats", seats.state()))
         return Crew(
@@ -114,7 +114,7 @@ class Holding:
     async def _start_again(self) -> None:
         """In a keeper that was started again: take over what the one before had."""
         assert self._lasting is not None
-        self._seats = Seats.recalled(self._lasting.saved("seats"))
+        self._seats = PlacedSeats.recalled(self._lasting.saved("seats"))
         self._crew = self._crew_of(self._seats)
         await self._crew.find()
         self._state = SessionState.READY

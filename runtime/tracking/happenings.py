@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from chorusline.actors.calls import KILLED
-from chorusline.actors.run_status import Gone, Passage, RunStatus
+from chorusline.actors.run_status import GenerationChange, Gone, RunStatus
 
 from .tracker import TrackedEvent
 
@@ -18,7 +18,7 @@ class Happenings:
 
     def __init__(self) -> None:
         self._told = -1
-        self._latest: dict[int, dict[int, Passage]] = {}  # by generation and rank
+        self._latest: dict[int, dict[int, GenerationChange]] = {}  # by generation and rank
 
     def look(self, statuses: Collection[RunStatus], *, is_over: bool = False) -> list[TrackedEvent]:
         """What has happened since the last look. A passage is told when all ranks have made it, or
@@ -38,7 +38,7 @@ class Happenings:
         return events
 
 
-def event_of(passages: Sequence[Passage]) -> TrackedEvent:
+def event_of(passages: Sequence[GenerationChange]) -> TrackedEvent:
     """passages: of the ranks that went from the same generation into the same one."""
     one = max(passages, key=lambda passage: len(passage.lost))
     left = one.left
@@ -61,7 +61,7 @@ def event_of(passages: Sequence[Passage]) -> TrackedEvent:
     )
 
 
-def _in_words(passages: Sequence[Passage]) -> str:
+def _in_words(passages: Sequence[GenerationChange]) -> str:
     """What a person reads about a passage: who died or left, and what that cost; who came."""
     # Newcomers know of no loss, and ranks that met in fewer attempts may know of fewer.
     one = max(passages, key=lambda passage: (len(passage.lost), len(passage.gone)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from chorusline.actors.messages import Assignment, FormerRanks, Resumption
-from chorusline.actors.run_status import Gone, Passage
+from chorusline.actors.run_status import GenerationChange, Gone
 from chorusline.actors.worker.passages import Passages
 
 
@@ -22,7 +22,7 @@ def resumption(generation: int, former: list[int], leaving: tuple[int, ...] = ()
 
 def passed(
     num_ranks: int, attempts: list[tuple[list[int], tuple[int, ...]]]
-) -> tuple[Passage, Passages]:
+) -> tuple[GenerationChange, Passages]:
     passages = Passages(num_ranks)
     assert passages.entered(assignment(0, num_ranks), 1.0, 0, runs_again=True) is None
     size = num_ranks
@@ -70,7 +70,7 @@ def test_the_next_passage_begins_anew() -> None:
     passages.left(20.0)
     passages.attempted(resumption(2, [1]))
     passage = passages.entered(assignment(2, 1), 21.0, 9, runs_again=True)
-    assert passage == Passage(2, 20.0, 21.0, 1, (0,), (), (), True, 9)
+    assert passage == GenerationChange(2, 20.0, 21.0, 1, (0,), (), (), True, 9)
 
 
 def test_a_rank_that_has_not_begun_has_left_nothing() -> None:

@@ -18,7 +18,12 @@ import torch.distributed as dist
 
 from chorusline.collectives.contract.errors import StoreLost
 from chorusline.collectives.stores.store import HashStore
-from chorusline.collectives.stores.torch_store import Caller, NoAnswer, StoreFromTorch, TorchStore
+from chorusline.collectives.stores.torch_store import (
+    Caller,
+    CallTimedOut,
+    StoreFromTorch,
+    TorchStore,
+)
 from tests.harness.ranks import FORKS, Rank, run_ranks
 from tests.harness.torch_groups import tcp_store
 
@@ -153,7 +158,7 @@ def test_a_call_without_an_answer_is_given_up() -> None:
     assert caller.call(5, pow, 2, 10) == 1024
     with pytest.raises(ZeroDivisionError):
         caller.call(5, lambda: 1 / 0)
-    with pytest.raises(NoAnswer):
+    with pytest.raises(CallTimedOut):
         caller.call(0.05, time.sleep, 0.5)
 
 

@@ -7,10 +7,10 @@ from itertools import pairwise
 
 from chorusline.actors.crew.listening import News
 from chorusline.actors.messages import Report
-from chorusline.actors.output import OUT, Piece, Position, Printed
-from chorusline.actors.run_status import Passage, RunStatus
+from chorusline.actors.output import OUT, Position, Printed, PrintedPiece
+from chorusline.actors.run_status import GenerationChange, RunStatus
 from chorusline.runtime.session.detached import feed as module
-from chorusline.runtime.session.detached.feed import Feed, Place
+from chorusline.runtime.session.detached.feed import Bookmark, Feed
 from chorusline.runtime.tracking.happenings import Happenings
 
 
@@ -19,11 +19,11 @@ def report(rank: int, step: int) -> Report:
 
 
 def printed(text: bytes) -> tuple[int, Printed]:
-    return 0, Printed((Piece(OUT, text, 0),), Position(), 0, False, ("", ""), "")
+    return 0, Printed((PrintedPiece(OUT, text, 0),), Position(), 0, False, ("", ""), "")
 
 
 def test_whoever_reads_in_time_gets_every_report_once_and_in_order() -> None:
-    feed, place, got = Feed("a"), Place(keeper="a"), []
+    feed, place, got = Feed("a"), Bookmark(keeper="a"), []
     for step in range(70_000):
         feed.add(News([report(0, step), report(1, step)]))
         if step % 7_000 == 6_999:
@@ -68,23 +68,23 @@ def test_output_that_nobody_reads_does_not_grow() -> None:
     piece = bytes(1 << 20)
     for _ in range(40):
         feed.add(News(printed=[printed(piece)]))
-    news, _ = feed.since(Place(0, 0, ""))
+    news, _ = feed.since(Bookmark(0, 0, ""))
     assert len(news.printed) == module.MOST_PRINTED_BYTES >> 20
 
 
 def test_the_place_of_another_keeper_is_none() -> None:
     feed = Feed("second")
     feed.add(News([report(0, step) for step in range(5)]))
-    news, place = feed.since(Place(100, 100, "first"))
+    news, place = feed.since(Bookmark(100, 100, "first"))
     assert [one.step for one in news.reports] == list(range(5))
-    assert place == Place(5, 0, "second")
+    assert place == Bookmark(5, 0, "second")
 
 
 def test_one_who_looks_late_hears_of_all_losses_and_of_each_notice_once() -> None:
     feed = Feed("a")
     for generation in range(1, 40):
         passages = tuple(
-            Passage(one, 1.0, 2.0, 1, (1,), step=one)
+            GenerationChange(one, 1.0, 2.0, 1, (1,), step=one)
             for one in range(max(1, generation - 2), generation + 1)
         )
         status = RunStatus(rank=0, generation=generation, passages=passages)

@@ -15,9 +15,9 @@ from chorusline.actors.output import (
     ERR,
     FIGURE,
     OUT,
-    Piece,
     Position,
     Printed,
+    PrintedPiece,
     _in_order,
     _Mark,
     read_rest,
@@ -128,7 +128,7 @@ def test_what_is_read_in_parts_stops_at_a_mark_that_is_not_reached() -> None:
     marks = [_Mark(6, 0, 0, None), _Mark(6, 3, 0, None)]
     first = {OUT: (0, b"abc"), ERR: (0, b"xyz")}  # The limit cut "abcdef".
     pieces, until, _, is_whole = _in_order(first, marks, 0, OUT)
-    assert (pieces, until, is_whole) == ([Piece(OUT, b"abc", 0)], Position(3, 0, 0), False)
+    assert (pieces, until, is_whole) == ([PrintedPiece(OUT, b"abc", 0)], Position(3, 0, 0), False)
     rest = {OUT: (3, b"defghi"), ERR: (0, b"xyz")}
     pieces, until, _, is_whole = _in_order(rest, marks, 0, OUT)
     assert [piece.data for piece in pieces] == [b"def", b"xyz", b"ghi"] and is_whole
@@ -140,5 +140,5 @@ def test_the_rest_of_a_worker_that_is_gone_is_read_where_its_files_are(tmp_path:
     err.write_bytes(b"")
     files = (str(out), str(err))
     rest = read_rest(files, "node", Position(7, 0), 3)
-    assert rest is not None and rest.pieces == (Piece(OUT, b"and new\n", 3),)
+    assert rest is not None and rest.pieces == (PrintedPiece(OUT, b"and new\n", 3),)
     assert read_rest((str(tmp_path / "none"), files[1]), "node", Position(), 3) is None

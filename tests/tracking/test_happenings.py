@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 
 from chorusline.actors.calls import KILLED
-from chorusline.actors.run_status import Gone, Passage, RunStatus
+from chorusline.actors.run_status import GenerationChange, Gone, RunStatus
 from chorusline.runtime.session.showing.seen import in_the_end
 from chorusline.runtime.tracking.happenings import Happenings, event_of
 
 
-def status(rank: int, generation: int, *passages: Passage) -> RunStatus:
+def status(rank: int, generation: int, *passages: GenerationChange) -> RunStatus:
     return RunStatus(rank=rank, generation=generation, passages=passages)
 
 
 def test_a_loss_is_told_once_when_all_ranks_have_gone_on() -> None:
     happenings = Happenings()
-    early = Passage(1, 10.0, 10.5, 2, (1,), step=21)
-    late = Passage(1, 10.2, 11.5, 2, (1,), step=21)
+    early = GenerationChange(1, 10.0, 10.5, 2, (1,), step=21)
+    late = GenerationChange(1, 10.2, 11.5, 2, (1,), step=21)
     assert happenings.look([status(0, 1, early), status(1, 0)]) == []
     both = [status(0, 1, early), status(1, 1, late)]
     (event,) = happenings.look(both)
@@ -32,8 +32,8 @@ def test_a_loss_is_told_once_when_all_ranks_have_gone_on() -> None:
 
 def test_leaving_and_coming_have_names_of_their_own() -> None:
     happenings = Happenings()
-    leaves = Passage(2, 1.0, 2.0, 1, (1,), (1,))
-    comes = Passage(3, 5.0, 6.0, 3, (), (), (1, 2), runs_again=True)
+    leaves = GenerationChange(2, 1.0, 2.0, 1, (1,), (1,))
+    comes = GenerationChange(3, 5.0, 6.0, 3, (), (), (1, 2), runs_again=True)
     told = happenings.look([status(0, 3, leaves, comes), status(1, 3), status(2, 3)])
     assert [one.kind for one in told] == ["ranks left", "workers came"]
     assert [one.text for one in told] == [
@@ -45,15 +45,15 @@ def test_leaving_and_coming_have_names_of_their_own() -> None:
 
 def test_a_passage_that_not_all_have_told_is_told_at_the_end() -> None:
     happenings = Happenings()
-    passage = Passage(1, 10.0, 10.5, 1, (1,))
+    passage = GenerationChange(1, 10.0, 10.5, 1, (1,))
     assert happenings.look([status(0, 1, passage), status(1, 0)]) == []
     assert len(happenings.look([status(0, 1, passage)], is_over=True)) == 1
 
 
-KILLED_AT_1456 = Passage(
+KILLED_AT_1456 = GenerationChange(
     1, 10.0, 10.2, 1, (1,), step=1456, gone=(Gone(1, 25762, KILLED),), dealt_again=432
 )
-NEW_AT_1790 = Passage(2, 30.0, 30.1, 2, came=(1,), step=1790, pids=(26984,))
+NEW_AT_1790 = GenerationChange(2, 30.0, 30.1, 2, came=(1,), step=1790, pids=(26984,))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,9 @@ NEW_AT_1790 = Passage(2, 30.0, 30.1, 2, came=(1,), step=1790, pids=(26984,))
         ),
     ],
 )
-def test_a_line_names_the_process_and_what_its_loss_costs(passage: Passage, text: str) -> None:
+def test_a_line_names_the_process_and_what_its_loss_costs(
+    passage: GenerationChange, text: str
+) -> None:
     assert event_of([passage]).text == text
 
 

@@ -20,7 +20,7 @@ import pytest
 
 import chorusline as cl
 from chorusline.actors.messages import Report
-from chorusline.actors.run_status import Passage, RunStatus
+from chorusline.actors.run_status import GenerationChange, RunStatus
 from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.tracking import tracking as module
 from chorusline.runtime.tracking.configs import LEFT_OUT, plain_config
@@ -57,7 +57,7 @@ class Kept(cl.Tracker):
         self._note("end", status, error)
 
 
-def status(taken: int, *passages: Passage) -> dict[int, RunStatus]:
+def status(taken: int, *passages: GenerationChange) -> dict[int, RunStatus]:
     generation = passages[-1].generation if passages else 0
     one = RunStatus(rank=0, taken=taken, generation=generation, origin="f" * 32, passages=passages)
     return {0: one}
@@ -76,7 +76,7 @@ async def test_a_run_is_told_in_order_in_a_thread_of_its_own() -> None:
     run = tracking(kept, lr=0.1)
     run.look([], {0: RunStatus(rank=0)})
     run.look([report(1), report(2)], status(2))
-    passage = Passage(1, 2.0, 3.0, 1, (1,), step=2)
+    passage = GenerationChange(1, 2.0, 3.0, 1, (1,), step=2)
     run.look([report(3), report(4)], status(5, passage))
     await run.end(ValueError("no"))
     (_, begun), *told = kept.told
@@ -117,7 +117,9 @@ async def test_a_tracker_that_raises_is_told_once_and_gets_what_comes_later(
 ) -> None:
     broken, other = Kept(raises=method), Kept()
     run = tracking(broken, other)
-    run.look([report(1), report(2), report(3)], status(4, Passage(1, 1.0, 2.0, 1, (1,), step=2)))
+    run.look(
+        [report(1), report(2), report(3)], status(4, GenerationChange(1, 1.0, 2.0, 1, (1,), step=2))
+    )
     with caplog.at_level(logging.WARNING, "chorusline"):
         await run.end(None)
     assert broken.told == other.told and len(other.told) == 6
@@ -302,7 +304,10 @@ async def test_json_lines_are_json_of_every_number(
     monkeypatch.chdir(tmp_path)
     run = tracking(cl.JSONLinesTracker(), lr=math.inf)
     numbers = {"nan": math.nan, "low": -math.inf, "more": {"one": 1}}
-    run.look([Report(0, 0, 5.0, numbers, 1, 1)], status(2, Passage(1, 2.0, 2.5, 1, (1,), step=1)))
+    run.look(
+        [Report(0, 0, 5.0, numbers, 1, 1)],
+        status(2, GenerationChange(1, 2.0, 2.5, 1, (1,), step=1)),
+    )
     await run.end(RuntimeError("x"))
     (file,) = (tmp_path / "runs").iterdir()
     assert file.name == "train-ffffffff.jsonl"

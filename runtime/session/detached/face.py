@@ -25,9 +25,9 @@ from chorusline.actors.messages import Report, RunFailed, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.collectives.diagnosis.debug import get_debug_level
 
-from .feed import Place
+from .feed import Bookmark
 from .keeper import keeper_class
-from .standing import RESULTS_KEPT_S, Standing, duration, not_found, taken
+from .standing import RESULTS_KEPT_S, DetachedStatus, duration, not_found, taken
 
 _HERE_S = 5.0
 """Seconds between two words of a client to the keeper."""
@@ -52,12 +52,12 @@ class Face:
         self.name = name
         self._keeper = keeper
         self._client = uuid.uuid4().hex
-        self._place: Place | None = None
+        self._place: Bookmark | None = None
         self._whole = False
         self._latest: dict[int, float] = {}  # by rank, when its last report was made
         self._is_away = threading.Event()
         self._is_over = False
-        self.last: Standing | None = None
+        self.last: DetachedStatus | None = None
 
     # ── How to come by one ───────────────────────────────────────────────────────────────────────
 
@@ -188,7 +188,7 @@ class Face:
                     "its head node may be busy: try again"
                 ) from None
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> DetachedStatus:
         self.last = await self._ask("standing")
         return self.last
 

@@ -15,7 +15,7 @@ from itertools import islice
 from chorusline.actors.crew.listening import News
 from chorusline.actors.messages import Report
 from chorusline.actors.output import Printed
-from chorusline.actors.run_status import Passage, RunStatus
+from chorusline.actors.run_status import GenerationChange, RunStatus
 
 from ...notebook.history import Thinned
 
@@ -32,7 +32,7 @@ TAIL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Bookmark:
     """How far somebody has read: numbers of the next report, piece of output, and notice.
     keeper: which keeper has counted them."""
 
@@ -57,7 +57,7 @@ class Feed:
         self._numbers: Mapping[int, dict[str, float]] = {}
         self._num_lost = 0
         self._notices: list[str] = []
-        self._passages: dict[int, Passage] = {}  # by generation
+        self._passages: dict[int, GenerationChange] = {}  # by generation
 
     def add(self, news: News) -> None:
         self._recent.extend(news.reports)
@@ -80,20 +80,20 @@ class Feed:
                     self._passages[passage.generation] = passage
         self._num_lost = news.num_lost
 
-    def beginning(self, *, whole: bool = False) -> Place:
+    def beginning(self, *, whole: bool = False) -> Bookmark:
         """The place of one who has seen nothing: all reports are to come, and the end of what was
         printed, or, if `whole`, all of it."""
         if whole:
-            return Place(0, 0, self._keeper)
+            return Bookmark(0, 0, self._keeper)
         number, num_bytes = self._num_printed, 0
         for _, printed in reversed(self._printed):
             num_bytes += _size(printed)
             if num_bytes > TAIL_BYTES:
                 break
             number -= 1
-        return Place(0, number, self._keeper)
+        return Bookmark(0, number, self._keeper)
 
-    def since(self, place: Place) -> tuple[News, Place]:
+    def since(self, place: Bookmark) -> tuple[News, Bookmark]:
         """What came after a place, and the place after it. The place of another keeper counts as
         none."""
         if place.keeper != self._keeper:
@@ -116,7 +116,7 @@ class Feed:
             self._num_lost,
             self._notices[place.notices :],
         )
-        seen = Place(self._num_reports, self._num_printed, self._keeper, len(self._notices))
+        seen = Bookmark(self._num_reports, self._num_printed, self._keeper, len(self._notices))
         return news, seen
 
     def reports(self) -> list[Report]:

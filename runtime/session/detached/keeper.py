@@ -36,8 +36,8 @@ from chorusline.actors.whereabouts import Whereabouts
 from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 
-from .feed import Feed, Place
-from .standing import RESULTS_KEPT_S, Standing
+from .feed import Bookmark, Feed
+from .standing import RESULTS_KEPT_S, DetachedStatus
 
 REPORT_HISTORY = 4000
 """Reports of each rank that its worker holds for a keeper that is started again."""
@@ -369,8 +369,8 @@ class Keeper:
     # ── Who looks ────────────────────────────────────────────────────────────────────────────────
 
     async def hear(
-        self, client: str, run: int, place: Place | None, whole: bool
-    ) -> tuple[News, Place | None]:
+        self, client: str, run: int, place: Bookmark | None, whole: bool
+    ) -> tuple[News, Bookmark | None]:
         """What a run has said since a place; None: since the beginning (Feed.beginning)."""
         await self.here(client)
         await self._is_up.wait()
@@ -398,7 +398,7 @@ class Keeper:
         """Lines about the start, for whoever waits for it."""
         return [line for number, line in self._said if number >= since]
 
-    async def standing(self) -> Standing:
+    async def standing(self) -> DetachedStatus:
         if self._again is not None:
             await self._is_up.wait()  # It does not know yet what it has.
         run = self._run
@@ -408,7 +408,7 @@ class Keeper:
             ran_s = run.took_s if run.is_over.is_set() else time.time() - run.began
         self._forget_clients()
         is_idle = not (self._clients or self._is_running or self._ended)
-        return Standing(
+        return DetachedStatus(
             self._name,
             None if run is None else run.number,
             self._is_running,

@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class DetachedStatus:
     """A detached session as its keeper sees it.
 
     run: the number of the run in progress, or of the last one; None before the first.
@@ -112,7 +112,7 @@ def check_name(name: object, detached: bool) -> None:
         )
 
 
-def taken(name: str, standing: Standing | None) -> StartupError:
+def taken(name: str, standing: DetachedStatus | None) -> StartupError:
     what = f"its {standing.in_words}" if standing and standing.run is not None else "it is open"
     return StartupError(
         f"there is a detached session {name!r} on this cluster already",

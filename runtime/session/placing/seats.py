@@ -44,7 +44,7 @@ class Borrowed:
     indices: tuple[int, ...]
 
 
-class Seats:
+class PlacedSeats:
     """The implementation of `chorusline.actors.crew.seats.Seats` by placement groups.
 
     first: the groups of the first seats, already placed: one of all, or one of each; or bundles of
@@ -113,7 +113,7 @@ class Seats:
         return both | {"most": self.most, "spares": len(self.reserve)}
 
     @classmethod
-    def recalled(cls, state: Mapping[str, Any]) -> Seats:
+    def recalled(cls, state: Mapping[str, Any]) -> PlacedSeats:
         """The seats that had this state."""
         seats = cls(
             (),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chorusline.actors.output import ERR, FIGURE, Piece, Printed
+from chorusline.actors.output import ERR, FIGURE, Printed, PrintedPiece
 
 _OF_RAY = (":actor_name:", ":task_name:", ":job_id:")
 """Beginnings of lines that Ray writes into the files for itself."""
@@ -24,7 +24,9 @@ class RankLines:
     ) -> None:
         self._show_line = show_line
         self._show_figure = show_figure
-        self._begun: dict[tuple[int, int], Piece] = {}  # by seat and stream: a line without its end
+        self._begun: dict[
+            tuple[int, int], PrintedPiece
+        ] = {}  # by seat and stream: a line without its end
 
     def take(self, seat: int, printed: Printed) -> None:
         for piece in printed.pieces:
@@ -34,16 +36,16 @@ class RankLines:
             else:
                 self._take(seat, piece)
 
-    def _take(self, seat: int, piece: Piece) -> None:
+    def _take(self, seat: int, piece: PrintedPiece) -> None:
         begun = self._begun.pop((seat, piece.kind), None)
         if begun is not None and begun.rank != piece.rank:
             self._show(seat, begun)
             begun = None
         *lines, rest = ((begun.data if begun else b"") + piece.data).split(b"\n")
         for line in lines:
-            self._show(seat, Piece(piece.kind, line, piece.rank))
+            self._show(seat, PrintedPiece(piece.kind, line, piece.rank))
         if rest:
-            self._begun[seat, piece.kind] = Piece(piece.kind, rest, piece.rank)
+            self._begun[seat, piece.kind] = PrintedPiece(piece.kind, rest, piece.rank)
 
     def end(self) -> None:
         """Show the lines that have no end yet."""
@@ -51,7 +53,7 @@ class RankLines:
         for (seat, _), piece in begun.items():
             self._show(seat, piece)
 
-    def _show(self, seat: int, piece: Piece) -> None:
+    def _show(self, seat: int, piece: PrintedPiece) -> None:
         text = piece.data.decode(errors="replace")
         if not text.startswith(_OF_RAY):
             # As on a terminal, a carriage return begins the line again: of a progress bar this
