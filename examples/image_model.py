@@ -93,9 +93,10 @@ def train(ctx: cl.Context, epochs: int) -> tuple[list[int], float, float]:
     model.eval()
     test = Letters([font for font in fonts() if font.name == UNSEEN])
     with torch.no_grad():
-        logits = net(torch.stack([picture for picture, _ in test]).to(ctx.device)).cpu()
-    right = logits.argmax(1) == torch.tensor([label for _, label in test])
-    return shard.batches_per_rank, right.float().mean().item(), net[0][1].running_mean[0].item()
+        logits = net(torch.stack([picture for picture, _ in test.pictures]).to(ctx.device)).cpu()
+    right = logits.argmax(1) == torch.tensor([label for _, label in test.pictures])
+    mean = net.get_buffer("0.1.running_mean")[0].item()
+    return shard.batches_per_rank, right.float().mean().item(), mean
 
 
 def main() -> None:

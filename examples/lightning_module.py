@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -59,14 +60,15 @@ class Classifier(pl.LightningModule):
         self.log("accuracy", right, on_epoch=True, sync_dist=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        assert self.trainer.model is not None
-        return cl.ZeroRedundancyOptimizer(self.trainer.model, torch.optim.AdamW, lr=3e-3)
+        model = self.trainer.model
+        assert isinstance(model, cl.DistributedDataParallel)  # By the strategy.
+        return cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=3e-3)
 
 
 def train(ctx: cl.Context, epochs: int) -> tuple[int, float]:
     """Runs on every rank. Returns the samples that it has seen, and the accuracy over all ranks."""
     pl.seed_everything(0, verbose=False)
-    samples = files()
+    samples: Any = files()  # A list is a dataset, but not to torch's types.
     module = Classifier()
     trainer = pl.Trainer(
         strategy="chorusline",

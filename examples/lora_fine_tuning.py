@@ -91,7 +91,7 @@ def train(ctx: cl.Context, epochs: int, files: int) -> dict[str, float]:
     after = learn(ctx, net, other, epochs, lr=1e-2)
     kept = dict(net.get_base_model().named_parameters())
     moved = sum(
-        int(not torch.equal(kept.get(name, kept.get(adapted(name))), one))
+        not torch.equal(kept[name if name in kept else adapted(name)], one)
         for name, one in frozen.items()
     )
     return {

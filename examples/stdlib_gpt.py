@@ -65,7 +65,8 @@ def train(ctx: cl.Context, corpus: Corpus, plan: Plan) -> Trained | None:
     optimizer's state, and a new worker gets the state of what is registered.
     """
     torch.manual_seed(plan.seed)
-    model = ctx.register("model", cl.DistributedDataParallel(GPT(plan.model).to(ctx.device)))
+    net = GPT(plan.model).to(ctx.device)
+    model = ctx.register("model", cl.DistributedDataParallel(net))
     optim = ctx.register(
         "optim", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=plan.lr, replicas=2)
     )
@@ -92,8 +93,8 @@ def train(ctx: cl.Context, corpus: Corpus, plan: Plan) -> Trained | None:
     if ctx.rank != 0:
         return None
     return Trained(
-        parameters={name: value.cpu() for name, value in model.module.state_dict().items()},
-        sample=generate(model.module, prompt="def ", num_bytes=300),
+        parameters={name: value.cpu() for name, value in net.state_dict().items()},
+        sample=generate(net, prompt="def ", num_bytes=300),
         samples_used=batches.num_used,
         num_threads=torch.get_num_threads(),
     )
@@ -212,7 +213,8 @@ class Layer(nn.Module):
         q, k = norm(rotated(q)), norm(rotated(k))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.narrow(F.relu(self.widen(norm(x))).square())
+        perceived: Tensor = self.narrow(F.relu(self.widen(norm(x))).square())
+        return x + perceived
 
 
 class GPT(nn.Module):
@@ -229,7 +231,8 @@ class GPT(nn.Module):
         x = norm(self.embedding(tokens))
         for layer in self.layers:
             x = layer(x)
-        return self.head(norm(x))
+        logits: Tensor = self.head(norm(x))
+        return logits
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(batch, length + 1) int64 -> mean loss of predicting the next byte, in nats per byte."""
@@ -285,7 +288,8 @@ def train_in_one_process(
                     batch = torch.stack([corpus[sample] for sample in batches[rank][step]])
                     model(batch.to(device)).backward()
             for parameter in model.parameters():
-                parameter.grad /= num_ranks
+                if parameter.grad is not None:
+                    parameter.grad /= num_ranks
             optim.step()
             optim.zero_grad()
     return {name: value.cpu() for name, value in model.state_dict().items()}

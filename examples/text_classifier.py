@@ -69,7 +69,8 @@ def bert() -> torch.nn.Module:
         max_position_embeddings=PIECE,
         num_labels=len(KINDS),
     )
-    return BertForSequenceClassification(config)
+    net: torch.nn.Module = BertForSequenceClassification(config)
+    return net
 
 
 def train(ctx: cl.Context, epochs: int, texts_per_kind: int) -> tuple[int, float]:

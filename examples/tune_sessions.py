@@ -86,13 +86,17 @@ if __name__ == "__main__":
     parser.add_argument("--storage-path", default=os.path.abspath("out/tune"))  # noqa: PTH100
     args = parser.parse_args()
     found = search(args.rates, args.epochs, args.storage_path)
-    for result in found:
+    for number in range(len(found)):
+        result = found[number]
+        assert result.config is not None
         if result.error is not None:
             raise SystemExit(f"lr {result.config['lr']:g} has failed: {result.error}")
         metrics = result.metrics
+        assert metrics is not None
         print(
             f"lr {result.config['lr']:<6g} {metrics['training_iteration']} epochs, "
             f"loss {metrics['loss']:.5f}"
         )
     best = found.get_best_result()
+    assert best.config is not None and best.metrics is not None
     print(f"best: lr {best.config['lr']:g}, loss {best.metrics['loss']:.5f}")

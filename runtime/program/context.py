@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch.utils.data import DataLoader
@@ -403,9 +403,18 @@ class Context(ContextSteps):
         self._call.check_all_take_part("ctx.broadcast()")
         return self._call.broadcast(value, root)
 
+    @overload
     def reduce(
-        self, value: T, op: str = "mean", *, weight: float | None = None
-    ) -> T | float | torch.Tensor:
+        self, value: int, op: Literal["sum", "min", "max", "product"], *, weight: None = None
+    ) -> int: ...
+
+    @overload
+    def reduce(self, value: float, op: str = "mean", *, weight: float | None = None) -> float: ...
+
+    @overload
+    def reduce(self, value: T, op: str = "mean", *, weight: float | None = None) -> T: ...
+
+    def reduce(self, value: Any, op: str = "mean", *, weight: float | None = None) -> Any:
         """The mean (or "sum", "min", "max", "product") of a value over all ranks, on every rank.
 
         A tensor gives a new tensor, a numpy array an array, and a number (including numpy's) a
@@ -425,8 +434,7 @@ class Context(ContextSteps):
         if not has_value(value):
             return value
         self._call.check_all_take_part("ctx.reduce()")
-        result: T | float | torch.Tensor = reduced(self.group, value, op, weight)
-        return result
+        return reduced(self.group, value, op, weight)
 
     def init_torch_distributed(self, timeout_s: Seconds | None = None) -> None:
         """Initialise torch.distributed among the ranks of this run, with the backend "chorusline".

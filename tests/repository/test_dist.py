@@ -95,13 +95,16 @@ def train(ctx: cl.Context) -> int:
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1)
     reveal_type(ctx.rank)
     reveal_type(ctx.register("model", model))
+    reveal_type(ctx.reduce(ctx.rank, "max"))
+    reveal_type(ctx.reduce(0.5, weight=2))
+    reveal_type(ctx.reduce(torch.ones(2)))
     reveal_type(optim.num_steps)
     return 1
 
 reveal_type(cl.Session(2))
 reveal_type(cl.Group.create(cl.HashStore(), 0, 1))
 """
-REVEALED = ("int", "DistributedDataParallel", "int", "Session", "Group")
+REVEALED = ("int", "DistributedDataParallel", "int", "float", "Tensor", "int", "Session", "Group")
 """What type checkers say of ASKED, without the modules that mypy names."""
 
 
