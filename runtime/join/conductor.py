@@ -5,8 +5,8 @@ memory. Other collectives of a loop's body are not (SyncBatchNorm in forward and
 user's collectives, any number of them). They run on groups of their own, which a Join *follows*:
 
 - A batch begins on all ranks at once. With `ctx.shard` each rank knows how many batches all ranks
-  have. Otherwise it begins with the model's forward, and an all-reduce of one int32 per rank tells
-  which ranks have data.
+  have. Otherwise it begins with a model's forward, of any that is listed, and an all-reduce of one
+  int32 per rank tells which ranks have data.
 - While every rank has data, nothing is announced.
 - In a batch for which some rank has no data, the lowest rank with data (the *conductor*) announces
   what comes next by a broadcast of a few numbers: an operation, in which ranks without data take

@@ -110,8 +110,8 @@ class Joinable(ABC):
         return False
 
     def _begins_passes(self) -> bool:
-        """Whether this joinable calls `notify_join_context` once per batch, before all collectives
-        of the batch."""
+        """Whether this joinable calls `notify_join_context` before each of its passes, and before
+        all collectives of a batch that begins with it."""
         return False
 
     def _is_training(self) -> bool:
@@ -263,10 +263,8 @@ class Join:
         self._counts_steps = next(
             (j for j in joinables if j._ends_step() and not self._needs_header), None
         )
-        # The joinable that begins a batch: the model, whose forward comes first; else the first
-        # joinable, as in torch.
-        self._pacemaker = next((j for j in joinables if j._begins_passes()), joinables[0])
         self._models = [j for j in joinables if j._begins_passes()]
+        self._pacemaker: Joinable | None = None  # the model whose forward pass came first
         self._turn = 0  # the number of the joinable that stepped last, plus one
         self.last_step_live: tuple[int, ...] = ()
         """The ranks that took the last step; none for the step that all ranks shadow at the end."""
@@ -322,7 +320,7 @@ class Join:
         if self._enable:
             for joinable in self._joinables:
                 joinable._join = self
-            self._turn = 0
+            self._turn, self._pacemaker = 0, None
             if self._conductor:
                 self._conductor.attach()
             self._boundary = boundary()
@@ -502,6 +500,10 @@ class Join:
         """Whether joined ranks follow collectives that are announced to them."""
         return self._conductor is not None
 
+    @property
+    def follows_several_models(self) -> bool:
+        return self.is_following and len(self._models) > 1
+
     def change_group(self, group: Group) -> None:
         """Continue in another group; a Join that follows groups cannot."""
         assert not self.is_following
@@ -578,10 +580,22 @@ class Join:
         # SyncBatchNorm shares no statistics in evaluation; the user's groups may be used there too.
         counts = self._follows_evaluation or joinable._is_training()
         # With a known batch number, the iteration over the shard has begun the batch.
-        if joinable is self._pacemaker and self.ledger.known_batch is None and counts:
+        if self.ledger.known_batch is None and counts and self._may_begin_batch(joinable):
             conductor.begin_batch()
         if joinable._announces_hook() and not joinable._begins_passes():
             self.begin_hook(joinable)
+
+    def _may_begin_batch(self, joinable: Joinable) -> bool:
+        """Whether the body may have begun anew with this joinable. Of a loop over a list nothing
+        else says that a rank has another batch, and a body may use its models in any order, or in
+        some batches only: each forward pass asks all ranks. A pass without gradients may be run by
+        one rank alone, so of these only the passes of the model that ran first do."""
+        if not self._models:
+            return joinable is self._joinables[0]
+        if not joinable._begins_passes():
+            return False
+        self._pacemaker = self._pacemaker or joinable
+        return joinable is self._pacemaker or torch.is_grad_enabled()
 
     def _header(self) -> bool:
         """Whether any rank takes the coming step."""

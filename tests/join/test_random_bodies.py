@@ -58,9 +58,10 @@ def check(
     epochs: int = 2,
     momentum: float = 0.0,
     joins: bool = True,
+    follows: bool = False,
 ) -> None:
     whole = in_one_process(body, lengths, num_models, epochs, momentum)
-    args = body, lengths, num_models, epochs, momentum, way, joins
+    args = body, lengths, num_models, epochs, momentum, way, joins, follows
     results = ranks_of(len(lengths)).run(on_ranks, *args)  # type: ignore[operator]
     if all(isinstance(told, str) for told in results):
         known = [text for text in REFUSED if all(text in told for told in results)]
@@ -133,3 +134,38 @@ def two_models(draw: st.DrawFn) -> list[Act]:
 @given(two_models(), LENGTHS, st.integers(1, 2))
 def test_any_body_of_two_models_is_exact(ranks_of, body, lengths, epochs):
     check(ranks_of, body, lengths, "zero", num_models=2, epochs=epochs)
+
+
+MODELS_IN_ANY_ORDER: dict[str, list[Act]] = {
+    "the second one first": [
+        *(Act(CLEAR, 1), Act(PASS, 1), Act(STEP, 1)),
+        *(Act(CLEAR), Act(BOTH), Act(STEP)),
+    ],
+    "in turn": [
+        *(Act(CLEAR, 0, 2), Act(PASS, 0, 2), Act(STEP, 0, 2)),
+        *(Act(CLEAR, 1, 2, 1), Act(PASS, 1, 2, 1), Act(STEP, 1, 2, 1)),
+    ],
+    "the second one three times": [
+        *[Act(CLEAR, 1), Act(PASS, 1), Act(STEP, 1)] * 3,
+        *(Act(CLEAR), Act(BOTH), Act(STEP)),
+    ],
+}
+
+
+@pytest.mark.parametrize("way", ["zero", "plain"])
+@pytest.mark.parametrize("body", MODELS_IN_ANY_ORDER)
+@pytest.mark.parametrize("lengths", [(5, 3), (0, 3)])
+def test_where_a_group_is_followed_models_come_in_any_order(ranks_of, lengths, body, way):
+    check(ranks_of, MODELS_IN_ANY_ORDER[body], lengths, way, num_models=2, follows=True)
+
+
+@MANY
+@given(
+    acts([PASS, PASS, BOTH, STEP, STEP, *CLEARS[:3]], [0, 1], 8),
+    LENGTHS,
+    st.sampled_from(["zero", "plain"]),
+)
+def test_any_body_of_two_models_is_exact_where_a_group_is_followed(ranks_of, body, lengths, way):
+    # In each batch some pass begins it, and shows the steps before to the other ranks.
+    body = [Act(PASS), Act(PASS, 1), *body]
+    check(ranks_of, body, lengths, way, num_models=2, follows=True)

@@ -153,15 +153,19 @@ def on_ranks(
     momentum: float,
     way: str,
     joins: bool,
+    follows: bool = False,
 ) -> Any:
-    """way: "zero" or "plain". Returns the parameters and the numbers of steps, or an error."""
+    """way: "zero" or "plain". follows: whether the Join has a group to follow. Returns the
+    parameters and the numbers of steps, or an error."""
     with another_group(group) as own:
+        beside = [own.new_group(range(own.size))] if follows else []
         models = [Model(number, momentum, own, way) for number in range(num_models)]
         steps = steps_of(body, max(lengths), epochs)
         listed = [[m.net, m.optimizer] if way == "zero" else [m.net] for m in models]
         try:
             for epoch in range(epochs):
-                with cl.Join(list(itertools.chain(*listed)), enable=joins, skew_warning=None):
+                joinables = list(itertools.chain(*listed))
+                with cl.Join(joinables, enable=joins, groups=beside, skew_warning=None):
                     for batch in range(lengths[own.rank]):
                         for number, act in enumerate(body):
                             place = epoch, batch, number
