@@ -430,8 +430,8 @@ class _Hook(JoinHook):
         assert model._join is not None
         ledger = model._join.ledger
         last = model._join.last_step_live
-        if last and model.group.rank not in last:
-            model._reducer.leave_shadows(is_stepped=ledger.pattern.expects_step)
+        if model._reducer.is_sharded and last and model.group.rank not in last:
+            model._reducer.leave_shadows()
         state: list[torch.Tensor] = []
         if model._reducer.ends_steps and ledger.somebody_missed_a_step:
             self._settle(model._join)
@@ -440,6 +440,7 @@ class _Hook(JoinHook):
         # With sharded state every rank steps its shard in every step, and gathers the others.
         if not model._reducer.is_sharded and ledger.somebody_missed_a_step:
             self._follow_scaler(model._join)
+            model._reducer.take_means_of(model._join.newest_rank(ledger.last_live))
             state += model.module.parameters()
         # A step brings the buffers of its newest rank, but none follows the last passes.
         if (

@@ -41,6 +41,15 @@ def owner_of(parameters: Sequence[torch.Tensor]) -> ModelEngine | None:
     return owner if reduced <= given <= {id(p) for p in owner.module.parameters()} else None
 
 
+def reducers_of(parameters: Sequence[torch.Tensor]) -> list[Reducer]:
+    """What reduces the gradients of these parameters, of whichever models; nothing if one of them
+    is in no model."""
+    known = between_runs().engines
+    engines = [reference() if (reference := known.get(p)) else None for p in parameters]
+    reducers = [engine.reducer for engine in engines if engine is not None]
+    return list(dict.fromkeys(reducers)) if len(reducers) == len(parameters) else []
+
+
 def names_of(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
     """By id(), the names of all parameters of the models that reduce any of `parameters`."""
     known = between_runs().engines

@@ -13,7 +13,7 @@ ballot), in float32 or wider: bfloat16 cannot count beyond 256.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from chorusline.collectives import Group
@@ -53,6 +53,7 @@ class Agreement:
     live: ranks that took the step with data, ascending.
     may_continue: ranks that may take another step, ascending.
     used: per parameter, whether any rank had a gradient for it.
+    kept: per parameter, how many live ranks add this pass to the mean of an earlier one.
     weight: sum of the weights of the live ranks; 0 if no rank weighted its loss.
     stop: whether all ranks stop after this step, as some rank was asked to.
     cursors: by rank, how many samples it has taken of each iteration; empty if not counted.
@@ -68,6 +69,7 @@ class Agreement:
     live: tuple[int, ...]
     may_continue: tuple[int, ...]
     used: tuple[bool, ...]
+    kept: tuple[int, ...] = ()
     weight: float = 0.0
     stop: bool = False
     cursors: tuple[tuple[int, ...], ...] = ()
@@ -115,6 +117,7 @@ def vote_of(
     used: Sequence[bool],
     weight: float | None,
     stop: bool,
+    kept: Collection[int] = (),
     cursors: Sequence[int] = (),
     num_cursors: int = 0,
     notes: Sequence[Note] = (),
@@ -130,6 +133,7 @@ def vote_of(
     used: per parameter, whether this rank has a gradient for it.
     weight: of this rank's loss; None if ranks do not weigh.
     stop: whether this rank was asked to stop.
+    kept: the parameters for which this rank has data, and adds it to the mean of an earlier pass.
     cursors: each below 2^47; where they are fewer than num_cursors, the rest is 0.
     join, epoch, digest: of this rank, as in an Agreement; below 2^4, 2^19 and 2^24.
     """
@@ -146,6 +150,8 @@ def vote_of(
             vote[_WEIGHT] = weight
             vote[_WEIGHING] = 1.0
         vote[_HEAD + _OF_RANK * num_ranks : first] = map(float, used)
+        for number in kept:
+            vote[_HEAD + _OF_RANK * num_ranks + number] += num_ranks + 1
     if stop:
         vote[_ASKING] = 1.0
     for note in notes:
@@ -214,10 +220,13 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
     halves = zip(numbers[::2], numbers[1::2], strict=True)
     outlooks = [*map(int, values[3 * num_ranks : 4 * num_ranks])]
     taken = [int(high) * _LOW + int(low) for high, low in halves]
+    # Two counts of ranks in one number: of those that have used a parameter, and that keep a mean.
+    uses = [*map(int, values[_OF_RANK * num_ranks : len(values) - len(numbers)])]
     return Agreement(
         live=live,
         may_continue=tuple(rank for rank, outlook in enumerate(outlooks) if outlook % 2),
-        used=tuple(v > 0 for v in values[_OF_RANK * num_ranks : len(values) - len(numbers)]),
+        used=tuple(use % (num_ranks + 1) > 0 for use in uses),
+        kept=tuple(use // (num_ranks + 1) for use in uses),
         weight=weight if live else 0.0,
         standings=standings,
         joins=tuple(outlook // 2 % 16 for outlook in outlooks),

@@ -35,10 +35,10 @@ from chorusline.actors.messages import Progress
 from chorusline.collectives import CollectiveError, CollectiveMismatch, Group
 from chorusline.collectives.contract.call_site import users_level
 
-from ..data_parallel.engine import ModelEngine
+from ..data_parallel.engine import ModelEngine, reducers_of
 from ..data_parallel.gradients.gradient_bucket import GradientBucket
 from ..data_parallel.gradients.reducer import Reducer
-from ..data_parallel.same_model import unlike_values
+from ..data_parallel.same_model import broadcast_tensors, unlike_values
 from ..join.join import GroupJoinable
 from ..process.agreement import Agreement
 from ..process.between_runs import between_runs
@@ -272,10 +272,10 @@ class OptimizerEngine:
             payload = self.hold_ballot(is_live)
         if self._takes_max_norm(payload, is_live):
             payload = self.hold_ballot(is_live)
+        if self.reducer is None and self._takes_gradients(payload) and self._needs_norm:
+            payload = self.hold_ballot(is_live)
         self.faults.reach(Instant.SEEN)
         outcome = self.see(payload, is_live)
-        if self.reducer is None:
-            self._check_gradients(outcome.agreement)
         if self.model is None and not self.face.num_steps:
             self._check_reduced(outcome.agreement)
         gathers = self.apply(outcome)  # (4), and (5) begins
@@ -293,6 +293,27 @@ class OptimizerEngine:
             return False
         if not is_live:
             self.face.max_norm = given.pop()
+        return True
+
+    def _takes_gradients(self, payload: tuple[float, ...]) -> bool:
+        """Without a reducer each rank steps its shard with what `.grad` holds. What the body has
+        done to it since the pass, such as clipping, a rank without data has not done, so it takes
+        the gradients of a rank that has data. Returns whether there is such a rank."""
+        agreement = self._ballot.read(payload).agreement
+        self._check_gradients(agreement)
+        live = agreement.live
+        pairs = zip(self.shard.parameters, agreement.used, strict=True)
+        used = [parameter for parameter, is_used in pairs if is_used]
+        reducers = reducers_of(used)
+        if not live or len(live) == self.group.size or not reducers:
+            return False
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [parameter.grad for parameter in used if parameter.grad is not None]
+        broadcast_tensors(grads, min(live), self.group)
+        for reducer in reducers:
+            reducer.held.note_writes()
         return True
 
     def _end_step(self, live: tuple[int, ...], gathers: Sequence[Gather]) -> None:
@@ -440,7 +461,8 @@ class OptimizerEngine:
                     "gradient, and only dense ones are sharded; write parameter.grad = "
                     "parameter.grad.to_dense() before step() (for nn.Embedding: sparse=False)"
                 )
-            if is_used and parameter.grad is None:
+            may_lack = self.group.rank not in agreement.live and reducers_of([parameter])
+            if is_used and parameter.grad is None and not may_lack:
                 error = RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} has a gradient on other ranks "
                     f"of {list(agreement.live)} and none on rank {self.group.rank}. Without "

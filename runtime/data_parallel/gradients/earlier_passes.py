@@ -15,7 +15,7 @@ more (`MIXES`). They are refused where they would be wrong.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -64,26 +64,50 @@ class EarlierPasses:
     """What one rank holds of the passes before the present one.
 
     has_mean: whether a pass was reduced, whose mean `.grad` may still hold.
+    kept: the parameters whose gradients were not cleared since, where the present pass is added to
+        any. A body may clear those of one of several optimizers only.
     """
 
     def __init__(self, gradients: Gradients) -> None:
         self.has_mean = False
+        self.kept: Collection[int] = ()
         self._gradients = gradients
         self._kind: Note | None = None  # CONTINUES or MIXES
         self._why: Note | None = None  # it MIXES: BEGINS_INSIDE or REPLACED; None: in no_sync
         self._aside: dict[int, torch.Tensor] = {}
-        self._weight = 0.0  # of the losses of the mean
+        self._weights: dict[int, float] = {}  # by parameter, of the losses of the mean
 
     def forget(self) -> None:
         self.has_mean = False
-        self._kind, self._aside, self._weight = None, {}, 0.0
-        self._why = None
+        self._kind, self._aside, self._weights = None, {}, {}
+        self._why, self.kept = None, ()
+
+    def told_of_means(self, usage: Sequence[bool], keeps_own: bool) -> list[float]:
+        """For other ranks: by parameter, one more than the weight of the mean that `.grad` holds; 0
+        for none. keeps_own: what it holds is not a mean."""
+        weights = self._weights
+        return [
+            1.0 + weights.get(number, 0.0) if is_held and not keeps_own else 0.0
+            for number, is_held in enumerate(usage)
+        ]
+
+    def take_means(self, told: Sequence[float]) -> None:
+        """`.grad` holds another rank's means from now on. told: by that rank."""
+        self.forget()
+        self.has_mean = any(told)
+        self._weights = {number: one - 1.0 for number, one in enumerate(told) if one}
 
     def begin_pass(
-        self, *, set_aside: bool, has_leftover: bool, begins_inside: bool = False
+        self,
+        *,
+        set_aside: bool,
+        has_leftover: bool,
+        begins_inside: bool = False,
+        cleared: Collection[int] = (),
     ) -> None:
         """A pass begins, and no gradient has arrived yet.
 
+        cleared: the parameters whose gradients the program has cleared since the pass before.
         begins_inside: it began inside the model, so some gradients have arrived already.
         has_leftover: gradients from no_sync are still to be sent, so this is not the first pass
             since the mean.
@@ -104,6 +128,7 @@ class EarlierPasses:
         else:
             self._kind = Note.CONTINUES
             self._aside = {number: gradient.clone() for number, gradient in held.items()}
+            self.kept = {*range(len(self._gradients.parameters))}.difference(cleared)
             for gradient in held.values():
                 gradient.zero_()
 
@@ -113,7 +138,7 @@ class EarlierPasses:
             gradient = self._gradients.parameters[number].grad
             assert gradient is not None
             gradient.detach().add_(aside)
-        self._aside, self._kind = {}, None
+        self._aside, self._kind, self.kept = {}, None, ()
 
     def notes_on_leftovers(self) -> list[Note]:
         """What this rank says of gradients from no_sync, when it has run out of data."""
@@ -131,16 +156,21 @@ class EarlierPasses:
 
     def end_pass(self, agreement: Agreement) -> None:
         """The buckets hold the mean of the present pass: add that of the passes before."""
-        continues = bool(agreement.says(Note.CONTINUES))
-        before, weight = self._weight if continues else 0.0, agreement.weight
-        for number, aside in self._aside.items() if continues else ():
-            view = self._gradients.views[number]
+        kept = {number for number, ranks in enumerate(agreement.kept) if ranks}
+        weights = {number: self._weights.get(number, 0.0) for number in kept}
+        weight = agreement.weight
+        # A rank without data does not clear what the others clear: what they keep counts.
+        for number, before in weights.items():
+            view, aside, share = self._gradients.views[number], self._aside.get(number), 1.0
             if before and weight:  # The mean over the samples of all passes.
-                view.mul_(weight / (before + weight)).add_(aside, alpha=before / (before + weight))
-            else:
-                view.add_(aside)
-        self._aside, self._kind, self._why = {}, None, None
-        self._weight, self.has_mean = before + weight, True
+                view.mul_(weight / (before + weight))
+                share = before / (before + weight)
+            if aside is not None:
+                view.add_(aside, alpha=share)
+        self._aside, self._kind, self._why, self.kept = {}, None, None, ()
+        self.has_mean = True
+        numbers = range(len(self._gradients.parameters)) if weight else kept
+        self._weights = {number: weights.get(number, 0.0) + weight for number in numbers}
 
 
 def _are_zero(gradients: Collection[torch.Tensor]) -> bool:
@@ -148,8 +178,14 @@ def _are_zero(gradients: Collection[torch.Tensor]) -> bool:
     return not any(one.device.type != "cpu" or bool(one.any()) for one in gradients)
 
 
-def check_passes(agreement: Agreement, num_ranks: int) -> None:
-    """Raise RuntimeError, on all ranks alike, for passes whose mean would be wrong."""
+def _named(numbers: Sequence[int], names: Sequence[str]) -> str:
+    each = ", ".join(names[number] for number in numbers[:3])
+    return each + (" and others" if len(numbers) > 3 else "")
+
+
+def check_passes(agreement: Agreement, num_ranks: int, names: Sequence[str]) -> None:
+    """Raise RuntimeError, on all ranks alike, for passes whose mean would be wrong. names: of the
+    parameters."""
     if not any(agreement.notes):
         return
     live = list(agreement.live)
@@ -158,6 +194,12 @@ def check_passes(agreement: Agreement, num_ranks: int) -> None:
             f"{continuing} of the ranks {live} add this backward pass to the gradients of the pass "
             "before, and the others have cleared theirs, so their gradients would differ. All "
             "ranks with data must call zero_grad() between the same two passes"
+        )
+    if unlike := [number for number, ranks in enumerate(agreement.kept) if 0 < ranks < len(live)]:
+        raise RuntimeError(
+            f"some of the ranks {live} add this backward pass to the gradients of the pass before, "
+            f"and others have cleared theirs, of {_named(unlike, names)}. All ranks with data must "
+            "clear the same gradients between the same two passes"
         )
     if agreement.says(Note.MIXES) and (agreement.weight or len(live) < num_ranks):
         absent = [rank for rank in range(num_ranks) if rank not in live]

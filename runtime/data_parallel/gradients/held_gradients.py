@@ -8,28 +8,30 @@ gone, or it was written to, and is zero.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ...process.agreement import Agreement
 from ...process.leftovers import Standing
 from .gradient_bucket import GradientBucket, Gradients
 
-Habits = tuple[bool, tuple[int, int, int]]
-"""`has_cleared`, and the counts of the last step of ranks with data."""
+Habits = tuple[int, int, int]
+"""The counts of the last step of ranks with data."""
 
 
 class HeldGradients:
     """Of one model on one rank.
 
     calls, passes, cleared_at, edits: as in Standing.
+    cleared: the parameters whose means the program has cleared since the last pass.
     are_means: whether `.grad` holds means of all ranks, which programs do change (clipping).
-    has_cleared: whether a rank with data has ever cleared its gradients.
     """
 
     def __init__(self, gradients: Gradients) -> None:
         self.are_means = True
-        self.has_cleared = False
         self._begin()
         self._gradients = gradients
         self._held: set[int] = set()
+        self.cleared: set[int] = set()
         self._usual = self.counts
         self._weight: float | None = None
         self._coming: float | None = None
@@ -66,9 +68,9 @@ class HeldGradients:
         self._held.add(number)
         bucket.held_version = bucket.flat._version
 
-    def hold(self, numbers: list[int]) -> None:
+    def hold(self, numbers: Collection[int]) -> None:
         """The ranks' means are there, for these parameters."""
-        self._held = set(numbers)
+        self._held, self.cleared = set(numbers), set()
         self.note_writes()
 
     def note_writes(self) -> None:
@@ -106,6 +108,7 @@ class HeldGradients:
                     else:
                         is_edited = True
             bucket.held_version = bucket.flat._version
+        self.cleared |= gone
         if gone and gone == self._held:
             self._forget()
         elif gone or is_edited:
@@ -129,18 +132,17 @@ class HeldGradients:
     def habits(self) -> Habits:
         """What a model that is made again after a loss takes over: in its first steps a rank may
         have no data, and then it has to know what the others do."""
-        return self.has_cleared, self._usual
+        return self._usual
 
     @habits.setter
     def habits(self, habits: Habits) -> None:
-        self.has_cleared, self._usual = habits
+        self._usual = habits
 
     def begin(self, agreement: Agreement) -> None:
         """The ranks have agreed on a step, or where each pass has a vote, on a pass."""
         live = [agreement.standings[rank] for rank in agreement.live]
         if live:
             self._usual = max(o.calls for o in live), max(o.cleared_at for o in live), 0
-            self.has_cleared = self.has_cleared or self._usual != (0, -1, 0)
         self._begin()
 
     def _begin(self) -> None:

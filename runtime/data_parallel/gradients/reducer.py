@@ -24,7 +24,7 @@ passes. Elsewhere it sends zeros, and its leftovers follow if they belong to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -211,7 +211,15 @@ class Reducer(Launcher):
     def _set_earlier_aside(self) -> None:
         if self.earlier.has_mean:
             aside = self.is_syncing and (self._is_uneven() or self.weight is not None)
-            self.earlier.begin_pass(set_aside=aside, has_leftover=self._has_leftover)
+            cleared = self.held.cleared
+            if (
+                self.local_steps
+            ):  # What holds no gradient begins anew, as a generator after a critic.
+                held = enumerate(self.gradients.usage())
+                cleared = cleared.union(number for number, is_held in held if not is_held)
+            self.earlier.begin_pass(
+                set_aside=aside, has_leftover=self._has_leftover, cleared=cleared
+            )
 
     def _ask_for_the_end(self) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
@@ -406,6 +414,7 @@ class Reducer(Launcher):
             used=self.gradients.usage() if used is None else used,
             weight=self.weight if used is None else None,
             stop=boundary().steps.stop_is_wanted,
+            kept=self.earlier.kept if used is None and self.is_live else (),
             cursors=self._cursors() if self._cursors is not None else (),
             num_cursors=self._num_cursors,
             notes=notes,
@@ -499,24 +508,30 @@ class Reducer(Launcher):
         self.held.begin(agreement)
         if agreement.live:
             self.weight = None
-        check_passes(agreement, self.group.size)
+        check_passes(agreement, self.group.size, self.gradients.names)
         if not (self.hook is not None and self.hook.trains_apart):
             self.local_steps.agreed(agreement, self.group)
         return agreement, self._on_agreement(agreement)
 
     def _hand_out(self, agreement: Agreement, *, measures_order: bool) -> None:
-        own_format = []
-        for number, parameter in enumerate(self.parameters):
-            # A parameter without a gradient on any rank keeps none: optimizers must not step it.
-            parameter.grad = self.gradients.views[number] if agreement.used[number] else None
-            if not parameter.is_contiguous():
-                own_format.append(number)
+        # A parameter without a gradient on any rank keeps none: optimizers must not step it.
+        used = {number for number, is_used in enumerate(agreement.used) if is_used}
+        self._set_gradients(used)
         if measures_order and not self._has_measured_order:
             self._take_order_of(min(agreement.live))
-        self.gradients.hand_out(own_format)
-        self.held.hold([number for number, is_used in enumerate(agreement.used) if is_used])
+        self._give_out(used)
         if self.ends_steps:
             between_runs().end_applying()
+
+    def _set_gradients(self, numbers: Collection[int]) -> None:
+        for number, parameter in enumerate(self.parameters):
+            parameter.grad = self.gradients.views[number] if number in numbers else None
+
+    def _give_out(self, numbers: Collection[int]) -> None:
+        """`.grad` of these parameters holds the means."""
+        each = enumerate(self.parameters)
+        self.gradients.hand_out([number for number, one in each if not one.is_contiguous()])
+        self.held.hold(numbers)
 
     def _take_order_of(self, rank: int) -> None:
         self._has_measured_order = True
@@ -665,13 +680,33 @@ class Reducer(Launcher):
         self._is_shadowing, self._hands_in = False, True
         self._aside = {}
 
-    def leave_shadows(self, *, is_stepped: bool) -> None:
+    def leave_shadows(self) -> None:
         """The ranks with data have left the Join, and this one did not have the last batch. No vote
-        says any more what they do to their gradients: it does as they did before. is_stepped:
-        whether they step after the last pass."""
-        if self.held.expects_clear if self.is_sharded else is_stepped and self.held.has_cleared:
+        of a sharded step says any more what they do to their gradients: it does as they did
+        before."""
+        if self.held.expects_clear:
             self.held.drop()
-            self.earlier.forget()
+
+    def take_means_of(self, root: int) -> None:
+        """The same where each pass is reduced: all ranks hold from now on the means that `root`
+        holds, which has cleared what the body clears. Collective."""
+        keeps_own = self._has_leftover  # What no_sync has added is each rank's own.
+        told = self.earlier.told_of_means(self.gradients.usage(), keeps_own)
+        mine = device_numbers(told, torch.float64, self.group.device)
+        told = self.group.broadcast_and_read(mine, root).tolist()
+        held = {number for number, weight in enumerate(told) if weight}
+        self.gradients.collect()
+        for number in held:
+            if self.parameters[number].grad is not None:
+                self.gradients.bring_home(number)
+        for bucket in self.buckets:
+            if bucket.views.keys() & held:
+                content = bucket.flat[: bucket.plan.content]
+                self.group.broadcast(content.clone() if keeps_own else content, root).wait()
+        if not keeps_own:
+            self.earlier.take_means(told)
+            self._set_gradients(held)
+            self._give_out(held)
 
     def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
         """A plain optimizer has stepped, with `groups` of its parameters in this model."""
