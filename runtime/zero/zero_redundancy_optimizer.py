@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -369,7 +370,8 @@ class ZeroRedundancyOptimizer(Face):
         self._engine.shard.load_state(saved, self.param_groups)
 
     def _names(self) -> dict[int, str]:
-        """The known names of the parameters, by id() of the parameter."""
+        """The known names of the parameters, by id() of the parameter; each has one of its own."""
+        given = [p for options in self.param_groups for p in options["params"]]
         names = {
             id(parameter): name
             for options in self.param_groups
@@ -377,7 +379,13 @@ class ZeroRedundancyOptimizer(Face):
                 options.get("param_names", ()), options["params"], strict=False
             )
         }
-        return names or names_of([p for g in self.param_groups for p in g["params"]])
+        names = names or names_of(given)
+        # The parameters of two models in one optimizer have the same names, as in a CycleGAN.
+        seen = Counter[str]()
+        for key in [id(p) for p in given if id(p) in names]:
+            seen[name := names[key]] += 1
+            names[key] = name if seen[name] == 1 else f"{name} ({seen[name]})"
+        return names
 
     # -- Join ----------------------------------------------------------------------------------
 

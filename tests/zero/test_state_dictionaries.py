@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import tempfile
 
 import pytest
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import chorusline as cl
 from chorusline.collectives.objects.blocking import broadcast_object
 from chorusline.runtime.zero.shards import optimizer_state
+from tests.references.checkpoint_runs import in_run
 from tests.references.sharded_training import (
     ELEMENTWISE,
     assert_same_state,
@@ -420,3 +422,30 @@ def test_consolidation_needs_a_chunk_beside_the_result_and_loading_one_shard(ran
         assert result <= gathering <= result + (160 << 10)
         assert loading <= whole / 4 + (1 << 10)
         assert sent["gather"] == (0 if rank == 1 else whole / 4 / 4)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["of the models", "given"])
+def test_parameters_of_two_models_with_the_same_names_keep_their_own_states(alone, named, tmp_path):
+    """As in a CycleGAN: one optimizer for two generators, and both are in a checkpoint."""
+
+    def train(ctx, gradient):
+        models = [cl.DistributedDataParallel(torch.nn.Linear(2, 2)) for _ in range(3)]
+        each = [m.module.named_parameters() if named else m.parameters() for m in models]
+        optim = cl.ZeroRedundancyOptimizer(
+            itertools.chain(*each), torch.optim.SGD, lr=0.1, momentum=0.5
+        )
+        ctx.register("optimizer", optim)
+        if gradient is not None:
+            for number, model in enumerate(models):
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, number + gradient)
+            optim.step()
+            ctx.save().wait()
+        optim.consolidate_state_dict()
+        return [one["momentum_buffer"] for one in optim.state_dict(by_name=True)["state"].values()]
+
+    config = cl.CheckpointConfig(tmp_path)
+    saved = in_run(alone, train, config, gradient=1.0)
+    resumed = in_run(alone, train, config, gradient=None)
+    assert [float(one.flatten()[0]) for one in saved] == [1, 1, 2, 2, 3, 3]
+    assert all(torch.equal(a, b) for a, b in zip(saved, resumed, strict=True))
