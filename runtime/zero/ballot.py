@@ -214,7 +214,8 @@ class Ballot:
         """By rank, its max_norm, and whether it has data."""
         standings = standings_in(seen[self._vote_at :], self._group.size)
         own = zip(self._own(seen), standings, strict=True)
-        return [(numbers[self._digests_at - 1], one.is_live) for numbers, one in own]
+        place = self._digests_at - len(OF_THE_STEP)
+        return [(numbers[place], one.is_live) for numbers, one in own]
 
     def read(self, seen: Sequence[float]) -> Outcome:
         """Decode the sums, whether this rank took part in the all-reduce or received them."""
@@ -239,7 +240,9 @@ class Ballot:
         return [seen[at : at + self._own_numel] for at in places]
 
 
-MAX_NORM = "max_norm"
+GROWTH = ("growth_factor", "backoff_factor", "growth_interval")
+"""Of the GradScaler; 0 stands for none."""
+OF_THE_STEP = ("max_norm", *GROWTH)
 """The last of the numbers that travel; 0 stands for None."""
 
 
@@ -274,17 +277,24 @@ def check_same_options(
     live = outcome.agreement.live
     if len({outcome.options[rank] for rank in live}) < 2:
         return
-    for number, label in enumerate([*labels_of(groups, names), MAX_NORM]):
+    for number, label in enumerate([*labels_of(groups, names), *OF_THE_STEP]):
         by_rank = {rank: outcome.options[rank][number] for rank in live}
-        given = {rank: value for rank, value in by_rank.items() if not math.isnan(value)}
+        # A rank without a GradScaler is told so with the scales (loss_scale.py).
+        of_scale = label in GROWTH
+        given = {r: v for r, v in by_rank.items() if not math.isnan(v) and (v or not of_scale)}
         different = [rank for rank, value in given.items() if value != next(iter(given.values()))]
         if different:
             each = ", ".join(f"{value:g} on rank {rank}" for rank, value in given.items())
+            effect = (
+                "so the loss scales of the ranks would become different"
+                if of_scale
+                else "so each rank would step its shard with a different value"
+            )
             raise CollectiveMismatch(
                 "step()",
                 generation,
                 different,
-                f"{label} is {each}, so each rank would step its shard with a different value",
+                f"{label} is {each}, {effect}",
                 "Every rank must set the same options. A rank that has run out of data does not "
                 "run the loop's body: list a schedule in Join(..., step_along=[schedule]).",
             )

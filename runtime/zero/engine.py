@@ -45,10 +45,20 @@ from ..process.between_runs import between_runs
 from ..process.leftovers import Standing
 from ..process.running import Survival, recovery_of
 from ..process.step_boundary import boundary
-from .ballot import Ballot, Outcome, Vote, check_same_options, labels_of, numbers_of, set_numbers
+from .ballot import (
+    GROWTH,
+    OF_THE_STEP,
+    Ballot,
+    Outcome,
+    Vote,
+    check_same_options,
+    labels_of,
+    numbers_of,
+    set_numbers,
+)
 from .digest_checks import Correction, DigestChecks
 from .early_update import EarlyUpdate
-from .loss_scale import agreed_scale, check_same_growth, digest_of_growth
+from .loss_scale import agreed_scale
 from .shards.parameter_bucket import Gather
 from .shards.parameter_shard import ParameterShard
 from .shards.shard_state import Inventory, ShardState
@@ -68,7 +78,8 @@ class Face(torch.optim.Optimizer, GroupJoinable):
     max_norm: the norm to which the mean gradient is clipped; None: no clipping.
     grad_norm: the norm in the last step, before clipping.
     uses_scaler: whether losses are scaled. _scale_of_losses: returns their scale, or None.
-    _growth_of_scale: returns by what the scale grows and shrinks, as a text; empty without one.
+    _growth_of_scale: returns by what the scale grows and shrinks (ballot.GROWTH); zeros without
+        one. _follow_scale: on a rank without data, takes scale and growth of the others.
     found_overflow: whether the last step was skipped because a scaled gradient was not finite.
     check_every: one of so many steps is checked by digests (digest_checks.py); None: no step is.
     corrections: of what had silently become wrong.
@@ -91,7 +102,10 @@ class Face(torch.optim.Optimizer, GroupJoinable):
     def _scale_of_losses(self) -> torch.Tensor | None: ...
 
     @abstractmethod
-    def _growth_of_scale(self) -> str: ...
+    def _growth_of_scale(self) -> tuple[float, float, float]: ...
+
+    @abstractmethod
+    def _follow_scale(self, scale: float, growth: Sequence[float]) -> None: ...
 
 
 class OptimizerEngine:
@@ -385,7 +399,7 @@ class OptimizerEngine:
             notes=[*(self.reducer.notes() if self.reducer else ()), *boundary().notes()],
             join=self.face._told_of_join(),
             epoch=boundary().epoch,
-            digest=-boundary().draws or digest_of_growth(self.face._growth_of_scale()),
+            digest=-boundary().draws,
             digests=self._digests.vote(),
         )
 
@@ -403,13 +417,13 @@ class OptimizerEngine:
             # a live rank. A rank that steps nothing does not count what the optimizer counts.
             given = [rank for rank in live if not math.isnan(sum(outcome.options[rank]))]
             if given:
-                *options, max_norm = outcome.options[max(given)]
-                set_numbers(self.face.param_groups, names, options)
-                self.face.max_norm = max_norm or None
+                numbers = outcome.options[max(given)]
+                set_numbers(self.face.param_groups, names, numbers[: -len(OF_THE_STEP)])
+                self.face.max_norm = numbers[-len(OF_THE_STEP)] or None
         if self.face.uses_scaler:
-            settings = self.face._growth_of_scale()
-            check_same_growth(outcome.agreement.digests, settings, self.group.generation)
-            agreed_scale(outcome.loss_scales, live)
+            scale = agreed_scale(outcome.loss_scales, live)
+            if live and self.group.rank not in live:
+                self.face._follow_scale(scale, outcome.options[max(live)][-len(GROWTH) :])
         self.face.found_overflow = self.face.uses_scaler and not math.isfinite(outcome.squared_norm)
         if self.reducer is not None:
             self.reducer.end_step(outcome.agreement)
@@ -512,9 +526,9 @@ class OptimizerEngine:
 
     def option_numbers(self) -> list[float]:
         """The numeric options of the optimizer, without entries that schedulers add to groups, and
-        max_norm; 0 for none."""
+        the numbers of OF_THE_STEP; 0 for none."""
         numbers = numbers_of(self.face.param_groups, sorted(self.face.defaults))
-        return [*numbers, float(self.face.max_norm or 0.0)]
+        return [*numbers, float(self.face.max_norm or 0.0), *self.face._growth_of_scale()]
 
     def _option_labels(self) -> list[str]:
         return labels_of(self.face.param_groups, sorted(self.face.defaults))
@@ -537,7 +551,9 @@ class OptimizerEngine:
             )
             self.group.abort(error)  # The others wait for this rank's vote.
             raise error
-        return [*[math.nan] * (len(numbers) - 1), numbers[-1]] if self._steps_nothing else numbers
+        if self._steps_nothing:
+            numbers[: -len(OF_THE_STEP)] = [math.nan] * (len(numbers) - len(OF_THE_STEP))
+        return numbers
 
     # -- recovery (recovery/recovery.py) ---------------------------------------------------------
 

@@ -56,13 +56,18 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
         optimizer._scaler = weakref.ref(self) if self.is_enabled() else None
 
     @property
-    def growth(self) -> str:
-        """By what the scale grows and shrinks, and when."""
-        return (
-            f"growth_factor={self.get_growth_factor():g}, "
-            f"backoff_factor={self.get_backoff_factor():g}, "
-            f"growth_interval={self.get_growth_interval()}"
-        )
+    def growth(self) -> tuple[float, float, float]:
+        """By what the scale grows and shrinks, and when, in the order of ballot.GROWTH."""
+        factors = self.get_growth_factor(), self.get_backoff_factor()
+        return *factors, float(self.get_growth_interval())
+
+    def follow(self, scale: float, growth: Sequence[float]) -> None:
+        """This rank has no data. scale, growth: of the ranks with data in this step."""
+        factor, backoff, interval = growth
+        self.set_growth_factor(factor)
+        self.set_backoff_factor(backoff)
+        self.set_growth_interval(int(interval))
+        self._current_scale().fill_(scale)
 
     def _current_scale(self) -> torch.Tensor:
         """(1,) the scale of the losses, also on a rank that has scaled none yet."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import torch
-
-from chorusline.collectives import CollectiveMismatch
 
 
 def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> torch.Tensor | None:
@@ -27,29 +24,6 @@ def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> torch.Te
             "chorusline.GradScaler(optimizer), leave unscale_ out, and clip with max_norm"
         )
     return scale
-
-
-def digest_of_growth(settings: str) -> int:
-    """For a vote: from 1 to 2^23, or 0 without a GradScaler."""
-    return zlib.crc32(settings.encode()) % (1 << 23) + 1 if settings else 0
-
-
-def check_same_growth(digests: Sequence[int], settings: str, generation: int) -> None:
-    """Raise CollectiveMismatch, on all ranks, if the scales of the ranks would grow or shrink
-    differently. digests: by rank; only those above 0 are of settings."""
-    said = {rank: digest for rank, digest in enumerate(digests) if digest > 0}
-    first = next(iter(said), 0)
-    unlike = [rank for rank, digest in said.items() if digest != said[first]]
-    if unlike:
-        raise CollectiveMismatch(
-            "GradScaler",
-            generation,
-            unlike,
-            f"the GradScaler has other settings on ranks {unlike} than on rank {first}; on this "
-            f"rank they are {settings}",
-            "Make it with the same growth_factor, backoff_factor and growth_interval on every "
-            "rank.",
-        )
 
 
 def agreed_scale(scales: Sequence[float], live: Sequence[int]) -> float:

@@ -300,9 +300,14 @@ class ZeroRedundancyOptimizer(Face):
         scaler = self._scaler() if self._scaler is not None else None
         return scaler._current_scale() if scaler is not None else None
 
-    def _growth_of_scale(self) -> str:
+    def _growth_of_scale(self) -> tuple[float, float, float]:
         scaler = self._scaler() if self._scaler is not None else None
-        return scaler.growth if scaler is not None else ""
+        return scaler.growth if scaler is not None else (0.0, 0.0, 0.0)
+
+    def _follow_scale(self, scale: float, growth: Sequence[float]) -> None:
+        scaler = self._scaler() if self._scaler is not None else None
+        if scaler is not None:
+            scaler.follow(scale, growth)
 
     def __getattr__(self, name: str) -> Any:
         """`train()` and `eval()` of optimizers that have them (schedule-free ones); collective."""

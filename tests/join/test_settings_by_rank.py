@@ -103,9 +103,9 @@ SAYS = {
     "static_graph": "static_graph is False on rank 0, True on rank 1",
     "check_every": "check_every (0: no check) is 2 on rank 0, 0 on rank 1",
     "overlap_with_ddp": "overlap_with_ddp is True on rank 0, False on rank 1",
-    "growth_interval": "growth_interval=",
-    "growth_factor": "growth_factor=",
-    "backoff_factor": "backoff_factor=",
+    "growth_interval": "growth_interval is 1 on rank 0, 2 on rank 1",
+    "growth_factor": "growth_factor is 2 on rank 0, 4 on rank 1",
+    "backoff_factor": "backoff_factor is 0.5 on rank 0, 0.25 on rank 1",
 }
 OF_ZERO = {"check_every", "overlap_with_ddp", "growth_interval", "growth_factor", "backoff_factor"}
 
