@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from hypothesis import given, settings, strategies as st
 import chorusline as cl
 from chorusline.collectives.objects.blocking import broadcast_object
 from chorusline.runtime.program.reducing import reduced
+from tests.harness.standing_ranks import another_group
 from tests.harness.torch_groups import with_torch
+from tests.references.checkpoint_runs import in_run
 
 NOT_MADE = {"quint4x2", "quint2x4"}
 """torch makes tensors of them only as packed weights of layers."""
@@ -53,6 +56,79 @@ def wrapped(group: cl.Group, values: torch.Tensor, as_parameter: bool) -> torch.
     return cl.DistributedDataParallel(module, group).module.frozen
 
 
+class Holding(torch.nn.Module):
+    """`writes`: what the next forward pass makes of its buffer or frozen parameter."""
+
+    def __init__(self, values: torch.Tensor, as_parameter: bool) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 1)
+        self.writes: torch.Tensor | None = None
+        self.hold(values, as_parameter)
+
+    def hold(self, values: torch.Tensor, as_parameter: bool) -> None:
+        if as_parameter:
+            self.frozen = torch.nn.Parameter(values, requires_grad=False)
+        else:
+            self.register_buffer("frozen", values)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes is not None:
+            self.frozen.data = self.writes
+        return self.inner(x)
+
+
+def stepped(group: cl.Group, values: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
+    """A sharded step copies a buffer that rank 0 has written."""
+    net = Holding(values, False)
+    model = cl.DistributedDataParallel(net, group)
+    optim = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    net.writes = again if group.rank == 0 else None
+    model(torch.ones(1, 2)).sum().backward()
+    optim.step()
+    return net.frozen
+
+
+def joined(
+    group: cl.Group, values: torch.Tensor, again: torch.Tensor, *, as_parameter: bool, sharded: bool
+) -> torch.Tensor:
+    """Rank 1 alone has data, and writes; rank 0 has what it has written after the Join."""
+    net = Holding(values, as_parameter)
+    model = cl.DistributedDataParallel(net, group)
+    if sharded:
+        optim = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    else:
+        optim = torch.optim.SGD(net.inner.parameters(), lr=0.1)
+    net.writes = again
+    with cl.Join([model, optim] if sharded else [model], skew_warning=None):
+        for _ in range(group.rank):
+            model(torch.ones(1, 2)).sum().backward()
+            optim.step()
+    return net.frozen
+
+
+def resumed(group: cl.Group, values: torch.Tensor, place: str) -> torch.Tensor:
+    """What a run saves is there in the next one, whose module begins with zeros."""
+
+    def train(ctx: cl.Context, net: Holding) -> torch.Tensor:
+        model = ctx.register("model", cl.DistributedDataParallel(net))
+        optim = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        ctx.register("optimizer", optim)
+        if ctx.resumed_from is None:
+            model(torch.ones(1, 2)).sum().backward()
+            optim.step()
+            ctx.save().wait()
+        return net.frozen
+
+    with another_group(group) as own:
+        config = cl.CheckpointConfig(place)
+        in_run(own, train, config, net=Holding(values, False))
+        if values.is_quantized:  # Refused by now.
+            return values
+        nothing = torch.zeros(values.numel() * values.element_size(), dtype=torch.uint8)
+        other = nothing.view(values.dtype).view(values.shape)
+        return in_run(own, train, config, net=Holding(other, False))
+
+
 def reduced_to(group: cl.Group, values: torch.Tensor) -> torch.Tensor:
     """The sum with zeros of the other rank."""
     if values.is_quantized:
@@ -67,19 +143,26 @@ def broadcast(group: cl.Group, values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-PLACES: dict[str, Callable[[cl.Group, torch.Tensor], torch.Tensor]] = {
-    "parameter": lambda group, values: wrapped(group, values, True),
-    "buffer": lambda group, values: wrapped(group, values, False),
-    "ctx.reduce": reduced_to,
-    "ctx.broadcast": lambda group, values: broadcast_object(group, values, 0),
-    "group.broadcast": broadcast,
+PLACES: dict[str, Callable[[cl.Group, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "parameter": lambda group, values, _: wrapped(group, values, True),
+    "buffer": lambda group, values, _: wrapped(group, values, False),
+    "ctx.reduce": lambda group, values, _: reduced_to(group, values),
+    "ctx.broadcast": lambda group, values, _: broadcast_object(group, values, 0),
+    "group.broadcast": lambda group, values, _: broadcast(group, values),
+    "sharded step": stepped,
+    "parameter, Join": lambda *args: joined(*args, as_parameter=True, sharded=False),
+    "buffer, Join": lambda *args: joined(*args, as_parameter=False, sharded=False),
+    "buffer, Join, sharded": lambda *args: joined(*args, as_parameter=False, sharded=True),
 }
+"""They get the values twice: for the model, and for a pass that writes them."""
+FROM_RANK_1 = {place for place in PLACES if "Join" in place}
 
 
 def moved(group: cl.Group, place: str, name: str, *drawn: Any) -> tuple[str, list[float]]:
     """Why it was refused, or the bits on this rank of what rank 0's values had to replace."""
     try:
-        return "", bits_of(PLACES[place](group, values_of(name, *drawn, seed=group.rank)))
+        values, again = (values_of(name, *drawn, seed=group.rank) for _ in range(2))
+        return "", bits_of(PLACES[place](group, values, again))
     except Exception as error:
         return f"{type(error).__name__}: {error}", []
 
@@ -95,12 +178,32 @@ def moved(group: cl.Group, place: str, name: str, *drawn: Any) -> tuple[str, lis
 def test_every_dtype_is_moved_bit_by_bit_or_refused_by_name(
     ranks_of: Callable[[int], Any], place: str, name: str, shape: tuple[int, ...], turned: bool
 ) -> None:
-    expected = bits_of(values_of(name, shape, turned, seed=0))
+    expected = bits_of(values_of(name, shape, turned, seed=int(place in FROM_RANK_1)))
     for refused, bits in ranks_of(2).run(moved, place, name, shape, turned):
         if refused:
             assert f"torch.{name}" in refused, refused
         else:
             assert bits == expected
+
+
+def saved(group: cl.Group, name: str, place: str) -> tuple[str, list[float]]:
+    try:
+        values = values_of(name, (3, 2), False, seed=group.rank)
+        return "", bits_of(resumed(group, values, place))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_dtype_of_a_buffer_goes_through_a_checkpoint_bit_by_bit_or_is_refused_by_name(
+    ranks_of: Callable[[int], Any], tmp_path: Path
+) -> None:
+    # torch itself copies no numbers of less than a byte.
+    for name in (one for one in DTYPES if one.strip("uint") not in "1234567"):
+        told = ranks_of(2).run(saved, name, str(tmp_path / name))
+        for refused, bits in told:
+            assert name in refused if refused else True, refused
+            assert refused or bits == bits_of(values_of(name, (3, 2), False, seed=0)), name
 
 
 def broadcast_by_torch(rank: int, size: int) -> dict[str, tuple[str, list[float]]]:
