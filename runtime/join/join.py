@@ -586,7 +586,7 @@ class Join:
             self.begin_hook(joinable)
 
     def _may_begin_batch(self, joinable: Joinable) -> bool:
-        """Whether the body may have begun anew with this joinable. Of a loop over a list nothing
+        """Whether the body may have begun again with this joinable. Of a loop over a list nothing
         else says that a rank has another batch, and a body may use its models in any order, or in
         some batches only: each forward pass asks all ranks. A pass without gradients may be run by
         one rank alone, so of these only the passes of the model that ran first do."""

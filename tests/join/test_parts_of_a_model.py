@@ -107,7 +107,7 @@ def in_one_process(
             datas = {rank: data_of(rank, batch + 7 * epoch, number) for rank in live}
             loss = sum(net(data, part).mean() * each[rank] for rank, data in datas.items())
             for one in (0, 1):
-                # A part without gradients in the step before begins anew.
+                # A part without gradients in the step before begins again.
                 before = 0.0 if has_stepped and not holds[one] else weights[one]
                 weights[one] = before + total
                 divisor = weights[one] if weighs else len(lengths)

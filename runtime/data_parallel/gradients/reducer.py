@@ -212,9 +212,8 @@ class Reducer(Launcher):
         if self.earlier.has_mean:
             aside = self.is_syncing and (self._is_uneven() or self.weight is not None)
             cleared = self.held.cleared
-            if (
-                self.local_steps
-            ):  # What holds no gradient begins anew, as a generator after a critic.
+            if self.local_steps:
+                # What holds no gradient begins again, as a generator after a critic.
                 held = enumerate(self.gradients.usage())
                 cleared = cleared.union(number for number, is_held in held if not is_held)
             self.earlier.begin_pass(
