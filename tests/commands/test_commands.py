@@ -40,6 +40,7 @@ from chorusline.runtime.commands.doctor import Severity, _exits, _ray
 from chorusline.runtime.commands.status import _show, survey
 from chorusline.runtime.commands.visible_gpus import traps
 from tests import ROOT
+from tests.harness.forked_workers import python
 from tests.harness.head_node import free_ports, head_node, wait_until
 
 CHORUSLINE = [sys.executable, "-m", "chorusline.runtime.commands.command_line"]
@@ -66,12 +67,15 @@ number = 3
 
 
 def call(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, variables = python()
     return subprocess.run(
-        [*CHORUSLINE, *args],
+        [*command, *CHORUSLINE[1:], *args],
         capture_output=True,
         text=True,
         timeout=100,
-        env={key: v for key, v in os.environ.items() if key != "RAY_ADDRESS"} | environment,
+        env={key: v for key, v in os.environ.items() if key != "RAY_ADDRESS"}
+        | environment
+        | variables,
     )
 
 

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
 from chorusline.runtime.session.connecting import no_cluster
 
 COMMANDS = {
-    "run --detach": (
-        "-m",
-        "chorusline.runtime.commands.command_line",
-        "run",
-        "train.py:train",
-        "--detach",
-    ),
-    "attach": ("-m", "chorusline.runtime.commands.command_line", "attach", "night"),
-    "status": ("-m", "chorusline.runtime.commands.command_line", "status"),
-    "stop": ("-m", "chorusline.runtime.commands.command_line", "stop", "night"),
-    "run script.py": (
-        "-m",
-        "chorusline.runtime.commands.command_line",
-        "run",
-        "script.py",
-        "attach",
-    ),
+    "run --detach": ("chorusline", "run", "train.py:train", "--detach"),
+    "attach": ("chorusline", "attach", "night"),
+    "status": ("chorusline", "status"),
+    "stop": ("chorusline", "stop", "night"),
+    "run script.py": ("chorusline", "run", "script.py", "attach"),
     "cl.attach": ("script.py", "attach"),
     "detached=True": ("script.py", "session"),
 }
@@ -48,65 +37,95 @@ async def main():
 asyncio.run(main())
 """
 
+EACH_IN_A_FORK = """
+import json, os, pathlib, runpy, subprocess, sys
+import chorusline as cl
+from chorusline.runtime.commands import command_line
+cl.attach, cl.Session  # What each would import.
+
+for number, (environment, words) in enumerate(json.loads(sys.stdin.read())):
+    if (child := os.fork()) == 0:
+        for fd in 1, 2:
+            os.dup2(os.open(f"{number}.{fd}", os.O_WRONLY | os.O_CREAT), fd)
+        os.environ.update(environment)
+        sys.argv[:] = words
+        if words[0] == "chorusline":
+            sys.exit(command_line.main(words[1:]))
+        runpy.run_path(words[0], run_name="__main__")
+        sys.exit()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(json.dumps([status, *(pathlib.Path(f"{number}.{fd}").read_text() for fd in (1, 2))]))
+"""
+
 ELSEWHERE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
 """A machine on which no other process runs: Ray's "auto" looks for processes of a cluster."""
 
-
-def told(folder: Path, *arguments: str, **environment: str) -> str:
-    """What `python *arguments` says, which fails."""
-    (folder / "train.py").write_text(TRAIN)
-    (folder / "script.py").write_text(SCRIPT)
-    alone = () if "RAY_ADDRESS" in environment else ELSEWHERE
-    done = subprocess.run(
-        [*alone, sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=50,  # Ray would try for 60 s.
-        check=False,
-    )
-    assert done.returncode == 1, done.stderr
-    assert done.stdout == ""
-    return done.stderr
+Tell = Callable[[str, str], str]
 
 
-@pytest.fixture
-def elsewhere() -> None:
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Tell:
+    """told(command, place): what this command says, which fails, by RAY_ADDRESS or, where there is
+    none, the folder of Ray's files."""
+    folder = tmp_path_factory.mktemp("elsewhere")
     try:
         subprocess.run([*ELSEWHERE, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("unshare(1) cannot make a namespace of processes here")
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "left/ray").mkdir(parents=True)
+    (folder / "left/ray/ray_current_cluster").write_text("127.0.0.1:1")
+    cases = [(command, "none") for command in COMMANDS]
+    cases += [("run --detach", "127.0.0.1:1"), ("cl.attach", "127.0.0.1:1")]
+    cases += [("status", "left"), ("status", "head-node")]
+    environments = {"none": {"RAY_TMPDIR": str(folder)}, "left": {"RAY_TMPDIR": f"{folder}/left"}}
+    given = [
+        (environments.get(place, {"RAY_ADDRESS": place}), COMMANDS[name]) for name, place in cases
+    ]
+    done = subprocess.run(
+        [*ELSEWHERE, sys.executable, "-c", EACH_IN_A_FORK],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(["", *sys.path])},
+        input=json.dumps(given),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    answers = dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+
+    def of(command: str, place: str) -> str:
+        status, output, errors = answers[command, place]
+        assert (status, output) == (1, ""), errors
+        return errors
+
+    return of
 
 
-@pytest.mark.parametrize("arguments", COMMANDS.values(), ids=COMMANDS)
-def test_without_a_cluster_one_line_says_what_to_start(
-    elsewhere: None, tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
-    line = told(tmp_path, *arguments, RAY_TMPDIR=str(tmp_path))
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_a_cluster_one_line_says_what_to_start(told: Tell, command: str) -> None:
+    line = told(command, "none")
     assert line == f"{no_cluster('auto', '', may_start=False)}\n"
     assert "no Ray cluster runs on this machine: start one with `ray start --head`" in line
 
 
-@pytest.mark.parametrize("kind", ["run --detach", "cl.attach"])
+@pytest.mark.parametrize("command", ["run --detach", "cl.attach"])
 def test_a_cluster_that_does_not_answer_is_one_line_with_its_address(
-    tmp_path: Path, kind: str
+    told: Tell, command: str
 ) -> None:
-    line = told(tmp_path, *COMMANDS[kind], RAY_ADDRESS="127.0.0.1:1")
+    line = told(command, "127.0.0.1:1")
     assert line == f"{no_cluster('127.0.0.1:1', 'Connection refused', may_start=False)}\n"
 
 
 def test_the_address_that_a_killed_cluster_has_left_behind_is_not_tried_for_a_minute(
-    elsewhere: None, tmp_path: Path
+    told: Tell,
 ) -> None:
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:1")
-    line = told(tmp_path, *COMMANDS["status"], RAY_TMPDIR=str(tmp_path))
-    assert "no Ray cluster runs on this machine" in line
+    assert "no Ray cluster runs on this machine" in told("status", "left")
 
 
-def test_an_address_that_is_none_is_told(tmp_path: Path) -> None:
-    line = told(tmp_path, *COMMANDS["status"], RAY_ADDRESS="head-node")
+def test_an_address_that_is_none_is_told(told: Tell) -> None:
+    line = told("status", "head-node")
     assert "no Ray cluster answers at 'head-node' (an address is host:port)" in line
 
 

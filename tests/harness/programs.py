@@ -11,21 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from tests import ROOT
+from tests.harness.forked_workers import python
 
 
 def completed(
     *arguments: str | Path,
     timeout_s: float,
     environment: Mapping[str, str] = os.environ,
+    is_forked: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """`python *arguments`, when it is done; where it fails, an error with all that it said."""
+    """`python *arguments`, when it is done; where it fails, an error with all that it said.
+
+    is_forked: it has imported torch, Ray and Chorusline already (tests/harness/forked_workers).
+    """
+    command, variables = python(is_forked=is_forked)
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [*command, *arguments],
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
-        env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**environment, **variables, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done

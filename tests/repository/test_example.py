@@ -15,6 +15,7 @@ from matplotlib.image import imread
 
 from chorusline.actors.messages import Report
 from tests import ROOT
+from tests.harness.forked_workers import python
 
 EXAMPLE = ROOT / "examples" / "stdlib_gpt.py"
 TINY = ["--preset", "tiny", "--files", "9", "--block", "32", "--batch-size", "32"]
@@ -137,8 +138,8 @@ def test_library_without_sources_is_told_by_the_argument(arguments, example, mon
 
 
 def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path, on_cluster):
-    command = [sys.executable, EXAMPLE, *TINY, "--epochs", "2", "--steps", "30", "--verify"]
-    done = start(command, tmp_path, on_cluster)
+    flags = ("--epochs", "2", "--steps", "30", "--verify")
+    done = trained(*flags, folder=tmp_path, environment=on_cluster)
     records = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").open()]
     assert [record["step"] for record in records] == list(range(1, len(records) + 1))
     assert records[-1]["loss"] < 0.8 * records[0]["loss"]
@@ -158,7 +159,7 @@ def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path, on_clu
 
 
 def test_a_run_that_strikes_itself_repeats_no_step_and_loses_no_sample(tmp_path, on_cluster):
-    done = start([sys.executable, EXAMPLE, *TINY, "--strike"], tmp_path, on_cluster)
+    done = trained("--strike", folder=tmp_path, environment=on_cluster)
     assert re.search(r"0 steps repeated, 0 of \d{3,} samples lost", done.stdout), done.stdout
     (pid,) = re.findall(r"in another terminal: kill -9 (\d+)\n", done.stdout)
     assert f"rank 1 (pid {pid}) was killed or crashed. 1 worker continues after" in done.stderr
@@ -178,6 +179,11 @@ def test_chorusline_run_does_the_same_and_lives_without_matplotlib(tmp_path, on_
     assert "no loss.png, since there is no matplotlib" in done.stdout
     assert (tmp_path / "out/metrics.jsonl").stat().st_size > 0
     assert "rank 2: " in done.stdout
+
+
+def trained(*flags, folder, environment):
+    command, variables = python()
+    return start([*command, EXAMPLE, *TINY, *flags], folder, environment | variables)
 
 
 def start(command, folder, environment):

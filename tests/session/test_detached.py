@@ -25,6 +25,7 @@ import chorusline as cl
 from chorusline.actors.errors import StartupError
 from chorusline.actors.lasting import Lasting, new_group_name
 from chorusline.runtime.session.detached.face import Face
+from tests.harness.forked_workers import python
 from tests.harness.programs import output_of
 
 WITHIN_S = 2.0
@@ -77,9 +78,10 @@ class Script:
         script = folder / "night.py"
         script.write_text(PROGRAM)
         given = {"num_samples": 0, "pause_s": 0.02, "waits": True} | given
+        command, variables = python()
         self.process = subprocess.Popen(
-            [sys.executable, script, json.dumps(given)],
-            env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+            [*command, script, json.dumps(given)],
+            env={**environment, **variables, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -9,6 +9,7 @@ leaves a tenth. Each node of a cluster starts its workers by a program that is g
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -33,13 +34,9 @@ STARTED_BY_RAY = {"PYTHONUNBUFFERED": "1"}
 starts: Counter[str] = Counter()  # of workers that Ray has asked for: "forked" and "started"
 
 
-@contextlib.contextmanager
-def forked_workers() -> Iterator[None]:
-    """Clusters that start in this block, in this process or in a child that `ray_is_told` readies,
-    fork their workers."""
-    if os.environ.get(OFF) == "1":
-        yield
-        return
+@functools.cache
+def servers() -> str:
+    """Where their sockets lie. They start when they are first needed, and end with this process."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="forks"))
         for index in range(NUM_SERVERS):
@@ -54,11 +51,30 @@ def forked_workers() -> Iterator[None]:
             assert server.stdin is not None
             stack.callback(server.stdin.close)  # It ends with this.
         os.environ[SERVERS] = folder
-        stack.callback(os.environ.pop, SERVERS)
-        ray_is_told()
+        atexit.register(stack.pop_all().close)
+    return folder
+
+
+def python(*, is_forked: bool = True) -> tuple[list[str | Path], dict[str, str]]:
+    """What stands for `python` in a command, and variables that it needs: a program that asks for a
+    fork, in which clusters fork their workers, or Python itself."""
+    if not is_forked or os.environ.get(OFF) == "1":
+        return [sys.executable], {}
+    folder = servers()
+    return [sys.executable, "-IS", _HERE / "program.py", folder], {SERVERS: folder}
+
+
+@contextlib.contextmanager
+def forked_workers() -> Iterator[None]:
+    """Clusters that start in this block fork their workers."""
+    if os.environ.get(OFF) == "1":
         yield
-        with contextlib.suppress(FileNotFoundError):
-            starts.update((Path(folder) / "starts").read_text().split())
+        return
+    folder = servers()
+    ray_is_told()
+    yield
+    with contextlib.suppress(FileNotFoundError):
+        starts.update((Path(folder) / "starts").read_text().split())
 
 
 def ray_is_told() -> None:

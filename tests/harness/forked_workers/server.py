@@ -1,4 +1,5 @@
-"""A process that has imported torch, and has forks of it import Ray, which fork the workers.
+"""A process that has imported torch, and has forks of it import Ray, which fork the workers, and
+the programs of tests.
 
 What Ray reads of the environment as it is imported, the job's id among it, no fork can change: so
 there is one fork for each such environment, made when a worker first wants it.
@@ -6,6 +7,7 @@ there is one fork for each such environment, made when a worker first wants it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -70,10 +72,15 @@ def serve_one(requests: socket.socket, first: dict[str, Any]) -> None:
 
     for name in chorusline.__all__:
         getattr(chorusline, name)
+    if "status" in first:
+        from tests.harness.forked_workers import ray_is_told
+
+        ray_is_told()
     gc.collect()
     gc.freeze()
     while True:
-        ready, _, _ = select.select([requests], [], [], IDLE_S)
+        # Each job of Ray has workers of an environment of its own, and is over some day.
+        ready, _, _ = select.select([requests], [], [], None if "status" in first else IDLE_S)
         if not ready:
             if has_children():
                 continue
@@ -85,11 +92,31 @@ def serve_one(requests: socket.socket, first: dict[str, Any]) -> None:
         request, fds = got
         if (child := os.fork()) == 0:
             requests.close()
+            if request.get("status"):
+                watched(fds[3])
             become(request, fds)
             return
-        os.write(fds[3], b"%d" % child)
+        if not request.get("status"):
+            os.write(fds[3], b"%d" % child)
         for fd in fds:
             os.close(fd)
+
+
+def watched(asking: int) -> None:
+    """Returns in a fork, the program's: its id is told, then its status; it is killed where nobody
+    waits for that any longer."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if (child := os.fork()) == 0:
+        return
+    os.write(asking, b"%d" % child)
+    ended = os.pidfd_open(child)
+    ready, _, _ = select.select([ended, asking], [], [])
+    if ended not in ready:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):
+        os.write(asking, b"%d" % os.waitstatus_to_exitcode(status))
+    os._exit(0)
 
 
 def has_children() -> bool:
@@ -111,22 +138,39 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     sys.argv[:] = request["arguments"]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    is_file = not sys.argv[0].startswith("-")
+    sys.path.insert(0, str(Path(sys.argv[0]).parent) if is_file else "")
     import numpy
 
     numpy.random.seed()  # Python's own generator is seeded anew by itself.
+
+
+def run(argv: list[str]) -> None:
+    """As `python *argv` does."""
+    match argv:
+        case ["-c", program, *_]:
+            del argv[1]
+            main = type(sys)("__main__")
+            sys.modules["__main__"] = main
+            exec(compile(program, "<string>", "exec"), main.__dict__)
+        case ["-m", name, *_]:
+            del argv[0]
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        case [path, *_]:
+            runpy.run_path(path, run_name="__main__")
 
 
 if __name__ == "__main__":
     address = sys.argv[1]
     sys.path.pop(0)  # The folder of this file.
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listening.bind(f"{address}.bound")
+    listening.listen(64)
+    Path(f"{address}.bound").rename(address)  # It is there when it can be connected to.
     import torch  # noqa: F401
 
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Who has ended is gone at once.
-    listening.bind(address)
-    listening.listen(64)
     serve_all(listening)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run(sys.argv)
