@@ -1,5 +1,5 @@
 """Which tests run, and in which of pytest-xdist's processes: marks by what a test uses, the part of
-a day, and a Ray cluster in one process of three."""
+a day, and a Ray cluster in half of the processes."""
 
 from __future__ import annotations
 
@@ -78,10 +78,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """For `--dist loadfile`: files are units, and those with Ray go to one process of three.
+    """For `--dist loadfile`: files are units, and those with Ray go to half of the processes.
 
-    Tests with Ray keep both cores of a small machine busy with starts of processes: three
-    processes with a cluster each were not done before one.
+    Each process with such tests starts a cluster, which takes memory, and seconds.
     """
     if config.getoption("dist") != "loadfile":
         return None
@@ -89,7 +88,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByNeed(LoadFileScheduling):  # type: ignore[misc]
         def _assign_work_unit(self, node: Any) -> None:
-            has_ray = self.nodes.index(node) < max(1, self.numnodes // 3)
+            has_ray = self.nodes.index(node) < max(1, self.numnodes // 2)
             wanted = [file for file in self.workqueue if _may_use_ray(file) == has_ray]
             if not wanted and not has_ray:
                 node.shutdown()

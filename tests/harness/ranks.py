@@ -30,17 +30,7 @@ SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
 transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",  # The first optimizer, and torch.distributed on our groups, import it.
-        "torch.distributed.checkpoint",  # A second or more, paid once instead of by each rank.
-        "numpy",
-        "pytest",
-        "chorusline.collectives.transports.gloo",
-        "chorusline.collectives.shared_memory.algorithms",
-    ]
-)
+FORKS.set_forkserver_preload(["pytest", "tests.harness.preloaded"])
 
 
 def why_no_nccl() -> str:
