@@ -7,6 +7,7 @@ there is one fork for each such environment, made when a worker first wants it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -16,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -169,4 +171,16 @@ if __name__ == "__main__":
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Who has ended is gone at once.
     serve_all(listening)
-    run(sys.argv)
+    status = 0
+    try:
+        run(sys.argv)
+    except SystemExit as ends:  # With any other exception Python ends as ever.
+        if not isinstance(ends.code, int | None):
+            print(ends.code, file=sys.stderr)
+        status = ends.code if isinstance(ends.code, int) else int(ends.code is not None)
+    # As Python ends, but for all that was imported: to take it apart is half a second of a CPU.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
