@@ -6,7 +6,7 @@ BIN := .venv/bin
 COMPILED := $(BIN)/python -m compileall -q actors collectives runtime chorusline tests
 INSTALLED := .venv/installed
 DIST ?= dist
-# PROCESSES=3: in three processes, of which one has a Ray cluster (tests/selection.py).
+# PROCESSES=2: in two processes, one of which has a Ray cluster (tests/selection.py).
 PROCESSES ?= 0
 PARALLEL = -n $(PROCESSES) --dist loadfile
 
