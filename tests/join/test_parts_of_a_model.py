@@ -144,6 +144,10 @@ BODIES: dict[str, list[Act]] = {
         *(("clear", 1), ("clear to zeros", 0)),
     ],
     "one part is cleared never": [("clear", 1), ("pass", 1), ("step", 1), ("step", 0)],
+    "cleared before and after": [
+        *(("clear", 0), ("pass", 0), ("step", 0)),
+        *(("clear", 1), ("pass", 1), ("step", 1), ("clear", 0)),
+    ],
     "clipped": [
         *(("clear", 0), ("pass", 0), ("clip", 0), ("step", 0)),
         *(("clear", 1), ("pass", 1), ("clip", 1), ("step", 1)),

@@ -706,6 +706,8 @@ class Reducer(Launcher):
             self.earlier.take_means(told)
             self._set_gradients(held)
             self._give_out(held)
+            # Alike on all ranks: some have stepped since the last pass, and others had no data.
+            self.held.cleared = {*range(len(self.parameters))} - held
 
     def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
         """A plain optimizer has stepped, with `groups` of its parameters in this model."""
