@@ -54,7 +54,7 @@ class Trained:
 
     parameters: dict[str, Tensor]  # on the CPU
     sample: str
-    samples_used: int  # in the last epoch, by all ranks
+    samples_used: int | None  # in the last epoch, by all ranks
     num_threads: int  # of torch; with the same number the reference sums in the same order
 
 
@@ -70,6 +70,8 @@ def train(ctx: cl.Context, corpus: Corpus, plan: Plan) -> Trained | None:
     optim = ctx.register(
         "optim", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=plan.lr, replicas=2)
     )
+    # Where a worker comes in at the last step of all, this function runs again without an epoch.
+    samples_used = None
     for epoch in ctx.epochs(plan.epochs):
         batches = ctx.shard(
             corpus,
@@ -90,12 +92,13 @@ def train(ctx: cl.Context, corpus: Corpus, plan: Plan) -> Trained | None:
                     epoch=epoch,
                     batches_left=len(batches) - number,
                 )
+        samples_used = batches.num_used
     if ctx.rank != 0:
         return None
     return Trained(
         parameters={name: value.cpu() for name, value in net.state_dict().items()},
         sample=generate(net, prompt="def ", num_bytes=300),
-        samples_used=batches.num_used,
+        samples_used=samples_used,
         num_threads=torch.get_num_threads(),
     )
 
@@ -423,8 +426,12 @@ async def main() -> None:
         (args.out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
     print(summary(records))
-    lost = max(0, len(corpus) - trained.samples_used)
-    print(f"{num_repeated(reports)} steps repeated, {lost} of {len(corpus)} samples lost")
+    repeated = f"{num_repeated(reports)} steps repeated"
+    if trained.samples_used is None:
+        print(repeated)
+    else:
+        lost = max(0, len(corpus) - trained.samples_used)
+        print(f"{repeated}, {lost} of {len(corpus)} samples lost")
     try:
         day = time.strftime("%Y-%m-%d")
         plot_loss(records, args.out / "loss.png", f"stdlib_gpt --preset {args.preset}, {day}")
