@@ -190,14 +190,14 @@ class ModelEngine:
         if self._frozen and not self.reducer.is_sharded:
             self.reduce_also([p for p in self._frozen if p.requires_grad])
 
-    def check_none_thawed(self) -> None:
-        """The sharded optimizer has all parameters that it steps next. Raises RuntimeError if one
-        is trainable that nothing reduces or steps."""
+    def why_thawed(self) -> str:
+        """Names the parameters that are trainable, and that nothing reduces or steps; empty if the
+        sharded optimizer has all that it steps next."""
         thawed = {id(p) for p in self._frozen if p.requires_grad}
         if not thawed:
-            return
+            return ""
         names = [name for name, p in self.module.named_parameters() if id(p) in thawed]
-        raise RuntimeError(
+        return (
             "parameters that were frozen when the module was wrapped are trainable now "
             f"({', '.join(names[:3])}{' and others' if len(names) > 3 else ''}), but the model's "
             "ZeroRedundancyOptimizer does not have them. Call optimizer.add_param_group("

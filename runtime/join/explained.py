@@ -13,6 +13,17 @@ from chorusline.collectives.diagnosis.blame import check_like_rank_0
 IN_JOIN, DIVIDES_BY_ALL, THROWS = 1, 2, 4
 GOES_ON = 8
 """The rank has more batches of a loop in whose body it iterates another shard."""
+FIRST_PLACE, LAST_PLACE = 16, 15
+"""The unit of a joinable's place in the list, and the place of all joinables that come later."""
+
+IN_TURN = (
+    "A rank without data shadows the listed models and optimizers in turn, once each. If the body "
+    "uses them in another order, list them in that order; if it uses one of them more often than "
+    "another (a critic five times, its generator once, whose loss is also a pass of the critic), "
+    "give Join a group to follow, groups=[ctx.group.new_group(range(ctx.world_size))]: then each "
+    "step is announced. Optimizers in step_along cannot follow that: make them "
+    "ZeroRedundancyOptimizers"
+)
 
 _SETTINGS = {
     IN_JOIN: "whether the step is inside a Join that is enabled",
@@ -22,10 +33,20 @@ _SETTINGS = {
 
 
 def check_same_joins(joins: Sequence[int], generation: int) -> None:
-    """Raise CollectiveMismatch, on all ranks, where their Joins differ. joins: by rank, the bits of
-    its Join."""
+    """Raise CollectiveMismatch, on all ranks, where their Joins differ, or the joinable that is
+    stepped. joins: by rank, as `Join.told_by`."""
     bit = next((bit for bit in _SETTINGS if len({one & bit for one in joins}) > 1), 0)
     if not bit:
+        # Models of equal size have buckets of equal size, and then their sums go through.
+        places = [one // FIRST_PLACE for one in joins]
+        each = ", ".join(f"joinables[{place}] on rank {rank}" for rank, place in enumerate(places))
+        check_like_rank_0(
+            "Join",
+            generation,
+            places,
+            f"the ranks take steps of different models or optimizers of the list at once: {each}",
+            IN_TURN,
+        )
         return
     values = [bool(one & bit) for one in joins]
     each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
@@ -39,12 +60,14 @@ def check_same_joins(joins: Sequence[int], generation: int) -> None:
     )
 
 
-def explain(error: BaseException, absent: Sequence[int], *, follows: bool) -> None:
+def explain(
+    error: BaseException, absent: Sequence[int], *, follows: bool, has_several: bool
+) -> None:
     """Make an error of a collective say what it means inside a Join, if it says no more than what
     it means anywhere.
 
     absent: the ranks that have run out of data, as far as known. follows: whether Join follows
-    groups.
+    groups. has_several: whether it lists several models.
     """
     if isinstance(error, CollectiveMismatch) and error.remedy == SAME_ORDER:
         who = f"ranks {list(absent)}, which have" if absent else "a rank that has"
@@ -64,6 +87,8 @@ def explain(error: BaseException, absent: Sequence[int], *, follows: bool) -> No
                 "issue the same collectives in the same order."
             )
         )
+        if has_several and not follows:
+            error.remedy += f" {IN_TURN}."
         error.__post_init__()
     elif isinstance(error, CollectiveTimeout) and error.remedy == ALL_ARRIVE:
         error.remedy = (
@@ -80,16 +105,23 @@ def explain(error: BaseException, absent: Sequence[int], *, follows: bool) -> No
         error.__post_init__()
 
 
-def why_not_skipped(absent: Sequence[int]) -> str:
+def why_not_skipped(absent: Sequence[int], *, has_several: bool) -> str:
     """absent: the ranks that have run out of data, and stepped what is in step_along; empty where
-    all have data again by now."""
+    all have data again by now. has_several: whether the Join lists several models."""
     who = f"ranks {list(absent)}" if absent else "ranks"
+    # What several sharded optimizers need is a group, too, unless each has one step in a batch.
+    mend = (
+        "use a ZeroRedundancyOptimizer for each model in place of step_along, and give Join a "
+        "group to follow, groups=[ctx.group.new_group(range(ctx.world_size))]; then each step is "
+        "announced, as often as the body takes it"
+        if has_several
+        else "use a ZeroRedundancyOptimizer, which does not need this"
+    )
     return (
         "the ranks with data ran a different number of backward passes for this step than for "
         f"the step before, or left out optimizer.step(), but {who} that have run out of data step "
         "what is in step_along after as many passes as before. Run the same number of passes in "
-        "every step, run all but the last in model.no_sync(), or use a ZeroRedundancyOptimizer, "
-        "which does not need this"
+        f"every step, run all but the last in model.no_sync(), or {mend}"
     )
 
 

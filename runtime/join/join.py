@@ -35,10 +35,11 @@ from ..process.step_boundary import Iteration, boundary
 from .conductor import Conductor
 from .explained import (
     DIVIDES_BY_ALL,
+    FIRST_PLACE,
     GOES_ON,
     IN_JOIN,
+    LAST_PLACE,
     THROWS,
-    check_same_joins,
     explain,
     warn_of_skew,
     why_exhausted,
@@ -152,7 +153,7 @@ class GroupJoinable(Joinable):
         return self._join.ledger.may_go_on if self._join is not None else True
 
     def _told_of_join(self) -> int:
-        return self._join.told if self._join is not None else 0
+        return self._join.told_by(self) if self._join is not None else 0
 
     def _divisor(self, agreement: Agreement) -> float:
         """The number by which the summed gradient is divided to get the mean."""
@@ -171,7 +172,6 @@ class GroupJoinable(Joinable):
         counts: the samples of the step count now; those of a plain optimizer, which each rank
             steps by itself, count when it has stepped.
         """
-        check_same_joins(agreement.joins, self.group.generation)
         if self._join is not None:
             # First: it may raise an error on all ranks, and then none of them applies the step.
             self._join.record(self, agreement)
@@ -288,11 +288,13 @@ class Join:
         self._conductor = Conductor(self._followed, self.ledger, self._begun) if followed else None
         self._follows_evaluation = bool(groups)
 
-    @property
-    def told(self) -> int:
-        """What votes say of the Join: the bits of IN_JOIN, DIVIDES_BY_ALL, THROWS and GOES_ON."""
+    def told_by(self, joinable: Joinable) -> int:
+        """What a vote on a step of `joinable` says of the Join: the bits of IN_JOIN,
+        DIVIDES_BY_ALL, THROWS and GOES_ON, and above them the joinable's place in the list."""
         divides = DIVIDES_BY_ALL * self.ledger.divide_by_initial_world_size
-        return IN_JOIN + divides + THROWS * self._throws + GOES_ON * self._goes_on
+        place = min(self._joinables.index(joinable), LAST_PLACE)
+        flags = IN_JOIN + divides + THROWS * self._throws + GOES_ON * self._goes_on
+        return flags + FIRST_PLACE * place
 
     @property
     def _goes_on(self) -> bool:
@@ -340,7 +342,7 @@ class Join:
             if isinstance(error, Interrupted):
                 return  # All ranks raise it at the same step, so no peer waits.
             if error is not None:  # Peers may wait in a collective of this step.
-                explain(error, self.absent_ranks, follows=self.is_following)
+                self._explain(error)
                 self._release_peers(error)
                 return
             try:
@@ -349,7 +351,7 @@ class Join:
                 for hook in self._hooks:
                     hook.post_hook(is_last_joiner)
             except BaseException as mine:
-                explain(mine, self.absent_ranks, follows=self.is_following)
+                self._explain(mine)
                 if not self._is_exhausted:  # If it is, all ranks raise, and no peer waits.
                     self._release_peers(mine)
                 raise
@@ -361,6 +363,10 @@ class Join:
                 self._conductor.detach()
             for joinable in self._joinables:
                 joinable._join = None
+
+    def _explain(self, error: BaseException) -> None:
+        has_several = len(self._models) > 1
+        explain(error, self.absent_ranks, follows=self.is_following, has_several=has_several)
 
     def release_followers(self) -> None:
         """All ranks stop between these two steps: release the ranks that follow this one."""
@@ -460,9 +466,12 @@ class Join:
         if expected and not has_stepped:
             ranks = range(self._group.size)
             joined = [rank for rank in ranks if rank not in self.ledger.last_live]
-            raise RuntimeError(why_not_skipped(self.absent_ranks or joined))
+            raise RuntimeError(self._why_not_skipped(self.absent_ranks or joined))
         if has_stepped and not expected and self._group.rank not in self.last_step_live:
             self._step_followers()
+
+    def _why_not_skipped(self, absent: Sequence[int]) -> str:
+        return why_not_skipped(absent, has_several=len(self._models) > 1)
 
     @property
     def absent_ranks(self) -> list[int]:
@@ -553,7 +562,7 @@ class Join:
         if is_step and agreement.live:
             was_expected = self.ledger.pattern.note(agreement.says(Note.UNSTEPPED) == 0)
             if not was_expected and self._step_along and self.absent_ranks:
-                raise RuntimeError(why_not_skipped(self.absent_ranks))
+                raise RuntimeError(self._why_not_skipped(self.absent_ranks))
         self.last_step_live = agreement.live
         self.ledger.record(agreement, is_step=is_step)
         self._raise_if_exhausted(agreement.live)

@@ -44,6 +44,8 @@ class Note(enum.IntEnum):
     """It MIXES, since its pass did not begin at an output of the model."""
     REPLACED = 7
     """It MIXES, since the program has set `.grad` to tensors of its own."""
+    REFUSES = 8
+    """It cannot take the sharded step, and has come to the vote to say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Agreement:
     cursors: by rank, how many samples it has taken of each iteration; empty if not counted.
     notes: by Note, how many ranks note it; empty where nobody asked.
     standings: by rank; empty where nobody asked.
-    joins: by rank, the Join of the step, as the bits of `Join.told`; 0: it is in none.
+    joins: by rank, the Join of the step, as the bits of `Join.told_by`; 0: it is in none.
     epochs: by rank, the epoch of `ctx.epochs` that it is in, counted from 1; 0: none.
     digests: by rank. Above 0: of the steps of plain optimizers since the vote before
         (local_steps.py). Below 0: of the generators with which its first forward pass has drawn
@@ -96,7 +98,7 @@ _VOTES, _WEIGHT, _WEIGHING, _ASKING = range(NOTES_AT)
 _HEAD = NOTES_AT + len(Note)
 _OF_RANK = 5
 """A rank's standing, its outlook, and its digest. The outlook is one number, whose lowest bit says
-whether the rank may continue, the next four its Join, and the rest its epoch."""
+whether the rank may continue, the next eight its Join, and the rest its epoch."""
 _LOW = 1 << 23
 """A cursor travels as two numbers, since float32 counts only to 2^24."""
 
@@ -135,7 +137,8 @@ def vote_of(
     stop: whether this rank was asked to stop.
     kept: the parameters for which this rank has data, and adds it to the mean of an earlier pass.
     cursors: each below 2^47; where they are fewer than num_cursors, the rest is 0.
-    join, epoch, digest: of this rank, as in an Agreement; below 2^4, 2^19 and 2^24.
+    join, digest: of this rank, as in an Agreement; below 2^8 and 2^24.
+    epoch: of this rank, as in an Agreement; of a larger one the lowest 15 bits travel.
     """
     first = vote_numel(num_ranks, len(used))
     vote = [0.0] * vote_numel(num_ranks, len(used), num_cursors)
@@ -156,7 +159,7 @@ def vote_of(
         vote[_ASKING] = 1.0
     for note in notes:
         vote[NOTES_AT + note] = 1.0
-    beside = float(has_next + 2 * join + 32 * epoch), float(digest)
+    beside = float(has_next + 2 * join + 512 * (epoch % (1 << 15))), float(digest)
     vote[_HEAD + 3 * num_ranks + rank : _HEAD + _OF_RANK * num_ranks : num_ranks] = beside
     if cursors:
         halves = [float(half) for cursor in cursors for half in divmod(cursor, _LOW)]
@@ -168,6 +171,15 @@ def vote_of(
 def standings_in(total: Sequence[float], num_ranks: int) -> tuple[Standing, ...]:
     """By rank, its standing. total: vote_numel numbers, the sum of all votes."""
     return read_standings(total[_HEAD : _HEAD + 3 * num_ranks])
+
+
+def joins_in(total: Sequence[float], num_ranks: int) -> list[int]:
+    """By rank, its Join, as in an Agreement. total: as above."""
+    return [int(outlook) // 2 % 256 for outlook in _outlooks(total[_HEAD:], num_ranks)]
+
+
+def _outlooks(values: Sequence[float], num_ranks: int) -> Sequence[float]:
+    return values[3 * num_ranks : 4 * num_ranks]
 
 
 def with_leftovers(total: Sequence[float], leftovers: Sequence[float]) -> list[float]:
@@ -218,7 +230,7 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         )
     numbers = values[len(values) - 2 * num_cursors * num_ranks :] if num_cursors else []
     halves = zip(numbers[::2], numbers[1::2], strict=True)
-    outlooks = [*map(int, values[3 * num_ranks : 4 * num_ranks])]
+    outlooks = [*map(int, _outlooks(values, num_ranks))]
     taken = [int(high) * _LOW + int(low) for high, low in halves]
     # Two counts of ranks in one number: of those that have used a parameter, and that keep a mean.
     uses = [*map(int, values[_OF_RANK * num_ranks : len(values) - len(numbers)])]
@@ -229,8 +241,8 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         kept=tuple(use // (num_ranks + 1) for use in uses),
         weight=weight if live else 0.0,
         standings=standings,
-        joins=tuple(outlook // 2 % 16 for outlook in outlooks),
-        epochs=tuple(outlook // 32 for outlook in outlooks),
+        joins=tuple(joins_in(total, num_ranks)),
+        epochs=tuple(outlook // 512 for outlook in outlooks),
         digests=tuple(map(int, values[4 * num_ranks : _OF_RANK * num_ranks])),
         stop=num_asking > 0,
         notes=tuple(map(int, total[NOTES_AT:_HEAD])),

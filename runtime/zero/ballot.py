@@ -17,12 +17,14 @@ import torch
 from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.operations.host_reads import device_numbers
 
+from ..join.explained import check_same_joins
 from ..process.agreement import (
     MAX_ITERATIONS,
     NOTES_AT,
     Agreement,
     Note,
     check_votes,
+    joins_in,
     read_agreement,
     standings_in,
     vote_of,
@@ -36,17 +38,8 @@ _LOSS_SCALE, _NUM_SAMPLES = range(2)  # of each rank
 _OPTIONS = _NUM_SAMPLES + MAX_ITERATIONS
 
 
-_STEPS = (
-    "Every rank must call step() equally often; ranks that may run out of data at different steps "
-    "belong inside Join()."
-)
-_STEPS_IN_JOIN = (
-    "This was inside Join(), where a rank without data steps the listed optimizers in turn, once "
-    "each. If the body steps one of them more often than another (a critic five times, its "
-    "generator once), give Join a group to follow, groups=[ctx.group.new_group(range("
-    "ctx.world_size))]: then each step is announced. Ranks with data must call step() equally "
-    "often."
-)
+_STEPS = "Every rank must call step() equally often"
+_IN_JOIN = "ranks that may run out of data at different steps belong inside Join()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +160,7 @@ class Ballot:
             vector[own_at + self._digests_at : own_at + self._own_numel] = vote.digests
         seen: tuple[float, ...] = tuple(group.all_reduce_and_read(vector).tolist())
         check_votes(seen[self._vote_at :], group)
+        check_same_joins(joins_in(seen[self._vote_at :], group.size), group.generation)
         # The variance of the steps is zero if and only if all are equal.
         if group.size * seen[_STEP_SQUARED] != seen[_STEP] ** 2:
             raise CollectiveMismatch(
@@ -174,7 +168,7 @@ class Ballot:
                 group.generation,
                 list(range(group.size)),
                 f"the ranks have taken different numbers of steps (this rank: {vote.step})",
-                _STEPS_IN_JOIN if vote.join else _STEPS,
+                f"{_STEPS}." if vote.join else f"{_STEPS}; {_IN_JOIN}.",
             )
         self._check_lengths(seen)
         return seen

@@ -34,13 +34,14 @@ from chorusline.actors.fault_plan import Faults, Instant
 from chorusline.actors.messages import Progress
 from chorusline.collectives import CollectiveError, CollectiveMismatch, Group
 from chorusline.collectives.contract.call_site import users_level
+from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..data_parallel.engine import ModelEngine, reducers_of
 from ..data_parallel.gradients.gradient_bucket import GradientBucket
 from ..data_parallel.gradients.reducer import Reducer
 from ..data_parallel.same_model import broadcast_tensors, unlike_values
 from ..join.join import GroupJoinable
-from ..process.agreement import Agreement
+from ..process.agreement import Agreement, Note
 from ..process.between_runs import between_runs
 from ..process.leftovers import Standing
 from ..process.running import Survival, recovery_of
@@ -129,6 +130,8 @@ class OptimizerEngine:
         """The ranks that took the last step."""
         self._waiting: list[torch.nn.Parameter] = []
         """Parameters in the groups that no shard holds, because they have been frozen so far."""
+        self._why_not = ""
+        """What keeps this rank from taking the step under way; empty if nothing does."""
         self._early: EarlyUpdate | None = None
         self._seen = Progress(0)
         """The number and content of the last ballot that this rank has seen."""
@@ -202,14 +205,20 @@ class OptimizerEngine:
 
     # -- the step --------------------------------------------------------------------------------
 
-    def take_step(self, is_live: bool) -> None:
+    def take_step(self, is_live: bool, why_not: str = "") -> None:
+        """why_not: what keeps this rank from taking the step; empty if nothing does."""
         if self.summed.has_agreed:
             self.summed.take_step()
             return
-        self.take_up_waiting()
+        if not why_not:
+            self.take_up_waiting()
+        self._why_not = why_not or self._why_not_now()
+        # Inside a Join the others would wait in this step, or see it as ended by this rank: there
+        # the ballot tells them why. Elsewhere no other rank need have come here.
+        if self._why_not and (self.face._join is None or self.has_early_update):
+            raise RuntimeError(self._why_not)
         self.shard.bring_home()
         if self.reducer is not None:
-            self.reducer.check_unchanged()
             self.reducer.send_late()
         elif self.model is not None:
             self.model.reducer.num_in_step = 0
@@ -230,8 +239,11 @@ class OptimizerEngine:
     def take_up_waiting(self) -> None:
         if self._waiting:
             self.take_up_trainable()
-        if self.reducer is not None and self.model is not None:
-            self.model.check_none_thawed()
+
+    def _why_not_now(self) -> str:
+        if self.reducer is None or self.model is None:
+            return ""
+        return self.model.why_thawed() or self.reducer.why_changed()
 
     def begin_ballot(self) -> None:
         """A step begins, which ends with the next ballot."""
@@ -279,6 +291,11 @@ class OptimizerEngine:
 
     def _try_step(self, is_live: bool) -> None:
         payload = self.hold_ballot(is_live)
+        if self._ballot.says(Note.REFUSES, payload):
+            told = all_gather_object(self.group, self._why_not)
+            why = next(filter(None, told))
+            ranks = [rank for rank, one in enumerate(told) if one == why]
+            raise RuntimeError(f"on ranks {ranks}: {why}")
         if self.reducer is not None and (standings := self._ballot.sends_again(payload)):
             # A rank ran more passes since the launch, or it now knows what its leftovers belong
             # to. All send again, with these, and vote again.
@@ -396,7 +413,11 @@ class OptimizerEngine:
             cursors=self._recovery.cursors() if self._recovery else (),
             num_samples=boundary().num_samples,
             stop=boundary().steps.stop_is_wanted,
-            notes=[*(self.reducer.notes() if self.reducer else ()), *boundary().notes()],
+            notes=[
+                *(self.reducer.notes() if self.reducer else ()),
+                *boundary().notes(),
+                *([Note.REFUSES] if self._why_not else ()),
+            ],
             join=self.face._told_of_join(),
             epoch=boundary().epoch,
             digest=-boundary().draws,

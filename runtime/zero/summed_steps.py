@@ -119,6 +119,8 @@ class SummedSteps:
                 "the batches of each step"
             )
         self._engine.take_up_waiting()
+        if self._engine.model is not None and (why := self._engine.model.why_thawed()):
+            raise RuntimeError(why)
         self._engine.begin_ballot()
 
     @torch.no_grad()

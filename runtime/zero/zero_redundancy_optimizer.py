@@ -283,16 +283,16 @@ class ZeroRedundancyOptimizer(Face):
         Join.notify_join_context(self)
         engine = self._engine
         engine.loss_scale = given_scale(self, self.uses_scaler)
-        is_live = self._join.ledger.live if self._join else True
+        is_live, why_not = self._join.ledger.live if self._join else True, ""
         if engine.reducer is not None:
             reducer = engine.reducer
             if not (reducer.has_launched or reducer.num_in_step or engine.summed.has_agreed):
-                raise RuntimeError(
+                why_not = (
                     "step() needs gradients that were reduced since the last step: run "
                     "loss.backward() on the DistributedDataParallel model, outside no_sync(), first"
                 )
             reducer.is_live = is_live
-        engine.take_step(is_live)
+        engine.take_step(is_live, why_not)
         return loss
 
     def _scale_of_losses(self) -> torch.Tensor | None:

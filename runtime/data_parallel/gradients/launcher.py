@@ -112,5 +112,10 @@ class Launcher:
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if the program has changed gradients that are sent already."""
-        if changed := self.gradients.why_changed():
-            raise RuntimeError(why_not_changed(changed))
+        if why := self.why_changed():
+            raise RuntimeError(why)
+
+    def why_changed(self) -> str:
+        """Says what `check_unchanged` raises; empty if nothing was changed."""
+        changed = self.gradients.why_changed()
+        return why_not_changed(changed) if changed else ""

@@ -31,11 +31,13 @@ import torch
 from chorusline.collectives import Group
 from chorusline.collectives.operations.host_reads import device_numbers
 
+from ...join.explained import check_same_joins
 from ...process.agreement import (
     MAX_ITERATIONS,
     Agreement,
     Note,
     check_votes,
+    joins_in,
     read_agreement,
     standings_in,
     vote_numel,
@@ -141,7 +143,7 @@ class Reducer(Launcher):
         """By parameter number, the gradients in this pass so far, ordered by the latest one."""
         self._launches_now = True
         self._has_measured_order = False
-        self._has_leftover = False
+        self.has_leftover = False
         """Whether gradients from no_sync are still to be sent."""
         self._watch = GradientWatch(self._on_gradient)
         self.add_parameters(named)
@@ -217,7 +219,7 @@ class Reducer(Launcher):
                 held = enumerate(self.gradients.usage())
                 cleared = cleared.union(number for number, is_held in held if not is_held)
             self.earlier.begin_pass(
-                set_aside=aside, has_leftover=self._has_leftover, cleared=cleared
+                set_aside=aside, has_leftover=self.has_leftover, cleared=cleared
             )
 
     def _ask_for_the_end(self) -> None:
@@ -250,7 +252,7 @@ class Reducer(Launcher):
                 self._pass = Pass.QUIET
                 self.held.begin_pass(looks=self._is_uneven())
                 self._ask_for_the_end()
-            self._has_leftover = True
+            self.has_leftover = True
             self.held.has_come(number, bucket)
             return
         if self._pass is not Pass.ARRIVING:
@@ -283,7 +285,7 @@ class Reducer(Launcher):
             if not self.is_sharded and self.earlier.has_mean:
                 # Some gradients have arrived already, and are mixed with what was there.
                 self.earlier.begin_pass(
-                    set_aside=False, has_leftover=self._has_leftover, begins_inside=True
+                    set_aside=False, has_leftover=self.has_leftover, begins_inside=True
                 )
         self._begin_pass()
 
@@ -388,7 +390,7 @@ class Reducer(Launcher):
     def _send_rest(self) -> None:
         self._launch_rest()
         if self.is_live:
-            self._has_leftover = False
+            self.has_leftover = False
         if not self.is_sharded:  # Else the optimizer waits for them in its step.
             self._finish()
 
@@ -408,7 +410,7 @@ class Reducer(Launcher):
         return vote_of(
             self.group.rank,
             self.group.size,
-            standing=self.held.standing(is_live=self.is_live, holds=self._has_leftover),
+            standing=self.held.standing(is_live=self.is_live, holds=self.has_leftover),
             has_next=has_next,
             used=self.gradients.usage() if used is None else used,
             weight=self.weight if used is None else None,
@@ -425,6 +427,8 @@ class Reducer(Launcher):
     def _finish(self) -> None:
         """Wait for sums and votes, and set `.grad` to the mean for any kind of optimizer."""
         total = self._sum_of_votes()
+        # First: what else the votes say is of one model.
+        check_same_joins(joins_in(total, self.group.size), self.group.generation)
         if sends_again(standings := standings_in(total, self.group.size)):
             total = self._add_leftovers(total, standings)
         agreement, divisor = self._agreement_of(total)
@@ -433,7 +437,7 @@ class Reducer(Launcher):
             return
         self._reduction.divide(self.buckets, divisor)
         self.earlier.end_pass(agreement)
-        self._aside, self._has_leftover = {}, False
+        self._aside, self.has_leftover = {}, False
         self._hand_out(agreement, measures_order=True)
 
     def _sum_of_votes(self) -> list[float]:
@@ -476,14 +480,14 @@ class Reducer(Launcher):
         standings, rank = agreement.standings, self.group.rank
         last_edits = max(one.edits for one in standings)
         if belongs(standings, rank) and standings[rank].edits == last_edits:
-            if self._has_leftover:
+            if self.has_leftover:
                 self._fill(self._aside)
             else:
                 self.earlier.restore()
         else:
             self.held.drop()
             self.earlier.forget()
-            self._has_leftover = False
+            self.has_leftover = False
         self._aside = {}
         self.held.note_writes()
         if self.ends_steps:
@@ -616,7 +620,7 @@ class Reducer(Launcher):
             self._is_shadowing = True
             self._shadow_sharded()
             return
-        if self._has_leftover:
+        if self.has_leftover:
             self._set_aside()
         else:
             self.earlier.begin_pass(set_aside=True, has_leftover=False)
@@ -689,7 +693,7 @@ class Reducer(Launcher):
     def take_means_of(self, root: int) -> None:
         """The same where each pass is reduced: all ranks hold from now on the means that `root`
         holds, which has cleared what the body clears. Collective."""
-        keeps_own = self._has_leftover  # What no_sync has added is each rank's own.
+        keeps_own = self.has_leftover  # What no_sync has added is each rank's own.
         told = self.earlier.told_of_means(self.gradients.usage(), keeps_own)
         mine = device_numbers(told, torch.float64, self.group.device)
         told = self.group.broadcast_and_read(mine, root).tolist()
@@ -711,7 +715,7 @@ class Reducer(Launcher):
 
     def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
         """A plain optimizer has stepped, with `groups` of its parameters in this model."""
-        self.local_steps.note(optimizer, groups, self._has_leftover)
+        self.local_steps.note(optimizer, groups, self.has_leftover)
 
     # -- from one generation to the next -------------------------------------------------------
 
@@ -737,7 +741,7 @@ class Reducer(Launcher):
         self.is_live = False
         self._pass = Pass.NONE
         self._arrivals.clear()
-        self._has_leftover = False
+        self.has_leftover = False
         self._failure = None
         for bucket in self.buckets:
             bucket.work = None

@@ -1,0 +1,83 @@
+"""A sharded step that a rank cannot take, inside a Join: all ranks say so in the same words, also
+those that have run out of data."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, loss_of, make_model
+
+Body = Callable[[torch.nn.Module, cl.ZeroRedundancyOptimizer, torch.Tensor, int], None]
+
+
+def steps_twice(model, optimizer, batch, number):
+    loss_of(model, batch).backward()
+    for _ in range(2 if number >= 2 else 1):
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def steps_before_a_pass(model, optimizer, batch, number):
+    with model.no_sync():
+        loss_of(model, batch).backward()
+    optimizer.step()
+
+
+def thaws(model, optimizer, batch, number):
+    model.module[-1].requires_grad_(number >= 2)
+    loss_of(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clips(model, optimizer, batch, number):
+    loss_of(model, batch).backward()
+    if number >= 2:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def replaces_gradients(model, optimizer, batch, number):
+    loss_of(model, batch).backward()
+    if number >= 2:
+        model.module[0].bias.grad = torch.ones_like(model.module[0].bias)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+BODIES: dict[Body, str] = {
+    steps_twice: "step() needs gradients that were reduced since the last step",
+    steps_before_a_pass: "outside no_sync()",
+    thaws: "trainable now (2.weight, 2.bias)",
+    clips: "write ZeroRedundancyOptimizer(..., max_norm=",
+    replaces_gradients: "(0.bias) was changed after the backward pass",
+}
+
+
+def train(group, lengths, body, several):
+    with another_group(group) as own:
+        module = make_model(torch.float64)
+        module[-1].requires_grad_(body is not thaws)
+        model = cl.DistributedDataParallel(module, own, bucket_cap_mb=1e-4 if several else 25)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        with pytest.raises(RuntimeError) as raised, cl.Join([model, optimizer], skew_warning=None):
+            for number, batch in enumerate(batches_of(own.rank, lengths[own.rank], torch.float64)):
+                body(model, optimizer, batch, number)
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (5, 1), (2, 4), (0, 3)])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_step_that_a_rank_cannot_take_is_refused_by_all_ranks_in_one_sentence(
+    ranks_of, body, lengths
+):
+    for several in (False, True):
+        told = ranks_of(2).run(train, lengths, body, several)
+        assert told[0] == told[1], told
+        needs = 0 if body is steps_before_a_pass else 2
+        ranks = [rank for rank, length in enumerate(lengths) if length > needs]
+        assert told[0].startswith(f"on ranks {ranks}: ") and BODIES[body] in told[0], told[0]

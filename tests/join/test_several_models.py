@@ -1,0 +1,104 @@
+"""Several models in one Join, in bodies that use them in turn, or one more often than another: as
+in one process, or refused by all ranks, in the same words."""
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, largest_difference
+
+LR = 0.1
+WAYS = ["zero", "plain", "plain, along"]
+BODIES = {
+    # How often the critic steps for a batch; the generator's batches; the models as they are listed
+    "one step each": (1, 1, "critic first"),
+    "listed in the other order": (1, 1, "generator first"),
+    "two steps of the critic": (2, 1, "critic first"),
+    "two steps of the critic, listed in the other order": (2, 1, "generator first"),
+    "the generator in every second batch": (1, 2, "critic first"),
+}
+
+
+def make_pair(width):
+    """The generator has as many elements as the critic with a width of 5, in buckets' terms."""
+    torch.manual_seed(0)
+    critic = torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.Tanh())
+    return torch.nn.Linear(7, 5).double(), critic.double()
+
+
+def adversarial_step(number, batches, models, optimizers, body, divisor):
+    """One batch. batches: those that this process computes."""
+    (generator, critic), (makes, judges) = models, optimizers
+    num_critic, every, _ = BODIES[body]
+    for _ in range(num_critic):
+        judges.zero_grad()
+        losses = [critic(generator(batch).detach()).square().mean() for batch in batches]
+        (sum(losses) / divisor).backward()
+        judges.step()
+    if (number + 1) % every == 0:
+        makes.zero_grad()
+        (sum(critic(generator(batch)).mean() for batch in batches) / divisor).backward()
+        makes.step()
+
+
+def in_one_process(lengths, body, width):
+    models = make_pair(width)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+    data = [batches_of(rank, n, torch.float64) for rank, n in enumerate(lengths)]
+    for number in range(max(lengths)):
+        batches = [own[number] for own in data if number < len(own)]
+        adversarial_step(number, batches, models, optimizers, body, len(lengths))
+    return [p.detach() for model in models for p in model.parameters()]
+
+
+def on_ranks(group, lengths, body, way, width, follows):
+    with another_group(group) as own:
+        models = [cl.DistributedDataParallel(module, own) for module in make_pair(width)]
+        if way == "zero":
+            kind = torch.optim.SGD
+            optimizers = [cl.ZeroRedundancyOptimizer(model, kind, lr=LR) for model in models]
+            pairs = [[*pair] for pair in zip(models, optimizers, strict=True)]
+        else:
+            optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+            pairs = [[model] for model in models]
+        if BODIES[body][2] == "critic first":
+            pairs.reverse()
+        try:
+            with cl.Join(
+                [one for pair in pairs for one in pair],
+                step_along=optimizers[::-1] if "along" in way else [],
+                groups=[own.new_group(range(own.size))] if follows else [],
+                skew_warning=None,
+            ):
+                for number, batch in enumerate(
+                    batches_of(own.rank, lengths[own.rank], torch.float64)
+                ):
+                    adversarial_step(number, [batch], models, optimizers, body, 1)
+        except cl.GroupAborted:
+            raise  # It is no sentence of what the body does.
+        except RuntimeError as error:
+            return str(error)
+        return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+@pytest.mark.parametrize("width", [1, 40], ids=["buckets of equal size", "of other sizes"])
+@pytest.mark.parametrize("lengths", [(4, 2), (1, 4), (3, 3)])
+@pytest.mark.parametrize("body", BODIES)
+def test_an_adversarial_pair_is_exact_or_all_ranks_are_told_what_to_write(
+    ranks_of, body, lengths, width
+):
+    expected = in_one_process(lengths, body, width)
+    for way in WAYS:
+        for follows in (False, True):
+            results = ranks_of(2).run(on_ranks, lengths, body, way, width, follows)
+            told = [result for result in results if isinstance(result, str)]
+            for result in results if not told else ():
+                assert largest_difference(result, expected) < 1e-12, (way, follows)
+            assert not told or len(told) == 2, told
+            if follows and way != "plain, along":
+                assert not told, (way, told)
+            for one in told:  # The remedy is one that works: see above.
+                assert "groups=[ctx.group.new_group(" in one or "ZeroRedundancyOptimizer" in one
+                assert "which does not need this" not in one
+                assert "belong inside Join()" not in one
