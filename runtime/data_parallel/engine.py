@@ -27,6 +27,7 @@ from .gradients.reducer import Reducer
 from .model_steps import ModelSteps, StepEnder
 from .same_model import broadcast_tensors, check_devices, check_same_model
 from .sync_batch_norm import SyncBatchNorm
+from .unreduced_steps import UnreducedSteps
 
 
 def owner_of(parameters: Sequence[torch.Tensor]) -> ModelEngine | None:
@@ -77,7 +78,7 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> None:
             continue
         # Without a gradient a step changes nothing, and no rank need take it.
         if any(p.grad is not None for number in numbers for p in groups[number]["params"]):
-            engine.reducer.has_stepped(optimizer, numbers)
+            engine.has_stepped(optimizer, numbers)
 
 
 def _models_of(
@@ -123,6 +124,9 @@ class ModelEngine:
         self._own(reducer.parameters)
         between_runs().watch(_has_stepped)
         self._num_registrations = -1
+        of_group = between_runs().of_group(reducer.group)
+        of_group.num_models += 1
+        self._unreduced = UnreducedSteps(reducer.gradients, of_group.num_models)
         between_runs().wrap(self)
         between_runs().models.append(weakref.ref(self))
         if self.recovery is not None:
@@ -249,6 +253,13 @@ class ModelEngine:
         self._num_registrations = num_registrations
 
     # -- steps -----------------------------------------------------------------------------------
+
+    def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
+        """A plain optimizer has stepped, with `groups` of its parameters in this model."""
+        self.reducer.has_stepped(optimizer, groups)
+        # What is in no_sync is this rank's own as well, and the vote after it says so.
+        if not (self.reducer.has_leftover or self.steps.plan is not None):
+            self._unreduced.note(optimizer, self.reducer.num_passes, self.group)
 
     def leave_steps_to_optimizer(self, ender: StepEnder | None) -> None:
         """A sharded optimizer ends the steps from now on; a step counts after its ballot. ender:

@@ -150,13 +150,20 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def unlike_values(tensors: Sequence[torch.Tensor], group: Group) -> tuple[int, list[int]] | None:
-    """The number of the first tensor whose bits are not the same on all ranks, and the ranks where
-    they are not rank 0's; None if all are. Reads all tensors once, and gathers a sum of each."""
+def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each tensor a whole number, on its device, which says by its difference that bits of two
+    tensors differ."""
     flat = [
         (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous() for t in tensors
     ]
-    sums = [t.view(_WHOLE[t.element_size()]).sum(dtype=torch.int64).to(group.device) for t in flat]
+    return [t.view(_WHOLE[t.element_size()]).sum(dtype=torch.int64) for t in flat]
+
+
+@torch.no_grad()
+def unlike_values(tensors: Sequence[torch.Tensor], group: Group) -> tuple[int, list[int]] | None:
+    """The number of the first tensor whose bits are not the same on all ranks, and the ranks where
+    they are not rank 0's; None if all are. Reads all tensors once, and gathers a sum of each."""
+    sums = [one.to(group.device) for one in sums_of_bits(tensors)]
     everybody = all_gather_row(group, torch.stack(sums).tolist())
     for number, by_rank in enumerate(zip(*everybody, strict=True)):
         unlike = [rank for rank, bits in enumerate(by_rank) if bits != by_rank[0]]

@@ -1,0 +1,83 @@
+"""Finds a program whose plain optimizer steps with gradients that nothing has reduced.
+
+torch.autograd.grad runs no hook of a parameter: what a program computes by it and puts into `.grad`
+is this rank's own, and the copies of the parameters drift apart. No collective and no vote comes in
+such a program. Nor may a step wait for other ranks, which may average these gradients themselves.
+So at the first step without a backward pass each rank leaves a digest of its gradients in the store
+where the group has met, and looks in later steps whether those of the others are there. That is
+over as soon as they are: it costs steps with a backward pass nothing, and others a few look-ups.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+import weakref
+
+import torch
+
+from chorusline.collectives import Group, PrefixStore
+from chorusline.collectives.contract.call_site import users_level
+
+from .gradients.gradient_bucket import Gradients
+from .same_model import sums_of_bits
+
+_MANY = 32  # Looks in a row; after these, in steps whose number is a power of two.
+
+
+class UnreducedSteps:
+    """Of one model on one rank. number: of the model in its group, the same on all ranks."""
+
+    def __init__(self, gradients: Gradients, number: int) -> None:
+        self._gradients = gradients
+        self._key = f"unreduced/{number}"
+        self._passes: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._num_steps = 0
+        self._is_over = False
+
+    def note(self, optimizer: torch.optim.Optimizer, num_passes: int, group: Group) -> None:
+        """`optimizer` has stepped with gradients. num_passes: that the model has reduced so far."""
+        if self._is_over:
+            return
+        before = self._passes.get(optimizer, 0)
+        self._passes[optimizer] = num_passes
+        if before != num_passes:
+            return
+        self._num_steps += 1
+        number, store = self._num_steps, PrefixStore(self._key, group._store)
+        if number == 1:
+            store.post(str(group.rank), json.dumps(self._digests()))
+        elif number < _MANY or number & (number - 1) == 0:
+            keys = [str(rank) for rank in range(group.size)]
+            if store.check(keys):
+                self._is_over = True
+                if group.rank == 0:
+                    self._compare([json.loads(one) for one in store.multi_get(keys)])
+
+    def _digests(self) -> dict[str, int]:
+        held = [
+            (name, p.grad)
+            for name, p in zip(self._gradients.names, self._gradients.parameters, strict=True)
+            if p.grad is not None and p.grad.layout is torch.strided
+        ]
+        sums = sums_of_bits([gradient for _, gradient in held])
+        return {name: int(one) for (name, _), one in zip(held, sums, strict=True)}
+
+    def _compare(self, by_rank: list[dict[str, int]]) -> None:
+        names = {name: None for digests in by_rank for name in digests}
+        for name in names:
+            own = [digests.get(name) for digests in by_rank]
+            unlike = [rank for rank, digest in enumerate(own) if digest != own[0]]
+            if unlike:
+                warnings.warn(
+                    "optimizer.step() has used gradients that no backward pass of the "
+                    "DistributedDataParallel has reduced, and they are not the same on all ranks: "
+                    f"that of parameter {name} differs between rank 0 and ranks {unlike}, so the "
+                    "parameters of the ranks drift apart. What torch.autograd.grad returns is the "
+                    "rank's own. Call loss.backward() on an output of the model, or average before "
+                    "the step: parameter.grad = ctx.reduce(parameter.grad)",
+                    stacklevel=users_level(),
+                )
+                return

@@ -1,0 +1,128 @@
+"""Steps of a plain optimizer with gradients that no backward pass of the model has brought."""
+
+import warnings
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, largest_difference, loss_of, make_model
+
+STEPS = 4
+
+
+def its_own(model, batch, group):
+    parameters = [*model.parameters()]
+    gradients = torch.autograd.grad(loss_of(model, batch), parameters)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+
+
+def of_the_bare_module(model, batch, group):
+    its_own(model.module, batch, group)
+
+
+def of_the_last_layer(model, batch, group):
+    its_own(model.module[-1], model.module[:-1](batch).detach(), group)
+
+
+def into_the_same_tensors(model, batch, group):
+    parameters = [*model.parameters()]
+    gradients = torch.autograd.grad(loss_of(model, batch), parameters)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient if p.grad is None else p.grad.copy_(gradient)
+
+
+def averaged(model, batch, group):
+    its_own(model, batch, group)
+    for p in model.parameters():
+        group.all_reduce(p.grad).wait()
+        p.grad /= group.size
+
+
+def by_rule(model, batch, group):
+    for p in model.parameters():
+        p.grad = p.detach().sign()
+
+
+def by_backward(model, batch, group):
+    loss_of(model, batch).backward()
+
+
+def changed_after_backward(model, batch, group):
+    loss_of(model, batch).backward()
+    for p in model.parameters():
+        p.grad = p.grad * 2
+
+
+def twice_by_one_backward(model, batch, group):
+    loss_of(model, batch).backward()
+    model.also_steps()
+
+
+DRIFT = [its_own, of_the_bare_module, of_the_last_layer, into_the_same_tensors]
+STAY = [averaged, by_rule, by_backward, changed_after_backward, twice_by_one_backward]
+
+
+def train(group, makes_gradients):
+    with another_group(group) as own, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.also_steps = optimizer.step
+        for batch in batches_of(own.rank, STEPS, torch.float64):
+            optimizer.zero_grad()
+            makes_gradients(model, batch, own)
+            optimizer.step()
+            own.barrier().wait()
+        told = [(str(one.message), one.filename) for one in said]
+        return [p.detach().clone() for p in model.parameters()], told
+
+
+@pytest.mark.parametrize("makes_gradients", DRIFT)
+def test_gradients_that_nothing_reduces_are_named_once(ranks_of, makes_gradients):
+    (first, told), (second, others) = ranks_of(2).run(train, makes_gradients)
+    assert largest_difference(first, second) > 0, "the ranks have drifted apart"
+    assert others == [] and len(told) == 1, "one rank tells it, once"
+    text, path = told[0]
+    name = "2.weight" if makes_gradients is of_the_last_layer else "0.weight"
+    assert f"that of parameter {name} differs between rank 0 and ranks [1]" in text
+    assert "parameter.grad = ctx.reduce(parameter.grad)" in text and "loss.backward()" in text
+    assert path == __file__
+
+
+@pytest.mark.parametrize("makes_gradients", STAY)
+def test_gradients_that_are_the_same_on_all_ranks_are_not_spoken_of(ranks_of, makes_gradients):
+    (first, told), (second, others) = ranks_of(2).run(train, makes_gradients)
+    assert told == others == []
+    assert largest_difference(first, second) == 0
+
+
+def test_gradients_that_the_program_averages_are_those_of_one_process(ranks_of):
+    model = make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batches in zip(*(batches_of(rank, STEPS, torch.float64) for rank in range(3)), strict=True):
+        optimizer.zero_grad()
+        (sum(loss_of(model, batch) for batch in batches) / 3).backward()
+        optimizer.step()
+    for found, told in ranks_of(3).run(train, averaged):
+        assert told == []
+        assert largest_difference(found, [p.detach() for p in model.parameters()]) < 1e-12
+
+
+def train_two(group):
+    """Two models of one shape, of which each rank steps the second with its own gradients."""
+    with another_group(group) as own, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        models = [cl.DistributedDataParallel(make_model(torch.float64), own) for _ in range(2)]
+        for batch in batches_of(own.rank, STEPS, torch.float64):
+            for model, makes_gradients in zip(models, (averaged, its_own), strict=True):
+                makes_gradients(model, batch, own)
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+            own.barrier().wait()
+        return len(said)
+
+
+def test_models_of_one_shape_are_told_apart(ranks_of):
+    assert ranks_of(2).run(train_two) == [1, 0]
