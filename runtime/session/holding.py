@@ -22,6 +22,7 @@ from ..checkpoint.config import CheckpointConfig
 from . import connecting
 from .holders import telling_who_holds
 from .placing import placement
+from .placing.placement import Needs
 from .placing.seats import PlacedSeats
 from .placing.trials import of_this_trial
 from .showing.hearing import Audience, hearing
@@ -75,27 +76,20 @@ class Holding:
                 accelerator_type=self._accelerator_type,
                 is_local=self._is_local,
             )
-            strategy = self._placement_strategy
-            wait_s = self._startup_timeout_s
             lasting = self._lasting.name if self._lasting is not None else ""
-            of_trial = (
-                None if lasting else of_this_trial(bundle, self._fewest, self._spares, self._labels)
-            )
+            needs = Needs(bundle, self._placement_strategy, self._labels, lasting)
+            wait_s = self._startup_timeout_s
+            of_trial = None if lasting else of_this_trial(needs, self._fewest, self._spares)
             async with telling_who_holds(bundle, self._fewest, self, wait_s):
                 first = of_trial or await placement.place(
-                    bundle,
+                    needs,
                     self._fewest,
                     self._most,
-                    strategy,
                     wait_s,
                     may_grow=not self._is_local,
-                    labels=self._labels,
-                    lasting=lasting,
                     goes_on=self._max_failures != 0,
                 )
-            self._seats = PlacedSeats(
-                first, bundle, self._most, strategy, self._labels, self._spares, lasting
-            )
+            self._seats = PlacedSeats(first, needs, self._most, self._spares)
             self._crew = self._crew_of(self._seats)
             await self._crew.assemble(self._startup_timeout_s)
 

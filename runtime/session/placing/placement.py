@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -99,25 +100,54 @@ def bundle_of_worker(
     return {name: float(amount) for name, amount in bundle.items() if amount > 0}
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What each worker of a session needs.
+
+    bundle: its resources.
+    strategy: one of STRATEGIES.
+    labels: of the nodes, as Ray's label selectors are written.
+    lasting: the name of a detached session, whose groups stay when its keeper dies (Ray removes
+        others with it).
+    """
+
+    bundle: dict[str, float]
+    strategy: str
+    labels: dict[str, str]
+    lasting: str = ""
+
+    def group(self, num_workers: int = 1) -> PlacementGroup:
+        """A new placement group, which Ray places when it can."""
+        options: dict[str, Any] = {}
+        if self.labels:
+            options["bundle_label_selector"] = [dict(self.labels) for _ in range(num_workers)]
+        if self.lasting:
+            options |= {"name": new_group_name(self.lasting), "lifetime": "detached"}
+        bundles = [dict(self.bundle) for _ in range(num_workers)]
+        group: PlacementGroup = placement_group(bundles, strategy=self.strategy, **options)
+        return group
+
+    def apart_from(self, nodes: set[str]) -> Needs:
+        """The same, on none of these nodes."""
+        # No blanks: Ray silently reads ", b" as a node other than "b".
+        avoided = {NODE_ID: f"!in({','.join(sorted(nodes))})"} if nodes else {}
+        return replace(self, labels={**avoided, **self.labels})
+
+    def in_words(self, num_workers: int) -> str:
+        on = f", label_selector={self.labels}" if self.labels else ""
+        return (
+            f"num_workers={num_workers} with {_each(self.bundle)} each "
+            f"(placement_strategy={self.strategy!r}{on})"
+        )
+
+
 async def place(
-    bundle: Mapping[str, float],
-    fewest: int,
-    most: int,
-    strategy: str,
-    timeout_s: float,
-    *,
-    may_grow: bool,
-    labels: Mapping[str, str],
-    lasting: str = "",
-    goes_on: bool = False,
+    needs: Needs, fewest: int, most: int, timeout_s: float, *, may_grow: bool, goes_on: bool
 ) -> tuple[PlacementGroup, ...]:
     """Place one bundle per worker: as many as fit now, `fewest` to `most`. Returns one group, or a
     group for each bundle (`_divided`).
 
-    labels: of the nodes, as Ray's label selectors are written.
-    lasting: the name of the detached session that the groups are for.
     goes_on: the session's runs continue when workers are lost.
-
     may_grow: whether the cluster may have an autoscaler. If it may, and the whole cluster is too
     small for `fewest` workers, a pending placement group makes the autoscaler start nodes.
 
@@ -126,31 +156,16 @@ async def place(
     """
     give_up_at, left_s = time.monotonic() + timeout_s, timeout_s
     while True:
-        group = await _place_together(
-            bundle,
-            fewest,
-            most,
-            strategy,
-            left_s,
-            may_grow=may_grow,
-            labels=labels,
-            lasting=lasting,
-        )
-        if not goes_on or strategy == "STRICT_PACK":
+        group = await _place_together(needs, fewest, most, left_s, may_grow=may_grow)
+        if not goes_on or needs.strategy == "STRICT_PACK":
             return (group,)
-        groups = await _divided(group, bundle, strategy, labels, lasting)
+        groups = await _divided(group, needs)
         if groups:
             return groups
         left_s = max(0.0, give_up_at - time.monotonic())
 
 
-async def _divided(
-    group: PlacementGroup,
-    bundle: Mapping[str, float],
-    strategy: str,
-    labels: Mapping[str, str],
-    lasting: str,
-) -> tuple[PlacementGroup, ...]:
+async def _divided(group: PlacementGroup, needs: Needs) -> tuple[PlacementGroup, ...]:
     """In the place of a group that was placed, a group for each bundle; with SPREAD, where it was,
     or on a node without any of the others. Empty if others have taken the room meanwhile.
 
@@ -162,10 +177,11 @@ async def _divided(
     if set(nodes.values()) == {ray.get_runtime_context().get_node_id()}:
         return (group,)
     remove_placement_group(group)
-    groups = tuple(
-        group_of(bundle, 1, strategy, {**_away_from(nodes, index, strategy), **labels}, lasting)
-        for index in range(group.bundle_count)
-    )
+    # A node by its name would do now; but when it dies, Ray could not move the group of a worker
+    # that is starting. So with SPREAD a group names the others' nodes, which it avoids.
+    others = [{node for node in nodes.values() if node != own} for own in nodes.values()]
+    spreads = "SPREAD" in needs.strategy
+    groups = tuple((needs.apart_from(taken) if spreads else needs).group() for taken in others)
     are_placed = False
     try:
         async with asyncio.timeout(_DIVIDE_S):
@@ -181,59 +197,34 @@ async def _divided(
                 remove_placement_group(one)
 
 
-def _away_from(nodes: Mapping[int, str], index: int, strategy: str) -> dict[str, str]:
-    """Labels that keep a bundle off the nodes of the others. nodes: by bundle. A node by its name
-    would do now; but when it dies, Ray could not move the group of a worker that is starting."""
-    others = {node for node in nodes.values() if node != nodes[index]}
-    # No blanks: Ray silently reads ", b" as a node other than "b".
-    return {NODE_ID: f"!in({','.join(sorted(others))})"} if others and "SPREAD" in strategy else {}
-
-
 async def _place_together(
-    bundle: Mapping[str, float],
-    fewest: int,
-    most: int,
-    strategy: str,
-    timeout_s: float,
-    *,
-    may_grow: bool,
-    labels: Mapping[str, str],
-    lasting: str,
+    needs: Needs, fewest: int, most: int, timeout_s: float, *, may_grow: bool
 ) -> PlacementGroup:
     """As `place`, in one group."""
-    is_too_small = _fitting(bundle, ray.cluster_resources()) < fewest
+    is_too_small = _fitting(needs.bundle, ray.cluster_resources()) < fewest
     if is_too_small and not may_grow:
-        raise _too_small(bundle, fewest, strategy, "", labels)
-    wanted = max(fewest, min(most, _fitting(bundle, ray.available_resources())))
+        raise _too_small(needs, fewest)
+    wanted = max(fewest, min(most, _fitting(needs.bundle, ray.available_resources())))
     if wanted > fewest:
         # What is free in sum may not fit on the nodes. This try has a deadline of its own, and
         # leaves the whole timeout_s to the minimum.
-        group = await _try_to_place(
-            bundle, wanted, strategy, min(_ELASTIC_TRY_S, timeout_s), labels, lasting
-        )
+        group = await _try_to_place(needs, wanted, min(_ELASTIC_TRY_S, timeout_s))
         if group is not None:
             return group
     if is_too_small:  # Only new nodes help: wait for them, and ask whether any can come.
-        group = await _place_on_new_nodes(bundle, fewest, strategy, timeout_s, labels, lasting)
+        group = await _place_on_new_nodes(needs, fewest, timeout_s)
     else:  # Others may free their resources.
-        group = await _try_to_place(bundle, fewest, strategy, timeout_s, labels, lasting)
+        group = await _try_to_place(needs, fewest, timeout_s)
     if group is None:
         raise StartupError(
-            _asked(bundle, fewest, strategy, labels),
-            f"not placed within {timeout_s:.3g} s: {_resources_and_remedy(bundle)}. If nodes are "
-            "still starting, raise startup_timeout_s: in a cloud they take minutes",
+            needs.in_words(fewest),
+            f"not placed within {timeout_s:.3g} s: {_resources_and_remedy(needs.bundle)}. If nodes "
+            "are still starting, raise startup_timeout_s: in a cloud they take minutes",
         )
     return group
 
 
-async def _place_on_new_nodes(
-    bundle: Mapping[str, float],
-    fewest: int,
-    strategy: str,
-    timeout_s: float,
-    labels: Mapping[str, str],
-    lasting: str,
-) -> PlacementGroup | None:
+async def _place_on_new_nodes(needs: Needs, fewest: int, timeout_s: float) -> PlacementGroup | None:
     """Wait for new nodes; None if they did not come within `timeout_s`. Raises StartupError as soon
     as the cluster says that none can come."""
 
@@ -242,21 +233,21 @@ async def _place_on_new_nodes(
         while True:
             future = await asyncio.to_thread(prospect, group.id.hex())
             # The cluster may have grown meanwhile; then Ray places the group in a moment.
-            is_too_small = _fitting(bundle, ray.cluster_resources()) < fewest
+            is_too_small = _fitting(needs.bundle, ray.cluster_resources()) < fewest
             if future.growth is Growth.FIXED and is_too_small:
                 return future.why
             if not has_warned:
                 has_warned = True
                 _log.warning(
                     "%s: %s; %s. Waiting for nodes, up to %g s (startup_timeout_s)",
-                    _asked(bundle, fewest, strategy, labels),
-                    _resources_of_cluster(bundle),
+                    needs.in_words(fewest),
+                    _resources_of_cluster(needs.bundle),
                     future.why,
                     timeout_s,
                 )
             await asyncio.sleep(_LOOK_S)
 
-    group = group_of(bundle, fewest, strategy, labels, lasting)
+    group = needs.group(fewest)
     placing = asyncio.create_task(_placed(group), name="placement")
     watching = asyncio.create_task(until_hopeless(group), name="autoscaler-watch")
     both = {placing, watching}
@@ -268,7 +259,7 @@ async def _place_on_new_nodes(
             is_placed = True
             return group
         if watching.done():
-            raise _too_small(bundle, fewest, strategy, watching.result(), labels)
+            raise _too_small(needs, fewest, watching.result())
         return None
     finally:
         for task in both:
@@ -331,15 +322,8 @@ def options_of_driver() -> dict[str, Any]:
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False)}
 
 
-async def _try_to_place(
-    bundle: Mapping[str, float],
-    num_workers: int,
-    strategy: str,
-    timeout_s: float,
-    labels: Mapping[str, str],
-    lasting: str,
-) -> PlacementGroup | None:
-    group = group_of(bundle, num_workers, strategy, labels, lasting)
+async def _try_to_place(needs: Needs, num_workers: int, timeout_s: float) -> PlacementGroup | None:
+    group = needs.group(num_workers)
     is_placed = False
     try:
         async with asyncio.timeout(timeout_s):
@@ -350,25 +334,6 @@ async def _try_to_place(
     finally:
         if not is_placed:
             remove_placement_group(group)
-    return group
-
-
-def group_of(
-    bundle: Mapping[str, float],
-    num_workers: int,
-    strategy: str,
-    labels: Mapping[str, str],
-    lasting: str = "",
-) -> PlacementGroup:
-    """A new placement group, which Ray places when it can. lasting: of the detached session of this
-    name; the group stays until it is removed (Ray removes others with a keeper that dies)."""
-    bundles = [dict(bundle) for _ in range(num_workers)]
-    selectors: dict[str, Any] = {}
-    if labels:
-        selectors["bundle_label_selector"] = [dict(labels) for _ in bundles]
-    if lasting:
-        selectors |= {"name": new_group_name(lasting), "lifetime": "detached"}
-    group: PlacementGroup = placement_group(bundles, strategy=strategy, **selectors)
     return group
 
 
@@ -388,36 +353,26 @@ def shortage(bundle: Mapping[str, float], num_workers: int) -> str:
     """Why so many workers do not fit now; empty if they do, in sum."""
     if _fitting(bundle, ray.available_resources()) >= num_workers:
         return ""
-    each = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
     workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
-    return f"there is no room for {workers} with {each} now, {_resources_of_cluster(bundle)}"
+    has = _resources_of_cluster(bundle)
+    return f"there is no room for {workers} with {_each(bundle)} now, {has}"
 
 
-def _asked(
-    bundle: Mapping[str, float], num_workers: int, strategy: str, labels: Mapping[str, str]
-) -> str:
-    each = ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
-    on = f", label_selector={dict(labels)}" if labels else ""
-    return f"num_workers={num_workers} with {each} each (placement_strategy={strategy!r}{on})"
+def _each(bundle: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in bundle.items())
 
 
-def _too_small(
-    bundle: Mapping[str, float],
-    num_workers: int,
-    strategy: str,
-    why_fixed: str,
-    labels: Mapping[str, str],
-) -> StartupError:
+def _too_small(needs: Needs, num_workers: int, why_fixed: str = "") -> StartupError:
     """why_fixed: why no nodes can come; empty for a cluster that the session has started."""
     also = f", {why_fixed}" if why_fixed else ""
-    if "GPU" in bundle and not ray.cluster_resources().get("GPU"):
+    if "GPU" in needs.bundle and not ray.cluster_resources().get("GPU"):
         return StartupError(
             "use_gpu=True",
             f"the cluster has no GPU{also}; leave use_gpu out, or connect to one that has",
         )
     return StartupError(
-        _asked(bundle, num_workers, strategy, labels),
-        f"that cannot be placed: {_resources_and_remedy(bundle, also)}",
+        needs.in_words(num_workers),
+        f"that cannot be placed: {_resources_and_remedy(needs.bundle, also)}",
     )
 
 

@@ -27,7 +27,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from chorusline.actors.calls import nodes_leaving
 
 from . import placement
-from .placement import NODE_ID
+from .placement import Needs
 
 _LOOK_S = 0.5  # between two looks whether a group was placed
 
@@ -51,8 +51,6 @@ class PlacedSeats:
         another's group.
     most: the most seats of workers.
     spares: the number of seats in reserve.
-    labels: of the nodes, as Ray's label selectors are written.
-    lasting: the name of a detached session, whose groups stay when its keeper dies.
 
     With STRICT_SPREAD each later group names the nodes that it must avoid. It cannot name the
     nodes of other pending groups, so only one group is pending at a time. When a node dies and Ray
@@ -63,13 +61,11 @@ class PlacedSeats:
     def __init__(
         self,
         first: Sequence[PlacementGroup] | Borrowed,
-        bundle: Mapping[str, float],
+        needs: Needs,
         most: int,
-        strategy: str,
-        labels: Mapping[str, str],
         spares: int = 0,
-        lasting: str = "",
     ) -> None:
+        strategy = needs.strategy
         self._is_borrowed = isinstance(first, Borrowed)
         self._first: PlacementGroup | None = None
         """The group of several first seats."""
@@ -82,10 +78,7 @@ class PlacedSeats:
             self._first, self._first_bundles = first[0], tuple(range(first[0].bundle_count))
         else:
             self._own = dict(enumerate(first))
-        self._bundle = dict(bundle)
-        self._strategy = strategy
-        self._labels = dict(labels)
-        self._lasting = lasting
+        self._needs = needs
         self._waiting: set[int] = set()
         """Places whose groups are pending."""
         self._homes: dict[int, str] = {}  # by place with a group of its own: its first node
@@ -107,23 +100,14 @@ class PlacedSeats:
 
     def state(self) -> dict[str, Any]:
         """For a keeper that is started again: the groups, and which seat is where."""
-        kept = ["_first", "_first_bundles", "_bundle", "_strategy", "_labels", "_lasting"]
-        kept += ["_own", "_homes", "_moved"]
+        kept = ("_needs", "_first", "_first_bundles", "_own", "_homes", "_moved")
         both = {name: getattr(self, name) for name in kept}
         return both | {"most": self.most, "spares": len(self.reserve)}
 
     @classmethod
     def recalled(cls, state: Mapping[str, Any]) -> PlacedSeats:
         """The seats that had this state."""
-        seats = cls(
-            (),
-            state["_bundle"],
-            state["most"],
-            state["_strategy"],
-            state["_labels"],
-            state["spares"],
-            state["_lasting"],
-        )
+        seats = cls((), state["_needs"], state["most"], state["spares"])
         seats._first, seats._first_bundles = state["_first"], state["_first_bundles"]
         seats.most = state["most"]  # With STRICT_PACK the groups have decided it.
         seats.reserve = range(seats.most, seats.most + state["spares"])
@@ -176,11 +160,7 @@ class PlacedSeats:
 
     def _asked_for(self, taken: set[str]) -> PlacementGroup:
         """A new group for one seat. taken: nodes that have a seat."""
-        labels = dict(self._labels)
-        if self._is_spread and taken:
-            # No blanks: Ray silently reads ", b" as a node other than "b".
-            labels[NODE_ID] = f"!in({','.join(sorted(taken))})"
-        return placement.group_of(self._bundle, 1, self._strategy, labels, self._lasting)
+        return (self._needs.apart_from(taken) if self._is_spread else self._needs).group()
 
     def _nodes(self) -> dict[int, str]:
         """The node of each place that has one. Ray moves a group whose node has died; a group that
@@ -242,7 +222,8 @@ class PlacedSeats:
         return self._own[place], 0
 
     def options(self, seat: int) -> dict[str, Any]:
-        return placement.options_of_bundle(*self._bundle_of(self._place_of(seat)), self._bundle)
+        group, index = self._bundle_of(self._place_of(seat))
+        return placement.options_of_bundle(group, index, self._needs.bundle)
 
     async def give_back(self) -> None:
         groups = [*self._own.values()]

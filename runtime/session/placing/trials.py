@@ -14,25 +14,24 @@ from collections.abc import Mapping, Sequence
 import ray
 from ray.util import get_current_placement_group
 
+from .placement import Needs
 from .seats import Borrowed
 
 _log = logging.getLogger("chorusline")
 
 
-def of_this_trial(
-    bundle: Mapping[str, float], fewest: int, spares: int, labels: Mapping[str, str]
-) -> Borrowed | None:
+def of_this_trial(needs: Needs, fewest: int, spares: int) -> Borrowed | None:
     """The bundles for a session's workers in the group that this process is in; None if it is in
     none that its children share, or if these do not suffice, which is told."""
     group = get_current_placement_group()
-    if group is None or labels:
+    if group is None or needs.labels:
         return None
     # A trial whose first bundle is empty is in none.
     has_own = bool(ray.get_runtime_context().get_assigned_resources())
-    indices = suitable(group.bundle_specs, bundle, int(has_own))
+    indices = suitable(group.bundle_specs, needs.bundle, int(has_own))
     if len(indices) >= fewest + spares:
         return Borrowed(group, indices)
-    each = ", ".join(f'"{name}": {amount:g}' for name, amount in bundle.items())
+    each = ", ".join(f'"{name}": {amount:g}' for name, amount in needs.bundle.items())
     _log.warning(
         "this process is in a placement group (usually of a Ray Tune trial) with %d bundles for "
         "workers, and the session needs %d with {%s} each; it asks the cluster for others, and may "
