@@ -34,22 +34,20 @@ async def close_earlier_session(session: Closable) -> None:
             await old.close()
 
 
-def open_sessions(but: object) -> list[tuple[str, Any]]:
-    """The open sessions of this process other than `but`, each with the notebook's variable that
-    holds it; an empty text outside of a notebook."""
-    found = [one for ref, _, _ in _started if (one := ref()) is not None and one is not but]
+def open_sessions() -> list[tuple[str, Any]]:
+    """The sessions of this process that have workers, each with the notebook's variable that holds
+    it; an empty text outside of a notebook."""
     names = getattr(shell(), "user_ns", {})
     return [
         (next((n for n, value in names.items() if value is one and n[:1] != "_"), ""), one)
-        for one in found
-        if one.state.value in ("ready", "running")
+        for ref, _, _ in _started
+        if (one := ref()) is not None and one.state.value in ("ready", "running")
     ]
 
 
-def hint_at_other_sessions(error: Error, session: Closable) -> Error:
+def hint_at_other_sessions(error: Error) -> Error:
     """The same error, with a note about other sessions of this notebook that hold workers."""
-    others = [found for ref, _, _ in _started if (found := ref()) and found is not session]
-    num_open = sum(other.state.value in ("ready", "running") for other in others)
+    num_open = len(open_sessions())
     if num_open and isinstance(error, Exception) and in_kernel():
         error.add_note(
             f"{num_open} session{'s' if num_open > 1 else ''} of this notebook, started in another "

@@ -13,7 +13,7 @@ from chorusline.collectives.contract.torch_words import TOO_MANY, says
 from ..checkpoint.config import CheckpointConfig
 from ..program.sending import check_not_own
 from ..tracking.tracker import Tracker
-from .options import DEFAULT, Default
+from .holding.options import DEFAULT, Default
 from .session import ARGUMENTS_BY_NAME, Session
 from .showing.progress import Progress
 
@@ -56,6 +56,7 @@ def run(
     configure the Session; all others are passed to `train`, whose parameters must have other names.
     Wrong arguments raise before Ray is started. Raises what Session and `Session.run` raise.
     """
+    options = {name: value for name, value in locals().items() if name not in ("train", "kwargs")}
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -65,29 +66,7 @@ def run(
             "chorusline.run starts an event loop, and this thread runs one already (a notebook, an "
             "async function); use `async with Session(...) as session: await session.run(...)`"
         )
-    session = Session(
-        num_workers,
-        spares=spares,
-        replace_stragglers=replace_stragglers,
-        use_gpu=use_gpu,
-        resources_per_worker=resources_per_worker,
-        placement_strategy=placement_strategy,
-        timeout_s=timeout_s,
-        startup_timeout_s=startup_timeout_s,
-        address=address,
-        on_report=on_report,
-        progress=progress,
-        trackers=trackers,
-        checkpoint=checkpoint,
-        seed=seed,
-        max_failures=max_failures,
-        pause_s=pause_s,
-        env_vars=env_vars,
-        runtime_env=runtime_env,
-        label_selector=label_selector,
-        accelerator_type=accelerator_type,
-        log_to_driver=log_to_driver,
-    )
+    session = Session(**options)
     check_not_own(train, seed)
     program = session._packed(train, kwargs)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -29,12 +30,13 @@ from ..tracking.named import checked_trackers
 from ..tracking.tracker import Tracker
 from ..tracking.tracking import Tracking
 from . import connecting
-from .detached.face import Face
+from .detached.client import KeeperClient
 from .detached.standing import IDLE_TIMEOUT_S, check_name
-from .holding import Holding
-from .options import (
+from .holding.holding import Holding
+from .holding.options import (
     DEFAULT,
     Default,
+    SessionOptions,
     check_accelerator,
     check_gpus_are_rays_to_deal,
     check_objects,
@@ -57,25 +59,6 @@ _log = logging.getLogger("chorusline")
 
 _ASK_S = 5.0
 
-
-_STAY_HERE = frozenset(
-    {
-        *(
-            "self",
-            "__class__",
-            "on_report",
-            "live_view",
-            "progress",
-            "trackers",
-            "address",
-            "log_to_driver",
-        ),
-        *("name", "detached", "idle_timeout_s"),
-    }
-)
-"""Arguments that a detached session's keeper does not get: they are about this process."""
-
-
 ARGUMENTS_BY_NAME = (
     "arguments of train are passed by name: run(train, lr=0.1), which calls train(ctx, lr=0.1). "
     "For a dictionary such as Ray Train's train_loop_config: run(train, config=config) for a "
@@ -84,7 +67,7 @@ ARGUMENTS_BY_NAME = (
 """What to write in place of positional arguments."""
 
 
-class Session(Holding):
+class Session:
     """Workers that stay: start them once, and run one function after another on them.
 
         async with Session(num_workers=4) as session:
@@ -168,43 +151,54 @@ class Session(Holding):
         idle_timeout_s: Seconds = IDLE_TIMEOUT_S,
     ) -> None:
         arguments = dict(locals())
-        given = {key: value for key, value in arguments.items() if key not in _STAY_HERE}
         check_name(name, detached)
-        super().__init__()
-        self._fewest, self._most = checked_range(num_workers)
-        self._max_failures = checked_failures(max_failures, isinstance(num_workers, tuple))
-        self._spares = checked_spares(spares, self._max_failures, placement_strategy)
-        self._replaces_stragglers = checked_replacing(replace_stragglers, self._max_failures)
+        fewest, most = checked_range(num_workers)
+        failures = checked_failures(max_failures, isinstance(num_workers, tuple))
+        num_spares = checked_spares(spares, failures, placement_strategy)
+        replaces = checked_replacing(replace_stragglers, failures)
         timeout_s = checked_seconds(timeout_s)
         pause_s = checked_seconds(pause_s, "pause_s")
         startup_timeout_s = checked_seconds(startup_timeout_s, "startup_timeout_s")
-        idle_timeout_s = checked_seconds(idle_timeout_s, "idle_timeout_s")
+        self._idle_timeout_s = checked_seconds(idle_timeout_s, "idle_timeout_s")
         check_accelerator(accelerator_type, use_gpu)
-        self._labels = checked_labels(label_selector, placement_strategy)
-        self._environment = checked_environment(runtime_env, env_vars)
-        check_gpus_are_rays_to_deal(self._environment, use_gpu)
+        labels = checked_labels(label_selector, placement_strategy)
+        environment = checked_environment(runtime_env, env_vars)
+        check_gpus_are_rays_to_deal(environment, use_gpu)
         check_objects(checkpoint, seed)
         self._progress = checked_progress(progress, on_report)
         self._trackers = checked_trackers(trackers)
         check_kinds(Session.__init__, arguments)
         placement.check(resources_per_worker, use_gpu, placement_strategy)
-        self._fault_plan = fault_plan.ordered(self._most)
-        self._use_gpu = use_gpu
-        self._accelerator_type = accelerator_type
-        self._pause_s = pause_s
-        self._resources_per_worker = resources_per_worker
-        self._placement_strategy = placement_strategy
-        self._timeout_s = timeout_s
-        self._startup_timeout_s = startup_timeout_s
+        self._options = SessionOptions(
+            fewest=fewest,
+            most=most,
+            max_failures=failures,
+            spares=num_spares,
+            replaces_stragglers=replaces,
+            use_gpu=use_gpu,
+            accelerator_type=accelerator_type,
+            resources_per_worker=resources_per_worker,
+            placement_strategy=placement_strategy,
+            labels=labels,
+            environment=environment,
+            timeout_s=timeout_s,
+            startup_timeout_s=startup_timeout_s,
+            pause_s=pause_s,
+            checkpoint=checkpoint,
+            seed=seed,
+            fault_plan=fault_plan.ordered(most),
+        )
         self._address = address
         self._on_report = on_report
         self._live_view = live_view
-        self._checkpoint, self._seed = checkpoint, seed
         self._log_to_driver = log_to_driver
         self._detached_name = name or ""
-        self._given, self._idle_timeout_s = given, idle_timeout_s
         self._is_attached = False  # True: the session is there already.
-        self._face: Face | None = None  # of a detached session, whose actors its keeper has
+        self._is_local = False  # True: sessions of this process have started the cluster.
+        self._holding = Holding(self._options)  # Has no actors in a detached session.
+        self._client: KeeperClient | None = (
+            None  # of a detached session, whose actors its keeper has
+        )
         self._state = SessionState.NEW
         self._has_told_weight = False
 
@@ -212,21 +206,24 @@ class Session(Holding):
     def num_workers(self) -> int:
         """The present number of workers; before the start, the largest number that was asked
         for."""
-        if self._face is not None and self._face.last is not None:
-            return len(self._face.last.workers)
-        return self._crew.num_workers if self._crew else self._most
+        if self._client is not None and self._client.last is not None:
+            return len(self._client.last.workers)
+        crew = self._holding.crew
+        return crew.num_workers if crew else self._options.most
 
     @property
     def num_spares(self) -> int:
         """The number of spare workers that are ready to take a seat."""
-        if self._face is not None and self._face.last is not None:
-            return self._face.last.num_spares
-        return self._crew.num_in_reserve if self._crew else 0
+        if self._client is not None and self._client.last is not None:
+            return self._client.last.num_spares
+        crew = self._holding.crew
+        return crew.num_in_reserve if crew else 0
 
     @property
     def name(self) -> str:
         """As `chorusline status` lists it; empty unless the session is open."""
-        return self._detached_name or (self._crew.name if self._crew else "")
+        crew = self._holding.crew
+        return self._detached_name or (crew.name if crew else "")
 
     @property
     def state(self) -> SessionState:
@@ -250,38 +247,36 @@ class Session(Holding):
             is_new = bool(self._detached_name) and not self._is_attached
             if is_new:
                 connecting.check_stays(self._detached_name, self._address)
-            with Starting(self._shown_progress) as self._starting:
+            with Starting(self._shown_progress) as starting:
                 may_start = not self._detached_name
-                self._starting.phase(connecting.what_it_does(self._address, may_start=may_start))
+                starting.phase(connecting.what_it_does(self._address, may_start=may_start))
                 self._is_local = connecting.connect(
                     self._address, self._log_to_driver, may_start=may_start
                 )
                 if self._detached_name:
-                    self._starting.phase(f"waiting for the session {self._detached_name!r}")
-                    await self._take_face()
+                    starting.phase(f"waiting for the session {self._detached_name!r}")
+                    await self._take_client()
                     return
-                await self._start_actors()
+                await self._holding.start(starting, is_local=self._is_local)
             if notebook.in_kernel():
                 await self._ask_workers(_ASK_S)  # _repr_html_ shows the answers.
         except BaseException as error:
             await self.close()  # Even after a cancellation: nothing may be left over.
-            notebook.show_once(notebook.hint_at_other_sessions(error, self))
+            notebook.show_once(notebook.hint_at_other_sessions(error))
             raise
         self._state = SessionState.READY
 
-    async def _take_face(self) -> None:
+    async def _take_client(self) -> None:
         name = self._detached_name
         if self._is_attached:
-            self._face = await Face.found(name)
+            self._client = await KeeperClient.found(name)
         else:
-            given, idle_s, environment = self._given, self._idle_timeout_s, self._environment
-            self._face = await Face.started(name, Session, given, idle_s, environment)
-        standing = self._face.last
+            self._client = await KeeperClient.started(name, self._options, self._idle_timeout_s)
+        standing = self._client.last
         assert standing is not None
-        self._seen = standing.workers
         if self._is_attached:
-            self._checkpoint = standing.checkpoint
-            self._seed = standing.seed
+            its = {"checkpoint": standing.checkpoint, "seed": standing.seed}
+            self._options = replace(self._options, **its)
         _log.warning("the session %r %s: %s", name, standing.in_words, standing)
         self._state = SessionState.READY
 
@@ -292,14 +287,18 @@ class Session(Holding):
         The session's resources are free in the cluster when it returns. A function that still runs
         is aborted: its caller gets GroupAborted.
         """
-        was_running = self._state is SessionState.RUNNING
         self._state = SessionState.CLOSED
-        face, self._face = self._face, None
-        if face is not None:
-            if face.goes_on:
-                _log.warning("%s", face.how_it_goes_on())
-            await face.let_go()
-        await self._end_actors(was_running)
+        client, self._client = self._client, None
+        if client is not None:
+            if client.goes_on:
+                _log.warning("%s", client.how_it_goes_on())
+            await client.let_go()
+        try:
+            await self._holding.close()
+        finally:
+            is_local, self._is_local = self._is_local, False
+            if is_local:
+                connecting.leave()
 
     def __enter__(self) -> NoReturn:
         raise TypeError(
@@ -358,7 +357,7 @@ class Session(Holding):
         if not self._trackers:
             return self._audience()
         name = getattr(train, "__name__", type(train).__name__)
-        beside = {"num_workers": self.num_workers, "seed": self._seed}
+        beside = {"num_workers": self.num_workers, "seed": self._options.seed}
         return self._audience(tracking=Tracking(self._trackers, name, kwargs, beside))
 
     def _audience(
@@ -374,7 +373,7 @@ class Session(Holding):
         return Audience(self._on_report, view, progress, has_output, tracking)
 
     def _packed(self, train: Callable[..., Any], kwargs: Mapping[str, Any]) -> Parcel:
-        program = packed_program(train, kwargs, self._checkpoint, self._seed)
+        program = packed_program(train, kwargs, self._options.checkpoint, self._options.seed)
         if program.nbytes > HEAVY_BYTES and not self._has_told_weight:
             self._has_told_weight = True
             _log.warning("%s", heavy_parts(train, kwargs, program.nbytes))
@@ -384,17 +383,17 @@ class Session(Holding):
         """The state of the session, its driver and its workers, even during a run. Silent
         workers delay it by at most `timeout_s`."""
         limit_s = checked_seconds(timeout_s)
-        if self._face is not None:
+        if self._client is not None:
             return SessionSnapshot(self._state, None, await self._ask_workers(limit_s))
-        if self._crew is None:
+        if (crew := self._holding.crew) is None:
             return SessionSnapshot(self._state, None, ())
-        driver, self._seen = await self._crew.snapshots(limit_s)
-        return SessionSnapshot(self._state, driver, self._seen)
+        driver, self._holding.seen = await crew.snapshots(limit_s)
+        return SessionSnapshot(self._state, driver, self._holding.seen)
 
     async def trace(self, path: str | Path, timeout_s: Seconds = 2.0) -> int:
         """Write the last collectives of all ranks to a file for ui.perfetto.dev (session/trace.py);
         return their number. It works while a function runs, and after one has failed."""
-        asked = self._face or self._crew
+        asked = self._client or self._holding.crew
         if asked is None:
             raise RuntimeError(REMEDIES[self._state])
         document = as_json(*traced(await asked.whereabouts(checked_seconds(timeout_s))))
@@ -412,17 +411,18 @@ class Session(Holding):
         return REMEDIES[self._state]
 
     async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
-        if self._face is not None:
-            self._seen = (await self._face.standing()).workers
-            return self._seen
-        return await super()._ask_workers(timeout_s)
+        if self._client is not None:
+            return (await self._client.standing()).workers
+        return await self._holding.ask_workers(timeout_s)
 
     def __repr__(self) -> str:
         return f"<Session {self._state.value}, {self.num_workers} workers>"
 
     def _repr_html_(self) -> str:
+        standing = self._client.last if self._client is not None else None
+        seen = standing.workers if standing is not None else self._holding.seen
         return notebook.session_as_html(
-            self._state.value, self._seen if self._state is not SessionState.CLOSED else ()
+            self._state.value, seen if self._state is not SessionState.CLOSED else ()
         )
 
     async def _run(self, program: Parcel | None, audience: Audience) -> list[Any]:
@@ -432,29 +432,29 @@ class Session(Holding):
         why_not = self.why_not_ready()
         if why_not:
             raise notebook.show_once(RuntimeError(why_not), f"RuntimeError: {why_not}")
-        crew, face = self._crew, self._face
+        crew, client = self._holding.crew, self._client
         error: BaseException | None = None
         self._state = SessionState.RUNNING
         try:
             async with notebook.waking():
-                if face is not None:
-                    outcome = await self._outcome_at(face, program, audience)
+                if client is not None:
+                    outcome = await self._outcome_at(client, program, audience)
                 else:
-                    outcome = await self._outcome(program, audience)
+                    outcome = await self._holding.outcome(program, audience)
             if isinstance(outcome, RunFailed):
                 raise_failure(outcome, await self._last_step(outcome))
         except BaseException as raised:
             error = raised
-            if face is not None and isinstance(error, asyncio.CancelledError):
-                error.add_note(face.how_it_goes_on())  # interrupts.py shows it.
+            if client is not None and isinstance(error, asyncio.CancelledError):
+                error.add_note(client.how_it_goes_on())  # interrupts.py shows it.
             raise
         finally:
             if self._state is SessionState.RUNNING:  # `close` may have been called meanwhile.
                 self._state = SessionState.READY
             await audience.finish(error)
-            if error is not None and face is not None:
+            if error is not None and client is not None:
                 is_interrupt = isinstance(error, asyncio.CancelledError)
-                notebook.show_once(error, face.how_it_goes_on() if is_interrupt else None)
+                notebook.show_once(error, client.how_it_goes_on() if is_interrupt else None)
             elif error is not None:
                 is_assembled = crew is not None and crew.is_assembled
                 notebook.show_once(error, how_interrupted(error, is_assembled))
@@ -469,13 +469,13 @@ class Session(Holding):
         return max((one.steps_before + one.taken for one in steps), default=0)
 
     async def _outcome_at(
-        self, face: Face, program: Parcel | None, audience: Audience
+        self, client: KeeperClient, program: Parcel | None, audience: Audience
     ) -> RunSucceeded | RunFailed:
         """The same, where the keeper of a detached session does it."""
-        run = await (face.current() if program is None else face.begin(program))
-        face.look_from_the_beginning(whole=program is not None)
-        async with hearing(face, run, audience):
-            return await face.ending(run)
+        run = await (client.current() if program is None else client.begin(program))
+        client.look_from_the_beginning(whole=program is not None)
+        async with hearing(client, run, audience):
+            return await client.ending(run)
 
     # ── A session that outlives its program ──────────────────────────────────────────────────────
 
@@ -483,42 +483,42 @@ class Session(Holding):
     async def submit(self, train: Callable[..., Any], /, **kwargs: Any) -> int:
         """Begin `train(ctx, **kwargs)` on every rank of a detached session, without waiting for its
         end; return the number of the run. `results()` waits, here or where it is attached."""
-        return await self._detached_face().begin(self._packed(train, kwargs))
+        return await self._detached_client().begin(self._packed(train, kwargs))
 
     async def results(self) -> list[Any]:
         """The results of a detached session's run that is in progress, or else of the last one.
 
         It shows the run with its history, waits for its end, and raises what `run` raises. If it is
         cancelled, the run continues."""
-        self._detached_face()
+        self._detached_client()
         return await self._run(None, self._audience())
 
     async def reports(self) -> list[Report]:
         """The reports of a detached session's run that is in progress, or else of the last one: the
         newest 20 000, and of older ones every n-th step, at most 10 000."""
-        return await self._detached_face().reports()
+        return await self._detached_client().reports()
 
     async def interrupt(self) -> bool:
         """End the run of a detached session after its step, if that ends within 2 s, or in it.
         A program that waits for the run gets GroupAborted. Returns whether there was a run."""
-        return await self._detached_face().interrupt()
+        return await self._detached_client().interrupt()
 
     async def stop(self) -> None:
         """End the session, even a detached one: a run in progress is aborted, the actors end, and
         their resources are free when this returns. A program that waits for the run gets
         GroupAborted."""
-        face, self._face = self._face, None
-        if face is not None:
-            await face.stop()
-            await face.let_go()
+        client, self._client = self._client, None
+        if client is not None:
+            await client.stop()
+            await client.let_go()
         await self.close()
 
-    def _detached_face(self) -> Face:
-        if self._face is None:
+    def _detached_client(self) -> KeeperClient:
+        if self._client is None:
             raise RuntimeError(
                 REMEDIES[self._state]
                 if self._detached_name
                 else "only a detached session outlives its call: write Session(name='night', "
                 "detached=True), or cl.attach('night') for one that is there"
             )
-        return self._face
+        return self._client

@@ -63,6 +63,7 @@ ORDER = {
         "notebook",
         "session/placing",
         "session/showing",
+        "session/holding",
         "session/detached",
         "session",
         "commands",

@@ -24,7 +24,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 import chorusline as cl
 from chorusline.actors.errors import StartupError
 from chorusline.actors.lasting import Lasting, new_group_name
-from chorusline.runtime.session.detached.face import Face
+from chorusline.runtime.session.detached.client import KeeperClient
 from tests.harness.forked_workers import python
 from tests.harness.programs import output_of
 
@@ -144,7 +144,7 @@ async def test_a_program_that_dies_with_its_driver_costs_no_step_and_another_one
     script = Script(tmp_path, on_cluster, session=given, num_samples=240)
     await script.says("submitted")
     with pytest.raises(StartupError, match=f"chorusline stop {name}"):  # The name is taken.
-        await Face.started(name, cl.Session, {}, 1.0, {})
+        await KeeperClient.started(name, cl.Session()._options, 1.0)
     kill(name, "driver")
     script.kill()
 

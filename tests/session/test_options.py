@@ -30,13 +30,13 @@ async def test_variables_and_labels_reach_the_workers_and_the_driver(cluster: No
             lambda ctx: (os.environ["OF_THE_SESSION"], os.environ["OF_RAY"])
         )
         assert results == [("yes", "too")] * 2
-        assert session._crew is not None
-        look = session._crew._driver.__ray_call__
+        assert session._holding.crew is not None
+        look = session._holding.crew._driver.__ray_call__
         assert await look.remote(repr) == f"driver of {session.name}"
-        of_seat_1 = session._crew._workers[1].__ray_call__
+        of_seat_1 = session._holding.crew._workers[1].__ray_call__
         assert await of_seat_1.remote(repr) == f"worker in seat 1 of {session.name}"
         assert await look.remote(lambda _: os.environ["OF_THE_SESSION"]) == "yes"
-        assert session._new_request(session._audience()).pause_s == 7
+        assert session._holding._new_request(session._audience()).pause_s == 7
     assert "OF_THE_SESSION" not in os.environ
 
 
@@ -117,7 +117,8 @@ def test_a_wrong_option_is_refused_in_a_sentence(
 
 def test_what_a_plugin_of_ray_takes_is_its_business(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_RUNTIME_ENV_PLUGINS", '[{"class": "ours.Plugin"}]')
-    assert cl.Session(1, runtime_env={"nope": 1, "nsight": "default"})._environment["nope"] == 1
+    session = cl.Session(1, runtime_env={"nope": 1, "nsight": "default"})
+    assert session._options.environment["nope"] == 1
 
 
 @pytest.mark.parametrize(
@@ -134,9 +135,12 @@ def test_numbers_of_numpy_are_numbers(kind: type[Any]) -> None:
     session = cl.Session(
         (kind(1), kind(3)), seed=kind(5), max_failures=kind(2), spares=kind(1), timeout_s=kind(9)
     )
-    assert all(type(n) is int for n in (session._fewest, session._most, session._spares))
-    assert type(session._timeout_s) is float
-    assert cl.Session(2, timeout_s=numpy.float32(1.5))._timeout_s == 1.5  # type: ignore[arg-type]
+    assert all(
+        type(n) is int
+        for n in (session._options.fewest, session._options.most, session._options.spares)
+    )
+    assert type(session._options.timeout_s) is float
+    assert cl.Session(2, timeout_s=numpy.float32(1.5))._options.timeout_s == 1.5  # type: ignore[arg-type]
     config = cl.CheckpointConfig("/tmp/none", every_n_steps=kind(5), num_to_keep=kind(2))
     assert (type(config.every_n_steps), config.every_n_steps) == (int, 5)
     for wrong in (numpy.bool_(True), numpy.float64(2.0), True):

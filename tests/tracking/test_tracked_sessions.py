@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -116,7 +117,8 @@ async def test_a_run_that_resumes_goes_on_where_the_earlier_one_is_recorded(
             await session.run(train, num_steps=num_steps, save_at=num_steps - 2, lr=1e-4)
         (file,) = (tmp_path / "runs").iterdir()
         fresh = cl.CheckpointConfig(tmp_path / "place", resume="never")
-        monkeypatch.setattr(session, "_checkpoint", fresh)
+        options = dataclasses.replace(session._options, checkpoint=fresh)
+        monkeypatch.setattr(session, "_options", options)
         await session.run(train, num_steps=2)
         assert len([*(tmp_path / "runs").iterdir()]) == 2, "what begins afresh has its own file"
     lines = read(file)

@@ -1,9 +1,9 @@
 """The actor that holds a detached session, as a program holds any other session.
 
-It runs the same `Session` on its own event loop: recruiting, seats, the next driver after one that
-died, the reserve, all of that is there. It never imports the user's code: functions come, and
-results go, as bytes. Whoever starts or attaches to the session has a face of it (face.py), which
-asks the keeper. Faces may come and go.
+It has the same `Holding` as a session of a program, on its own event loop: recruiting, seats, the
+next driver after one that died, the reserve. It never imports the user's code: functions come, and
+results go, as bytes. Whoever starts or attaches to the session has a client (client.py), which
+asks the keeper. Clients may come and go.
 
 If the keeper dies, Ray starts it again; meanwhile the ranks train on. It finds its workers, ends
 the driver, which had answered to the keeper before, and a new driver asks the ranks how things
@@ -20,8 +20,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import ray
 from ray import cloudpickle
@@ -36,11 +35,12 @@ from chorusline.actors.whereabouts import Whereabouts
 from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 
+from ..holding.holding import Holding
+from ..holding.options import SessionOptions
+from ..showing.hearing import Audience
+from ..showing.starting import Starting
 from .feed import Bookmark, Feed
 from .standing import RESULTS_KEPT_S, DetachedStatus
-
-REPORT_HISTORY = 4000
-"""Reports of each rank that its worker holds for a keeper that is started again."""
 
 _LINES = 200
 """Of the log that are kept for whoever waits for the start."""
@@ -65,48 +65,6 @@ _MOST_OUTCOME_BYTES = 1 << 20
 Ending = RunSucceeded | RunFailed | BaseException
 
 
-class Kept(Protocol):
-    """What a keeper needs of the session that it holds (holding.py)."""
-
-    _lasting: Lasting | None
-
-    @property
-    def num_spares(self) -> int: ...
-
-    async def start(self) -> object: ...
-
-    async def close(self) -> None: ...
-
-    async def _start_again(self) -> None: ...
-
-    async def _kept_outcome(
-        self, program: Parcel | None, audience: Any, begun: RunRequest | None = None
-    ) -> RunSucceeded | RunFailed: ...
-
-    async def _news_of(self, run: int, timeout_s: float) -> News: ...
-
-    async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]: ...
-
-    async def _whereabouts(
-        self, timeout_s: float
-    ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]: ...
-
-
-class _Recorder:
-    """The audience of a kept run."""
-
-    is_there = wants_reports = True
-    view = None
-    report_history = REPORT_HISTORY
-
-    def __init__(self, feed: Feed) -> None:
-        self.hear: Callable[[News], None] = feed.add
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
 class _Run:
     """One run. ending: None while it is in progress. token: of the call that has begun it."""
 
@@ -123,22 +81,15 @@ class _Run:
 
 
 class Keeper:
-    """Holds the session that `make(**arguments)` gives, under a name."""
+    """Holds the actors of the detached session `name`."""
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        idle_timeout_s: float,
-    ) -> None:
+    def __init__(self, name: str, options: SessionOptions, idle_timeout_s: float) -> None:
         end_with_parent()
         self._name = name
         self._lasting = Lasting(name)
-        self._arguments = arguments
+        self._options = options
         self._idle_timeout_s = idle_timeout_s
-        self._session: Kept = make(**arguments, live_view=False, progress=False)
-        self._session._lasting = self._lasting
+        self._holding = Holding(options, self._lasting)
         self._id = uuid.uuid4().hex[:8]
         self._run: _Run | None = None
         self._clients: dict[str, float] = {}  # when each was heard last
@@ -187,9 +138,11 @@ class Keeper:
             else:
                 self._lasting.clear()  # What a keeper has left that was killed for good.
                 self._note_restarts(_NOT_TO_BE_FOUND)
-                await self._session.start()
+                with Starting(None) as starting:
+                    await self._holding.start(starting, is_local=False)
             self._note_restarts(self._restarts)
         except Exception as error:
+            await self._holding.close()
             self._start_error = error
             self._is_up.set()
             await asyncio.sleep(_LAST_WORDS_S)
@@ -199,7 +152,7 @@ class Keeper:
         self._own(self._watch_idleness(), "idleness")
 
     async def started(self) -> None:
-        """Returns when the workers have started. Raises what Session.start raises."""
+        """Returns when the workers have started. Raises what Holding.start raises."""
         await self._is_up.wait()
         if self._start_error is not None:
             raise self._start_error
@@ -209,7 +162,7 @@ class Keeper:
         if restarts == _NOT_TO_BE_FOUND:
             raise StartupError(f"the session {self._name!r} has not started", "its keeper died")
         self._restarts = restarts + 1
-        await self._session._start_again()
+        await self._holding.start_again()
         record, request = self._lasting.saved("run"), self._lasting.saved("request")
         if record is not None:
             number, token, began, took_s, ending = record
@@ -225,7 +178,7 @@ class Keeper:
     async def _hear_again(self, run: _Run) -> None:
         has_more = True
         while has_more:
-            news = await self._session._news_of(run.number, _SNAPSHOT_S)
+            news = await self._holding.news_of(run.number, _SNAPSHOT_S)
             run.feed.add(news)
             has_more = news.has_more
 
@@ -259,7 +212,7 @@ class Keeper:
             run.why = why
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_S):
-                await self._session.close()
+                await self._holding.close()
                 if run is not None:
                     await run.is_over.wait()
 
@@ -311,8 +264,9 @@ class Keeper:
     async def _until_over(
         self, run: _Run, program: Parcel | None, begun: RunRequest | None
     ) -> None:
+        audience = Audience(None, None, None, has_output=False, record=run.feed.add)
         try:
-            run.ending = await self._session._kept_outcome(program, _Recorder(run.feed), begun)
+            run.ending = await self._holding.outcome(program, audience, begun)
         except asyncio.CancelledError:
             run.ending = GroupAborted(await self._generation(), [], run.why or "it was cancelled")
         except Exception as error:
@@ -324,7 +278,7 @@ class Keeper:
             self._record(run)
 
     async def _generation(self) -> int:
-        seen = await self._session._ask_workers(_SNAPSHOT_S)
+        seen = await self._holding.ask_workers(_SNAPSHOT_S)
         return max((one.generation for one in seen if not isinstance(one, str)), default=0)
 
     def _record(self, run: _Run) -> None:
@@ -402,11 +356,12 @@ class Keeper:
         if self._again is not None:
             await self._is_up.wait()  # It does not know yet what it has.
         run = self._run
-        seen = await self._session._ask_workers(_SNAPSHOT_S) if not self._ended else ()
+        seen = await self._holding.ask_workers(_SNAPSHOT_S) if not self._ended else ()
         ran_s = 0.0
         if run is not None:
             ran_s = run.took_s if run.is_over.is_set() else time.time() - run.began
         self._forget_clients()
+        crew = self._holding.crew
         is_idle = not (self._clients or self._is_running or self._ended)
         return DetachedStatus(
             self._name,
@@ -414,21 +369,21 @@ class Keeper:
             self._is_running,
             ran_s,
             seen,
-            self._session.num_spares,
+            crew.num_in_reserve if crew is not None else 0,
             len(self._clients),
             self._idle_s if is_idle else None,
             self._idle_timeout_s,
             self._restarts,
             self._ended,
             time.monotonic() - self._ended_at if self._ended else 0.0,
-            self._arguments["checkpoint"],
-            self._arguments["seed"],
+            self._options.checkpoint,
+            self._options.seed,
         )
 
     async def whereabouts(
         self, timeout_s: float
     ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]:
-        return await self._session._whereabouts(timeout_s)
+        return await self._holding.whereabouts(timeout_s)
 
 
 def _forgotten(recorded: bytes | None) -> RuntimeError:

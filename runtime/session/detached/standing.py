@@ -46,7 +46,7 @@ class DetachedStatus:
     ended: str
     ended_s: float
     checkpoint: Any
-    seed: int
+    seed: int | None
 
     def __str__(self) -> str:
         if self.ended:

@@ -48,10 +48,8 @@ class Audience:
     on_report: the user's function. view: a notebook's. progress: on the terminal or in the log.
     has_output: whether the ranks' output is shown here.
     tracking: on its way to the session's trackers.
+    record: of a keeper, which shows nothing, and holds the news for those who look.
     """
-
-    report_history = 0
-    """Reports that a worker keeps although they were heard."""
 
     def __init__(
         self,
@@ -60,8 +58,10 @@ class Audience:
         progress: Progress | None,
         has_output: bool,
         tracking: Tracking | None = None,
+        record: Callable[[News], None] | None = None,
     ) -> None:
         self.view = view
+        self._record = record
         self._tracking = tracking
         self._progress = progress
         self._happenings = Happenings()
@@ -77,13 +77,16 @@ class Audience:
 
     @property
     def wants_reports(self) -> bool:
-        return bool(self._listeners) or self._tracking is not None
+        return bool(self._listeners or self._tracking or self._record)
 
     @property
     def is_there(self) -> bool:
         return self.wants_reports or self._output is not None or self._progress is not None
 
     def hear(self, news: News) -> None:
+        if self._record is not None:
+            self._record(news)
+            return
         if self._output is not None:
             for seat, printed in news.printed:
                 self._output.take(seat, printed)

@@ -8,19 +8,17 @@ from collections.abc import AsyncIterator, Callable
 
 from chorusline.actors.crew.crew import Crew
 
-from .showing.starting import Starting
+from ..showing.starting import Starting
 
 _LOOK_S = 0.25
 
 
 @contextlib.asynccontextmanager
-async def telling(
-    starting: Starting | None, what: Callable[[], str], limit: str
-) -> AsyncIterator[None]:
+async def telling(starting: Starting, what: Callable[[], str], limit: str) -> AsyncIterator[None]:
     """While the body suspends: have `starting` say what it waits for. limit: until when."""
 
     async def tell() -> None:
-        while starting is not None:
+        while True:
             starting.phase(what(), limit)
             await asyncio.sleep(_LOOK_S)
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from chorusline.actors.lasting import INCARNATION, names_of
 
-from .. import notebook
-from .placing import placement
+from ... import notebook
+from ..placing import placement
 
 _LOOK_AFTER_S = 1.0
 """Longer than a placement takes where there is room, and than Ray needs to count what a session
@@ -33,11 +33,9 @@ class Holder(Protocol):
 
 @contextlib.asynccontextmanager
 async def telling_who_holds(
-    bundle: Mapping[str, float], fewest: int, starting: object, timeout_s: float
+    bundle: Mapping[str, float], fewest: int, timeout_s: float
 ) -> AsyncIterator[None]:
-    """While the body waits for room for `fewest` workers: say soon which sessions hold it.
-
-    starting: the session that waits."""
+    """While the body waits for room for `fewest` workers: say soon which sessions hold it."""
 
     async def tell() -> None:
         await asyncio.sleep(_LOOK_AFTER_S)
@@ -45,7 +43,7 @@ async def telling_who_holds(
         # Ray's answer may take its time on a busy head.
         names = await asyncio.to_thread(names_of, INCARNATION) if short else []
         if names:
-            told = who_holds(names, notebook.open_sessions(starting))
+            told = who_holds(names, notebook.open_sessions())
             _log.warning("%s: %s. Waiting up to %g s (startup_timeout_s)", short, told, timeout_s)
 
     task = asyncio.create_task(tell(), name="holders")

@@ -7,18 +7,20 @@ import json
 import os
 import reprlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ray.runtime_env import RuntimeEnv
 
+from chorusline.actors.fault_plan import Order
 from chorusline.actors.worker.devices import narrowed_by
 from chorusline.collectives.contract.argument_kinds import MOST_RANKS, check_text
 from chorusline.collectives.contract.plain_numbers import whole
 
-from ..checkpoint.config import CheckpointConfig
-from ..process.random_state import checked_seed
-from .placing.placement import NODE_ID
-from .showing.progress import Progress
+from ...checkpoint.config import CheckpointConfig
+from ...process.random_state import checked_seed
+from ..placing.placement import NODE_ID
+from ..showing.progress import Progress
 
 
 class Default(enum.Enum):
@@ -28,6 +30,37 @@ class Default(enum.Enum):
 
 
 DEFAULT = Default.DEFAULT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """What a session starts its workers with, and runs functions with: checked (`Session` says what
+    each means). The keeper of a detached session gets it.
+
+    max_failures: None: any number.
+    labels: of the nodes; empty for all.
+    environment: Ray's, of the workers and the driver; empty for none of their own.
+    resources_per_worker, accelerator_type, checkpoint, seed: None where the user has given none.
+    fault_plan: faults that a person orders.
+    """
+
+    fewest: int
+    most: int
+    max_failures: int | None
+    spares: int
+    replaces_stragglers: bool
+    use_gpu: bool
+    accelerator_type: str | None
+    resources_per_worker: Mapping[str, float] | None
+    placement_strategy: str
+    labels: dict[str, str]
+    environment: dict[str, Any]
+    timeout_s: float
+    startup_timeout_s: float
+    pause_s: float
+    checkpoint: CheckpointConfig | None
+    seed: int | None
+    fault_plan: tuple[Order, ...]
 
 
 def checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:

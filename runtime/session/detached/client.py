@@ -1,6 +1,6 @@
 """A detached session, as a program sees it that has started it or is attached to it.
 
-The face asks the keeper, and shows what it hears as any session does. It holds nothing that the
+The client asks the keeper, and shows what it hears as any session does. It holds nothing that the
 session needs: when its process ends, however that comes about, the run continues.
 """
 
@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -25,6 +24,7 @@ from chorusline.actors.messages import Report, RunFailed, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.collectives.diagnosis.debug import get_debug_level
 
+from ..holding.options import SessionOptions
 from .feed import Bookmark
 from .keeper import keeper_class
 from .standing import RESULTS_KEPT_S, DetachedStatus, duration, not_found, taken
@@ -43,7 +43,7 @@ _LOOK_S = 0.5
 _log = logging.getLogger("chorusline")
 
 
-class Face:
+class KeeperClient:
     """A keeper, asked by this process. knows_all: as of a Listener (crew/listening.py)."""
 
     knows_all = True
@@ -51,7 +51,7 @@ class Face:
     def __init__(self, name: str, keeper: Actor) -> None:
         self.name = name
         self._keeper = keeper
-        self._client = uuid.uuid4().hex
+        self._id = uuid.uuid4().hex
         self._place: Bookmark | None = None
         self._whole = False
         self._latest: dict[int, float] = {}  # by rank, when its last report was made
@@ -65,11 +65,9 @@ class Face:
     async def started(
         cls,
         name: str,
-        make: Callable[..., Any],
-        arguments: Mapping[str, Any],
+        options: SessionOptions,
         idle_timeout_s: float,
-        environment: Mapping[str, Any],
-    ) -> Face:
+    ) -> KeeperClient:
         """Start a session under a name. Raises StartupError, even if the name is taken.
 
         A session of that name that has ended makes room.
@@ -77,19 +75,16 @@ class Face:
         lasting = Lasting(name)
         if (there := lasting.keeper()) is not None:
             await cls._make_room(name, there)
-        runtime_env = {"runtime_env": dict(environment)} if environment else {}
-        options = {**lasting.options_of_keeper(), **runtime_env}
+        environment = options.environment
+        of_actor = lasting.options_of_keeper()
+        of_actor |= {"runtime_env": environment} if environment else {}
         try:
-            keeper = (
-                keeper_class()
-                .options(**options)
-                .remote(name, make, dict(arguments), idle_timeout_s)
-            )
+            keeper = keeper_class().options(**of_actor).remote(name, options, idle_timeout_s)
         except ValueError:  # Another program was faster.
             raise taken(name, None) from None
-        face = cls(name, keeper)
+        client = cls(name, keeper)
         try:
-            await face._tell_until_up(keeper.started.remote())
+            await client._tell_until_up(keeper.started.remote())
         except ActorGone as gone:
             raise StartupError(
                 f"the session actor of {name!r} did not start", gone.detail
@@ -98,9 +93,9 @@ class Face:
             ray.kill(keeper)
             lasting.forget()
             raise
-        await face.standing()
-        face._stay()
-        return face
+        await client.standing()
+        client._stay()
+        return client
 
     @staticmethod
     async def _make_room(name: str, keeper: Actor) -> None:
@@ -130,15 +125,15 @@ class Face:
             up.cancel()
 
     @classmethod
-    async def found(cls, name: str) -> Face:
-        """The face of a session that is there. Raises StartupError."""
+    async def found(cls, name: str) -> KeeperClient:
+        """The client of a session that is there. Raises StartupError."""
         keeper = await asyncio.to_thread(Lasting(name).keeper)
         if keeper is None:
             raise not_found(name, await asyncio.to_thread(names_of, KEEPER))
-        face = cls(name, keeper)
-        await face.standing()
-        face._stay()
-        return face
+        client = cls(name, keeper)
+        await client.standing()
+        client._stay()
+        return client
 
     def _stay(self) -> None:
         """Be attached until `let_go`, even while this process's loop is busy with other things."""
@@ -146,16 +141,16 @@ class Face:
         def say() -> None:
             while not self._is_away.wait(_HERE_S):
                 with contextlib.suppress(Exception):
-                    self._keeper.here.remote(self._client)
+                    self._keeper.here.remote(self._id)
 
-        self._keeper.here.remote(self._client)
+        self._keeper.here.remote(self._id)
         threading.Thread(target=say, name=f"attached-{self.name}", daemon=True).start()
 
     async def let_go(self) -> None:
         self._is_away.set()
         if ray.is_initialized():
             with contextlib.suppress(ActorGone, NoAnswer):
-                await answer(self._keeper.gone.remote(self._client), 1.0)
+                await answer(self._keeper.gone.remote(self._id), 1.0)
 
     # ── What is asked ────────────────────────────────────────────────────────────────────────────
 
@@ -228,7 +223,7 @@ class Face:
     async def pull(self, run: int, timeout_s: float) -> News:
         """What the run has said that was not pulled yet; as a Listener's."""
         try:
-            news, place = await self._ask("hear", self._client, run, self._place, self._whole)
+            news, place = await self._ask("hear", self._id, run, self._place, self._whole)
         except RuntimeError:
             return News()  # The call for the ending raises it.
         assert isinstance(news, News)

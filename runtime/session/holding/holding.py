@@ -1,0 +1,189 @@
+"""What a session does with its actors; session/session.py has what a person sees of it."""
+
+from __future__ import annotations
+
+import ray
+
+from chorusline.actors.calls import HEAD_ANSWER_S, head_stays_gone
+from chorusline.actors.crew.crew import Crew
+from chorusline.actors.crew.listening import News
+from chorusline.actors.errors import DriverLost
+from chorusline.actors.lasting import Lasting
+from chorusline.actors.messages import RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from chorusline.actors.parcels.parcel import Parcel
+from chorusline.actors.whereabouts import Whereabouts
+from chorusline.collectives.diagnosis.debug import get_debug_level
+
+from ..placing import placement
+from ..placing.placement import Needs
+from ..placing.seats import PlacedSeats
+from ..placing.trials import of_this_trial
+from ..showing.hearing import Audience, hearing
+from ..showing.starting import Starting
+from .holders import telling_who_holds
+from .options import SessionOptions
+from .waiting import awaited, telling
+
+_BEGINNINGS = 3
+"""How often one call of `run` may begin: workers may have died since the last run, and more
+workers while those were replaced."""
+
+_REPORT_HISTORY = 4000
+"""Reports of each rank that its worker holds for a keeper that is started again."""
+
+
+class Holding:
+    """The actors of a session: starts, uses and ends them. The one of a detached session is its
+    keeper's (detached/keeper.py). lasting: names its actors; None for other sessions."""
+
+    def __init__(self, options: SessionOptions, lasting: Lasting | None = None) -> None:
+        self.crew: Crew | None = None  # None before there is room for the workers, and at the end.
+        self.seen: tuple[WorkerSnapshot | str, ...] = ()  # the workers' last answers, by seat
+        self._options = options
+        self._lasting = lasting
+        self._seats: PlacedSeats | None = None  # None before there is room, and at the end.
+        self._next_run = 0
+        self._is_running = False
+
+    async def start(self, starting: Starting, *, is_local: bool) -> None:
+        """is_local: sessions of this process have started the cluster. If it raises, `close` ends
+        what has started."""
+        options, lasting = self._options, self._lasting
+        wait_s = options.startup_timeout_s
+        limit = f"gives up after {wait_s:g} s, startup_timeout_s"
+        async with telling(starting, lambda: awaited(self.crew, options.fewest), limit):
+            bundle = placement.bundle_of_worker(
+                options.most + options.spares,
+                use_gpu=options.use_gpu,
+                resources_per_worker=options.resources_per_worker,
+                accelerator_type=options.accelerator_type,
+                is_local=is_local,
+            )
+            name = lasting.name if lasting is not None else ""
+            needs = Needs(bundle, options.placement_strategy, options.labels, name)
+            # A keeper is no part of a trial that has started the session.
+            of_trial = None if name else of_this_trial(needs, options.fewest, options.spares)
+            async with telling_who_holds(bundle, options.fewest, wait_s):
+                first = of_trial or await placement.place(
+                    needs,
+                    options.fewest,
+                    options.most,
+                    wait_s,
+                    may_grow=not is_local,
+                    goes_on=options.max_failures != 0,
+                )
+            self._seats = PlacedSeats(first, needs, options.most, options.spares)
+            self.crew = self._crew_of(self._seats)
+            await self.crew.assemble(wait_s)
+
+    def _crew_of(self, seats: PlacedSeats) -> Crew:
+        if (lasting := self._lasting) is not None:
+            seats.whenever_changed(lambda: lasting.save("seats", seats.state()))
+        return Crew(
+            seats,
+            self._options.fewest,
+            use_gpu=self._options.use_gpu,
+            driver_options=placement.options_of_driver(),
+            environment=self._options.environment,
+            lasting=lasting,
+        )
+
+    async def start_again(self) -> None:
+        """In a keeper that was started again: take over what the one before had."""
+        assert self._lasting is not None
+        self._seats = PlacedSeats.recalled(self._lasting.saved("seats"))
+        self.crew = self._crew_of(self._seats)
+        await self.crew.find()
+
+    async def close(self) -> None:
+        """End the actors, even of a start that has failed; may be called more than once."""
+        crew, self.crew = self.crew, None
+        seats, self._seats = self._seats, None
+        # After a ray.shutdown() of the user there is nothing left to end; and where the head has
+        # gone, Ray's calls would wait for it for a minute, and end this process.
+        if not ray.is_initialized() or (crew and await head_stays_gone(HEAD_ANSWER_S)):
+            return
+        # First the actors, then their resources, even if ending the actors fails.
+        try:
+            if crew is not None:
+                if self._is_running:
+                    await crew.cancel(self._next_run - 1, "the session was closed")
+                await crew.dismiss()
+        finally:
+            if seats is not None and ray.is_initialized():
+                await seats.give_back()
+
+    async def ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
+        if self.crew is not None:
+            self.seen = await self.crew.workers_seen(timeout_s)
+        return self.seen
+
+    async def whereabouts(
+        self, timeout_s: float
+    ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]:
+        return await self.crew.whereabouts(timeout_s) if self.crew is not None else {}
+
+    async def outcome(
+        self, program: Parcel | None, audience: Audience, begun: RunRequest | None = None
+    ) -> RunSucceeded | RunFailed:
+        """Have a function run. begun: a run that workers are in already, or have ended, in a keeper
+        that was started again."""
+        if begun is not None:
+            self._next_run = begun.run + 1
+        self._is_running = True
+        try:
+            return await self._outcome(program, audience, begun)
+        finally:
+            self._is_running = False
+
+    async def _outcome(
+        self, program: Parcel | None, audience: Audience, begun: RunRequest | None
+    ) -> RunSucceeded | RunFailed:
+        """1. Replace the workers that are missing since the last run. 2. Run, and hand on reports
+        meanwhile; if the run failed before any worker began, repeat from 1.
+
+        begun: without 1."""
+        crew = self.crew
+        assert crew is not None
+        payload = ray.put(program)  # Now: later the caller may change what it has passed.
+        for left in reversed(range(_BEGINNINGS)):
+            request = begun or self._new_request(audience)
+            if begun is None:
+                await crew.assemble(self._options.startup_timeout_s)  # 1.
+            try:  # 2.
+                async with hearing(crew.listener, request.run, audience):
+                    if begun is not None:
+                        return await crew.go_on_with(request)
+                    outcome = await crew.run(request, payload)
+            except DriverLost as lost:
+                if lost.nobody_began and left and begun is None:
+                    continue
+                raise
+            # A function that has begun may have had effects: it is not called again here.
+            if isinstance(outcome, RunSucceeded) or not (outcome.nobody_began and left):
+                return outcome
+        raise AssertionError("the last beginning returns or raises")
+
+    async def news_of(self, run: int, timeout_s: float) -> News:
+        """What the workers still hold of a run that has ended, and was not pulled yet."""
+        return await self.crew.listener.pull(run, timeout_s) if self.crew is not None else News()
+
+    def _new_request(self, audience: Audience) -> RunRequest:
+        options, checkpoint = self._options, self._options.checkpoint
+        self._next_run += 1
+        request = RunRequest(
+            self._next_run - 1,
+            options.timeout_s,
+            audience.wants_reports,
+            get_debug_level(),
+            options.fewest,
+            options.max_failures,
+            options.pause_s,
+            last_save_s=checkpoint.deadline_s if checkpoint is not None else None,
+            fault_plan=options.fault_plan,
+            report_history=_REPORT_HISTORY if self._lasting is not None else 0,
+            replaces_stragglers=options.replaces_stragglers,
+        )
+        if self._lasting is not None:
+            self._lasting.save("request", request)
+        return request
