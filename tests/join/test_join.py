@@ -388,7 +388,7 @@ def weigh_on_one_rank(group):
 
 def test_weighing_on_some_ranks_only_is_refused_on_all(ranks_of):
     for told in ranks_of(2).run(weigh_on_one_rank):
-        assert "1 of the ranks [0, 1] weighed their loss" in told
+        assert "1 of the ranks [0, 1] weighted their loss" in told
 
 
 def scheduled(group, lengths):

@@ -57,7 +57,7 @@ KINDS = {
 }
 
 
-@pytest.mark.promise("a worker that is told to end, a node that is drained")
+@pytest.mark.promise("a worker that receives SIGTERM, a node that is drained")
 @pytest.mark.parametrize(
     ("name", "leaver"),
     [

@@ -33,10 +33,10 @@ def at_step(optim: Any, ballots: int, do: Callable[[], None]) -> None:
     """Call `do` when the step begins before which there were so many."""
     original = optimizer_engine_of(optim).take_step
 
-    def take_step(is_live: bool) -> None:
+    def take_step(*told: Any, **more: Any) -> None:
         if optimizer_engine_of(optim).progress.ballots == ballots:
             do()
-        original(is_live)
+        original(*told, **more)
 
     optimizer_engine_of(optim).take_step = take_step
 

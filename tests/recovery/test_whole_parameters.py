@@ -87,8 +87,8 @@ def looks_in_vain(ctx: cl.Context, optim: Any) -> None:
 def dies_behind(ctx: cl.Context, optim: Any) -> None:
     original = optimizer_engine_of(optim).take_step
 
-    def take_step(is_live: bool) -> None:
-        original(is_live)
+    def take_step(*told: Any, **more: Any) -> None:
+        original(*told, **more)
         if optim.num_steps == FAILS_IN:
             time.sleep(0.5)
             die()

@@ -60,7 +60,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.promise("a worker that is told to end, a node that is drained")
+@pytest.mark.promise("a worker that receives SIGTERM, a node that is drained")
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_ranks_leave_a_node_that_is_drained_and_the_others_go_on(
     tmp_path: Path, replicas: int
