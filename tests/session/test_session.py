@@ -381,7 +381,7 @@ if __name__ == "__main__":
         time.sleep(0.05)
     print("nothing left")
 """
-    assert "nothing left" in output_of("-c", script, timeout_s=90)
+    assert "nothing left" in output_of("-c", script, timeout_s=90, is_forked=False)
 
 
 async def test_a_worker_that_ray_starts_has_one_thread_for_one_cpu_and_its_driver_no_torch(

@@ -61,7 +61,7 @@ def python(*, is_forked: bool = True) -> tuple[list[str | Path], dict[str, str]]
     if not is_forked or os.environ.get(OFF) == "1":
         return [sys.executable], {}
     folder = servers()
-    return [sys.executable, "-IS", _HERE / "program.py", folder], {SERVERS: folder}
+    return [sys.executable, "-ES", _HERE / "program.py", folder], {SERVERS: folder}
 
 
 @contextlib.contextmanager

@@ -4,16 +4,16 @@ It imports nothing that costs. A worker whose environment says what Python or a 
 starts, or that is to run with another Python, is started as Ray does it.
 """
 
-# ruff: noqa: PTH109, PTH118, PTH120, PTH123, PTH208
+# ruff: noqa: PTH118, PTH120, PTH123, PTH208
 
 from __future__ import annotations
 
 import json
 import os
 import random
-import signal
-import socket
 import sys
+
+from asking import asked
 
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "TORCH")
 
@@ -52,18 +52,9 @@ def main() -> None:
     environment = dict(os.environ)
     for name, value in (context.get("env_vars") or {}).items():
         environment[name] = os.path.expandvars(value)
-    of_ray = sorted(item for item in environment.items() if item[0].startswith("RAY_"))
-    request = {
-        "arguments": [program, *(one for one in arguments if not one.startswith(ours))],
-        "environment": environment,
-        "of_ray": json.dumps(of_ray),
-        "folder": os.getcwd(),
-        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-    }
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
-        asked.connect(os.path.join(folder, random.choice(servers)))
-        socket.send_fds(asked, [json.dumps(request).encode()], [0, 1, 2])
-        asked.recv(64)
+    of_worker = [program, *(one for one in arguments if not one.startswith(ours))]
+    with asked(os.path.join(folder, random.choice(servers)), of_worker, environment) as answers:
+        answers.recv(64)
 
 
 main()

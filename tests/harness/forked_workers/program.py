@@ -4,42 +4,28 @@ It stands for the program: what it is sent (SIGINT, SIGTERM, SIGHUP) it sends on
 program does. Where it is killed, the program is.
 """
 
-# ruff: noqa: PTH109, PTH110  (pathlib takes as long to import as all of this)
+# ruff: noqa: PTH110  (pathlib takes as long to import as all of this)
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
 import sys
 import time
+
+from asking import asked
 
 
 def main() -> None:
     folder, *arguments = sys.argv[1:]
-    of_ray = sorted(
-        item
-        for item in os.environ.items()
-        if item[0].startswith("RAY_") and item[0] != "RAY_ADDRESS"  # Read when it connects.
-    )
-    request = {
-        "arguments": arguments,
-        "environment": dict(os.environ),
-        "of_ray": json.dumps(of_ray),
-        "folder": os.getcwd(),
-        "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-        "status": True,
-    }
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
-        while not os.path.exists(f"{folder}/0"):
-            time.sleep(0.01)
-        asked.connect(f"{folder}/0")
-        socket.send_fds(asked, [json.dumps(request).encode()], [0, 1, 2])
-        program = int(asked.recv(64))
+    while not os.path.exists(f"{folder}/0"):
+        time.sleep(0.01)
+    environment, address = dict(os.environ), ("RAY_ADDRESS",)  # Ray reads it when it connects.
+    with asked(f"{folder}/0", arguments, environment, apart=address, is_program=True) as answers:
+        program = int(answers.recv(64))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: os.kill(program, number))
-        status = int(asked.recv(64))
+        status = int(answers.recv(64))
     if status < 0:
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)

@@ -71,13 +71,13 @@ def serve_one(requests: socket.socket, first: dict[str, Any]) -> None:
 
     from tests.harness import preloaded  # noqa: F401
 
-    if "status" in first:
+    if first["is_program"]:
         from tests.harness.forked_workers import ray_is_told
 
         ray_is_told()
     while True:
         # Each job of Ray has workers of an environment of its own, and is over some day.
-        ready, _, _ = select.select([requests], [], [], None if "status" in first else IDLE_S)
+        ready, _, _ = select.select([requests], [], [], None if first["is_program"] else IDLE_S)
         if not ready:
             if has_children():
                 continue
@@ -89,11 +89,11 @@ def serve_one(requests: socket.socket, first: dict[str, Any]) -> None:
         request, fds = got
         if (child := os.fork()) == 0:
             requests.close()
-            if request.get("status"):
+            if request["is_program"]:
                 watched(fds[3])
             become(request, fds)
             return
-        if not request.get("status"):
+        if not request["is_program"]:
             os.write(fds[3], b"%d" % child)
         for fd in fds:
             os.close(fd)
