@@ -41,6 +41,7 @@ from benchmarks.alternation import finish, parser, table
 from benchmarks.chaos_faults import DRAIN_S, FAULTS, PHASES, Fault, Plan, draw, entries_of
 from benchmarks.chaos_kinds import KINDS
 from benchmarks.chaos_training import Told, complaints, train
+from chorusline.runtime.session.holding.waiting import beside
 
 TIMEOUT_S = 8.0
 """Of a collective, and so of how long a stopped worker is waited for."""
@@ -116,12 +117,8 @@ class Nodes:
                         granted += 1
                     await asyncio.sleep(0.1)
 
-        looking = asyncio.create_task(look(), name="wishes")
-        try:
+        async with beside(look(), "wishes"):
             yield
-        finally:
-            looking.cancel()
-            await asyncio.wait([looking])
         # What was drained when the round was nearly over still has to go.
         for what, node_id in entries_of(wishes):
             if what == "remove" and node_id in self._nodes:

@@ -20,6 +20,7 @@ from pathlib import Path
 import ray
 
 import chorusline as cl
+from chorusline.runtime.session.holding.waiting import beside
 
 from . import chaos_kinds
 from .chaos_kinds import KINDS, Kind, Told
@@ -142,12 +143,10 @@ class Injector:
 
     @contextlib.asynccontextmanager
     async def at_work(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._strike_all(), name="injector")
         try:
-            yield
+            async with beside(self._strike_all(), "injector"):
+                yield
         finally:
-            task.cancel()
-            await asyncio.wait([task])
             signal_to(self._stopped, signal.SIGCONT)
 
     async def _strike_all(self) -> None:

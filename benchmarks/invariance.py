@@ -49,6 +49,7 @@ from benchmarks.invariance_training import (
     deal_in,
     train,
 )
+from chorusline.runtime.session.holding.waiting import beside
 
 TIMEOUT_S = 8.0
 """Of a collective, and so of how long a stopped worker is waited for."""
@@ -174,12 +175,10 @@ async def throttling(plan: Plan, folder: str) -> AsyncIterator[None]:
     if not plan.throttled:
         yield
         return
-    task = asyncio.create_task(throttle(), name="throttle")
     try:
-        yield
+        async with beside(throttle(), "throttle"):
+            yield
     finally:
-        task.cancel()
-        await asyncio.wait([task])
         signal_to(self_pids(), signal.SIGCONT)
 
 

@@ -295,17 +295,22 @@ class ZeroRedundancyOptimizer(Face):
         engine.take_step(is_live, why_not)
         return loss
 
+    @property
+    def _scaler_of_losses(self) -> Any:
+        """The GradScaler; None without one, and when it is gone."""
+        return self._scaler() if self._scaler is not None else None
+
     def _scale_of_losses(self) -> torch.Tensor | None:
         """The scale of the losses on this rank, (1,); None without a GradScaler."""
-        scaler = self._scaler() if self._scaler is not None else None
+        scaler = self._scaler_of_losses
         return scaler._current_scale() if scaler is not None else None
 
     def _growth_of_scale(self) -> tuple[float, float, float]:
-        scaler = self._scaler() if self._scaler is not None else None
+        scaler = self._scaler_of_losses
         return scaler.growth if scaler is not None else (0.0, 0.0, 0.0)
 
     def _follow_scale(self, scale: float, growth: Sequence[float]) -> None:
-        scaler = self._scaler() if self._scaler is not None else None
+        scaler = self._scaler_of_losses
         if scaler is not None:
             scaler.follow(scale, growth)
 

@@ -13,6 +13,7 @@ from chorusline.actors.lasting import INCARNATION, names_of
 
 from ... import notebook
 from ..placing import placement
+from .waiting import beside
 
 _LOOK_AFTER_S = 1.0
 """Longer than a placement takes where there is room, and than Ray needs to count what a session
@@ -46,12 +47,8 @@ async def telling_who_holds(
             told = who_holds(names, notebook.open_sessions())
             _log.warning("%s: %s. Waiting up to %g s (startup_timeout_s)", short, told, timeout_s)
 
-    task = asyncio.create_task(tell(), name="holders")
-    try:
+    async with beside(tell(), "holders"):
         yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 def who_holds(names: Sequence[str], ours: Sequence[tuple[str, Holder]]) -> str:

@@ -1,16 +1,29 @@
-"""What a start waits for, while it does."""
+"""Coroutines that run beside a block; and what a start waits for, told while it does."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 from chorusline.actors.crew.crew import Crew
 
 from ..showing.starting import Starting
 
 _LOOK_S = 0.25
+
+
+@contextlib.asynccontextmanager
+async def beside(coroutine: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    """Run `coroutine` while the body suspends; it has ended before the block has. name: of its
+    task. What it raises is left in the task."""
+    task = asyncio.create_task(coroutine, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 @contextlib.asynccontextmanager
@@ -22,12 +35,8 @@ async def telling(starting: Starting, what: Callable[[], str], limit: str) -> As
             starting.phase(what(), limit)
             await asyncio.sleep(_LOOK_S)
 
-    task = asyncio.create_task(tell(), name="start-notice")
-    try:
+    async with beside(tell(), "start-notice"):
         yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 def awaited(crew: Crew | None, fewest: int) -> str:

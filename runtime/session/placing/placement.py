@@ -179,7 +179,8 @@ async def _divided(group: PlacementGroup, needs: Needs) -> tuple[PlacementGroup,
     remove_placement_group(group)
     # A node by its name would do now; but when it dies, Ray could not move the group of a worker
     # that is starting. So with SPREAD a group names the others' nodes, which it avoids.
-    others = [{node for node in nodes.values() if node != own} for own in nodes.values()]
+    in_order = [nodes[index] for index in range(group.bundle_count)]
+    others = [{node for node in in_order if node != own} for own in in_order]
     spreads = "SPREAD" in needs.strategy
     groups = tuple((needs.apart_from(taken) if spreads else needs).group() for taken in others)
     are_placed = False
