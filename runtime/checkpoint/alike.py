@@ -65,13 +65,12 @@ def _walk(name: str, state: Any) -> Iterator[tuple[str, Any]]:
             room -= len(waiting) - known
 
 
-def why_unlike(by_rank: Sequence[Numbers | None]) -> tuple[str, tuple[int, ...]] | None:
+def why_unlike(by_rank: Sequence[Numbers]) -> tuple[str, tuple[int, ...]] | None:
     """The first difference in words, and the ranks that differ from the first one; None if there is
-    no difference. by_rank: None for a rank whose state is not current."""
-    known = {rank: numbers for rank, numbers in enumerate(by_rank) if numbers is not None}
-    first = next(iter(known.values()), {})
-    for path, value in first.items():
-        at = {rank: numbers[path] for rank, numbers in known.items() if path in numbers}
+    no difference. by_rank: of a rank without data only what is current."""
+    for path in {path: None for numbers in by_rank for path in numbers}:
+        at = {rank: numbers[path] for rank, numbers in enumerate(by_rank) if path in numbers}
+        value = next(iter(at.values()))
         # A number that is none is like itself here.
         unlike = tuple(rank for rank, other in at.items() if repr(other) != repr(value))
         if unlike:

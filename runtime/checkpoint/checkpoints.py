@@ -228,7 +228,7 @@ class Checkpoints:
             kinds=kinds,
             world_size=self._group.size,
             progress=progress,
-            numbers=self._numbers() if self._group.rank in live else None,
+            numbers=self._numbers(is_current=self._group.rank in live),
             unread=unread,
         )
         writings = [*(before.writings if before is not None and is_again else ()), writing]
@@ -248,11 +248,15 @@ class Checkpoints:
             self._epoch_ends.append(EpochEnd(writing, is_end))
             self._epoch_ends[-1].start()
 
-    def _numbers(self) -> Numbers:
+    def _numbers(self, *, is_current: bool) -> Numbers:
         numbers: Numbers = {}
         for entry in self.registry:
-            if kind_of(entry) == STATE:
+            if kind_of(entry) == STATE and is_current:
                 numbers |= numbers_in(entry.name, state_of(entry))
+            elif isinstance(entry.object, ZeroRedundancyOptimizer):
+                # A rank that has run out of data drops what the others drop in the next step only.
+                dropped = optimizer_engine_of(entry.object).state_changes.own.dropped
+                numbers[f"{entry.name}.parameters_without_state_since_the_step"] = len(dropped)
         return numbers
 
     def save_contents(

@@ -56,7 +56,7 @@ class Writing:
     site: the user's line that called, `train.py:41`, or empty.
     call_by: the time.monotonic() at which all ranks must have called.
     write: writes this rank's part.
-    numbers: of what is equal on all ranks (alike.py); None where this rank's state is not current.
+    numbers: of what is equal on all ranks (alike.py), as far as this rank's is current.
     progress: this rank's position in its data.
     progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
     told_saves: the prefixes of earlier saves whose outcomes are in the store; this adds its own.
@@ -83,7 +83,7 @@ class Writing:
     told_saves: list[str]
     corrupted: Collection[str]
     looked_at: set[Path]
-    numbers: Numbers | None = None
+    numbers: Numbers = field(default_factory=dict)
     unread: Exception | None = None
     progress: Any = None
     progress_by_rank: list[Any] | None = None
@@ -197,7 +197,8 @@ class Writing:
                     f"{unlike[0]}, but a registered object must be the same on all ranks",
                     unlike[1],
                     "list what the loop's body steps or updates in Join(..., step_along=[...]), or "
-                    "register it with per_rank=True",
+                    "register it with per_rank=True; drop the state of a sharded optimizer at the "
+                    "beginning of a batch, not at its end",
                 )
             manifest = Manifest(
                 step=self.saving.step,

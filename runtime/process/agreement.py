@@ -46,6 +46,8 @@ class Note(enum.IntEnum):
     """It MIXES, since the program has set `.grad` to tensors of its own."""
     REFUSES = 8
     """It cannot take the sharded step, and has come to the vote to say so."""
+    CHANGES_STATE = 9
+    """The program has dropped or loaded state of the sharded optimizer since the last step."""
 
 
 @dataclass(frozen=True, slots=True)

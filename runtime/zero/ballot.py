@@ -204,6 +204,11 @@ class Ballot:
         has_more = is_live and self.says(Note.HAS_MORE, seen)
         return standings if has_more or sends_again(standings) else None
 
+    def live(self, seen: Sequence[float]) -> tuple[int, ...]:
+        """The ranks with data."""
+        standings = standings_in(seen[self._vote_at :], self._group.size)
+        return tuple(rank for rank, one in enumerate(standings) if one.is_live)
+
     def max_norms(self, seen: Sequence[float]) -> list[tuple[float, bool]]:
         """By rank, its max_norm, and whether it has data."""
         standings = standings_in(seen[self._vote_at :], self._group.size)

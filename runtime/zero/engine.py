@@ -24,7 +24,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from ..data_parallel.engine import ModelEngine, reducers_of
 from ..data_parallel.gradients.gradient_bucket import GradientBucket
 from ..data_parallel.gradients.reducer import Reducer
 from ..data_parallel.same_model import broadcast_tensors, unlike_values
-from ..join.join import GroupJoinable
+from ..join.join import GroupJoinable, Join
 from ..process.agreement import Agreement, Note
 from ..process.between_runs import between_runs
 from ..process.leftovers import Standing
@@ -64,6 +64,7 @@ from .shards.parameter_bucket import Gather
 from .shards.parameter_shard import ParameterShard
 from .shards.shard_state import Inventory, ShardState
 from .shards.shardable_optimizers import ELEMENTWISE
+from .state_changes import StateChanges
 from .summed_steps import SummedSteps
 
 _OF_THE_MODEL = (
@@ -137,7 +138,10 @@ class OptimizerEngine:
         """The number and content of the last ballot that this rank has seen."""
         self._ballot_of_step = 0
         """The ballot of the current step, or of the last one."""
+        self._tells_changes = True
+        """Whether the next ballot says that the state was changed."""
         self._digests = DigestChecks(self, face.check_every)
+        self.state_changes = StateChanges(shard)
         self.summed = SummedSteps(self)
         """The steps of `ctx.steps`, which the optimizer ends for its model."""
         self._recovery: Survival | None = None
@@ -370,7 +374,37 @@ class OptimizerEngine:
             gathers[-1].work.wait_on_host()
 
     def hold_ballot(self, is_live: bool) -> tuple[float, ...]:
-        return self._digests.confirm(self._hold_ballot(is_live), is_live)
+        self._tells_changes = True
+        payload = self._hold_ballot(is_live)
+        if self._ballot.says(Note.CHANGES_STATE, payload):
+            # No rank takes the step by this ballot, and the next one says it no more.
+            join = self.face._join
+            last_live = join.ledger.last_live if join is not None else ()
+            self.state_changes.do_alike(self._ballot.live(payload) or last_live, self.group)
+            self._tells_changes = False
+            payload = self._hold_ballot(is_live)
+        return self._digests.confirm(payload, is_live)
+
+    def leave_join(self, join: Join) -> None:
+        """A Join ends in which a rank missed steps, and what its body has done to the state."""
+        if self._recovery is not None and self._recovery.has_gone_on:
+            return  # Another rank may have been in here when the ranks changed, and be through.
+        try:
+            self.state_changes.do_alike(join.ledger.last_live, self.group)
+        except Exception as error:
+            if self._recovery is None or not ends_a_generation(error):
+                raise  # Else the next step recovers.
+
+    def drop_state(self, numbers: Iterable[int]) -> None:
+        """Drop the state of these parameters, on all ranks before the next step."""
+        if self.face._join is not None and self.has_early_update:
+            raise RuntimeError(
+                "optimizer.state was cleared inside a Join, but with overlap_with_ddp ranks that "
+                "have run out of data step in the backward pass, before they can hear of it. Clear "
+                "it before or after the Join, or leave out overlap_with_ddp"
+            )
+        self.state_changes.drop(numbers)
+        self.consolidated = None
 
     def _hold_ballot(self, is_live: bool) -> tuple[float, ...]:
         reach = self.faults.reach
@@ -417,6 +451,12 @@ class OptimizerEngine:
                 *(self.reducer.notes() if self.reducer else ()),
                 *boundary().notes(),
                 *([Note.REFUSES] if self._why_not else ()),
+                # An optimizer that steps in the backward pass has stepped with them already.
+                *(
+                    [Note.CHANGES_STATE]
+                    if self._tells_changes and self.state_changes.own and not self.has_early_update
+                    else ()
+                ),
             ],
             join=self.face._told_of_join(),
             epoch=boundary().epoch,
@@ -432,6 +472,8 @@ class OptimizerEngine:
         check_same_options(outcome, self.face.param_groups, names, self.group.generation)
         self._seen = Progress(self._seen.ballots + 1, payload)
         self.last_live = live
+        if live:
+            self.state_changes.forget()
         self.face._step_agreed(outcome.agreement, self._recovery, ends_step=True, counts=True)
         if self.group.rank not in live or self._steps_nothing:
             # A joined rank runs no learning rate schedule: it steps its shard with the options of
@@ -629,6 +671,7 @@ class OptimizerEngine:
             ours.update(theirs)
         self.face.num_steps, self._seen = num_steps, progress
         self._ballot_of_step = progress.ballots
+        self.state_changes.forget()
         if self.model is not None:
             self.model.buffers.synced_step = progress.ballots
         sent_bytes = self.shard.complete(held, inventories, self.group)

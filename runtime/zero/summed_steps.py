@@ -23,6 +23,7 @@ from ..data_parallel.gradients.reducer import Reducer
 from ..data_parallel.model_steps import ModelSteps
 from .ballot import Outcome
 from .shards.parameter_shard import ParameterShard
+from .state_changes import StateChanges
 
 
 class Stepping(Protocol):
@@ -33,6 +34,7 @@ class Stepping(Protocol):
     shard: ParameterShard
     faults: Faults
     loss_scale: torch.Tensor | None
+    state_changes: StateChanges
     face: Any
     last_live: tuple[int, ...]
     _seen: Progress
@@ -169,6 +171,7 @@ class SummedSteps:
         engine = self._engine
         engine._seen, engine.last_live = progress, last_live
         engine._ballot_of_step = progress.ballots
+        engine.state_changes.forget()
 
     @torch.no_grad()
     def catch_up(self, payload: tuple[float, ...] | None) -> None:

@@ -38,6 +38,7 @@ from .shards.shardable_optimizers import (
     verdict_on,
 )
 from .shards.state_dict_format import match_state, parameter_name, plain_state, with_names
+from .state_changes import ShardedState
 
 
 class ZeroRedundancyOptimizer(Face):
@@ -324,6 +325,17 @@ class ZeroRedundancyOptimizer(Face):
 
     # -- state ---------------------------------------------------------------------------------
 
+    @property  # type: ignore[override]
+    def state(self) -> ShardedState:
+        """The state by parameter, to drop it: `state.clear()`, `state.pop(parameter)`, on all ranks
+        (inside Join, joined ranks do it too). To read or write it raises RuntimeError."""
+        return ShardedState(self._engine)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if "_engine" in self.__dict__:  # Else the constructor of torch.optim.Optimizer sets it.
+            self.state.replace(value)
+
     @property
     def shard_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of this rank's pieces, with about 1/N of the state; None on a rank that
@@ -378,6 +390,7 @@ class ZeroRedundancyOptimizer(Face):
         for ours, theirs in zip(self.param_groups, options, strict=True):
             ours.update(theirs)
         self._engine.shard.load_state(saved, self.param_groups)
+        self._engine.state_changes.loaded()
 
     def _names(self) -> dict[int, str]:
         """The known names of the parameters, by id() of the parameter; each has one of its own."""
@@ -437,6 +450,12 @@ class _Hook(JoinHook):
         if optimizer._join.last_step_live:
             for hook in [*optimizer._optimizer_step_post_hooks.values()]:
                 hook(optimizer, (optimizer,), {})
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        join = self._optimizer._join
+        assert join is not None
+        if join.ledger.somebody_missed_a_step:
+            self._optimizer._engine.leave_join(join)
 
 
 def optimizer_engine_of(optimizer: ZeroRedundancyOptimizer) -> OptimizerEngine:

@@ -37,6 +37,6 @@ def test_a_state_of_any_depth_and_size_is_looked_at_in_part():
 
 def test_what_differs_is_named_with_its_ranks():
     alike = {"o.step": 3.0, "o.loss": math.nan}
-    assert why_unlike([alike, None, dict(alike), {}]) is None
-    unlike = why_unlike([None, alike, {"o.step": 2.0}])
+    assert why_unlike([alike, {}, dict(alike), {}]) is None
+    unlike = why_unlike([{}, alike, {"o.step": 2.0}])
     assert unlike == ("o.step is 3 on rank 1, 2 on rank 2", (2,))

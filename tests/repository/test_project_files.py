@@ -33,7 +33,9 @@ def test_the_hosted_workflow_runs_every_python_that_is_supported() -> None:
 
 def test_make_without_a_target_lists_every_target() -> None:
     (targets,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    said = subprocess.run(["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     listed = [re.match(r"make (\S+) +\S", line) for line in said.splitlines()]
     assert [line and line[1] for line in listed] == targets.split()
 

@@ -84,6 +84,8 @@ class ParameterShard:
         self.elementwise = verdict.elementwise
         self.num_rewritten = 0
         """How often parameters or state were laid out, loaded or switched, outside a step."""
+        self.may_have_state = False
+        """Whether some rank may have state of some parameter; equal on all ranks."""
         self._load = [0] * group.size  # elements per rank, where parameters are not cut
 
     def add(
@@ -242,6 +244,7 @@ class ParameterShard:
         for number in portion:
             self.buckets[number].version += 1
             self.buckets[number].runs_ahead()
+        self.may_have_state = True
         if self.optimizer is None:
             return
         pieces = [mine for number in portion for mine in self.pieces[number]]
@@ -372,6 +375,7 @@ class ParameterShard:
         """
         self.group = group
         self.num_rewritten += 1
+        self.may_have_state = True
         self.pieces = []
         for number, (bucket, reduced) in enumerate(zip(self.buckets, reduced_in, strict=True)):
             bucket.cut(group, reduced.shard, self.replicas)
@@ -397,6 +401,15 @@ class ParameterShard:
             held.cut(everything, MASTER, bucket.flat[: everything.stop])
             bucket.give_out()
 
+    def drop_state(self, numbers: Container[int]) -> None:
+        """Drop the state of these parameters: the next step makes it anew."""
+        self.num_rewritten += 1
+        for mine in (mine for pieces in self.pieces for mine in pieces):
+            if mine.piece.parameter in numbers and self.optimizer is not None:
+                self.optimizer.state.pop(mine.tensor, None)
+        if all(number in numbers for number in range(len(self.parameters))):
+            self.may_have_state = False
+
     def load(self, states: Iterable[ShardState], groups: Sequence[Mapping[str, Any]]) -> None:
         """Load the optimizer's state from copies of `states`.
 
@@ -405,6 +418,7 @@ class ParameterShard:
         groups: the parameter groups of the user's optimizer, whose options apply.
         """
         self.num_rewritten += 1
+        self.may_have_state = True
         optimizer = self.optimizer
         if optimizer is None:
             return
