@@ -433,6 +433,10 @@ class _Hook(JoinHook):
         if model._reducer.is_sharded and last and model.group.rank not in last:
             model._reducer.leave_shadows()
         state: list[torch.Tensor] = []
+        if not model._reducer.is_sharded:
+            taken = ledger.steps_taken
+            num_missed = max(taken) - taken[model.group.rank]
+            model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
         if model._reducer.ends_steps and ledger.somebody_missed_a_step:
             self._settle(model._join)
         if ledger.somebody_missed_a_step:

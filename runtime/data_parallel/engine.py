@@ -261,6 +261,11 @@ class ModelEngine:
         if not (self.reducer.has_leftover or self.steps.plan is not None):
             self._unreduced.note(optimizer, self.reducer.num_passes, self.group)
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The plain optimizers with parameters of this model that have stepped on this rank."""
+        stepped = between_runs().stepped_by.items()
+        return [one for one, (_, models) in stepped if any(ref() is self for ref, _ in models)]
+
     def leave_steps_to_optimizer(self, ender: StepEnder | None) -> None:
         """A sharded optimizer ends the steps from now on; a step counts after its ballot. ender:
         the optimizer, if it takes the sums of the gradients in shards."""

@@ -7,11 +7,17 @@ and of the options that their optimizers have by now. Where digests differ, the 
 these stand for, and all of them raise the same error.
 
 Optimizers are found when they step, by torch's global hook (engine.py); nobody has to list them.
+
+A rank that has run out of data, and lists no optimizer in step_along, misses steps. It gets the
+parameters of another rank at the end of the Join, and keeps the old state of its optimizers
+(momentum). If it steps by such a state, it warns.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
@@ -21,6 +27,7 @@ import numpy as np
 import torch
 
 from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from ...process.agreement import Agreement
@@ -118,12 +125,30 @@ class LocalSteps:
         self._raw: list[Any] = []
         self._texts: list[str] = []
         self._digest, self._is_fixed = 0, False
+        self._has_stepped_along = False
+        """Whether this rank has stepped without data since the last Join."""
+        self._has_warned = False
+        self._num_missed = 0
+        """How many steps it has missed, if it has not stepped by old state since."""
+        self._old: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
+        """Old state, and the versions of its tensors; None if no optimizer has stepped before."""
 
     def __bool__(self) -> bool:
         return bool(self._steps)
 
-    def note(self, optimizer: torch.optim.Optimizer, groups: Sequence[int], unsent: bool) -> None:
-        """An optimizer has stepped. groups, unsent: as in `_Steps`."""
+    def note(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[int],
+        *,
+        unsent: bool,
+        has_joined: bool,
+    ) -> None:
+        """An optimizer has stepped. groups, unsent: as in `_Steps`. has_joined: this rank has no
+        data."""
+        self._has_stepped_along |= has_joined
+        if self._num_missed:
+            self._warn_of_old(optimizer)
         self.have_been_seen = True
         self.scaler = scaler = _scaler_of_this_step()
         last = self._steps[-1] if self._steps else None
@@ -143,6 +168,31 @@ class LocalSteps:
         """The model continues among other ranks, or after its run: nothing is compared with what
         was before."""
         self._steps, self._voted, self._is_known = [], [], False
+        self._num_missed = 0
+
+    def leave_join(self, num_missed: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """A Join ends. num_missed: the steps that this rank had no data for. optimizers: those of
+        the model that have ever stepped here."""
+        if num_missed and not (self._has_stepped_along or self._has_warned):
+            self._num_missed = num_missed
+            state = [tensor for one in optimizers for tensor in _tensors_of(one)]
+            self._old = [(weakref.ref(one), one._version) for one in state] if optimizers else None
+        self._has_stepped_along = False
+
+    def _warn_of_old(self, optimizer: torch.optim.Optimizer) -> None:
+        state = _tensors_of(optimizer)
+        old = state if self._old is None else [one() for one, _ in self._old]
+        if any(one is other for one in state for other in old):
+            name, missed = type(optimizer).__name__, self._num_missed
+            warnings.warn(
+                f"{name} keeps state from step to step, such as momentum, and this rank had no "
+                f"data for {missed} step{'s' if missed > 1 else ''} of an earlier Join. There it "
+                "got the parameters of another rank, but not this state, so from now on the ranks "
+                "step differently. List the optimizer, Join([model], step_along=[optimizer]), or "
+                "use a ZeroRedundancyOptimizer",
+                stacklevel=users_level(),
+            )
+            self._num_missed, self._has_warned = 0, True
 
     def vote(self, takes_steps: bool) -> int:
         """The digest for this rank's vote, positive; 0 if it cannot be compared with the others'.
@@ -150,6 +200,11 @@ class LocalSteps:
         takes_steps: whether this rank takes the steps after this vote; a rank without data that
             lists no optimizer in step_along gets the parameters of another rank later.
         """
+        if self._num_missed and self._old is not None:
+            # The program may have made the state alike, or anew, since the Join.
+            pairs = [(one, version, one()) for one, version in self._old]
+            self._old = [(r, v) for r, v, one in pairs if one is not None and one._version == v]
+            self._num_missed = self._num_missed if self._old else 0
         digest = self._digest_now() if self._is_known else 0
         self._voted, self._was_known = self._steps, self._is_known
         self._steps, self._is_known = [], takes_steps
@@ -185,6 +240,12 @@ class LocalSteps:
         self._raw, self._is_fixed = raw, not any(isinstance(value, _CHANGING) for value in raw)
         self._digest = zlib.crc32(",".join(self._texts).encode()) % _MOST + 1
         return self._digest
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Those in the optimizer's state."""
+    states = [one for one in optimizer.state.values() if isinstance(one, Mapping)]
+    return [one for state in states for one in state.values() if isinstance(one, torch.Tensor)]
 
 
 _BY_SCALER = torch.amp.GradScaler.step.__code__
