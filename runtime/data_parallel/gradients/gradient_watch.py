@@ -1,9 +1,10 @@
 """The hooks on parameters that tell a reducer of gradients.
 
-torch's garbage collector does not see through the hooks of a parameter: a hook that refers to what
-refers to the parameter keeps both forever. While a run is in progress that is as it should be: a
-model continues to be reduced if its function has dropped the wrapper. When the run is over the
-hooks let go of the reducer, which lives on only if somebody keeps its model.
+Python's garbage collector does not see what a post-accumulate-grad hook of torch refers to: if that
+leads back to the parameter, both stay forever. So these hooks hold the reducer weakly. A hook on
+the gradient of one parameter, which the collector does see through, holds it strongly: a module
+continues to be reduced if its wrapper was dropped, and all of it is freed when the module is. When
+a run is over, that hook is removed, and the reducer lives on only if somebody keeps its model.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -25,31 +25,30 @@ class GradientWatch:
     """Calls a bound method when autograd has added to a parameter's gradient."""
 
     def __init__(self, on_gradient: OnGradient) -> None:
-        self._told: OnGradient | None = on_gradient
-        self._loosely: weakref.WeakMethod[Any] | None = None
+        self._told = weakref.WeakMethod(on_gradient)
         self._handles: list[RemovableHandle] = []
+        self._keeper: RemovableHandle | None = None
 
     def add(self, parameters: Sequence[torch.nn.Parameter], first: int) -> None:
         """first: the number of the first one."""
         for number, parameter in enumerate(parameters, start=first):
             hook = partial(self._tell, number)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        if self._keeper is None and parameters:
+            self._keeper = parameters[0].register_hook(partial(_keep, self._told()))
 
     def loosen(self) -> None:
         """From now on nobody is kept alive by the hooks."""
-        if self._told is not None:
-            self._loosely, self._told = weakref.WeakMethod(self._told), None
+        if self._keeper is not None:
+            self._keeper.remove()
 
     def remove(self) -> None:
+        self.loosen()
         for handle in self._handles:
             handle.remove()
 
     def _tell(self, number: int, parameter: torch.Tensor) -> None:
-        told = self._told
-        if told is None:
-            assert self._loosely is not None
-            told = self._loosely()
-        if told is not None:
+        if (told := self._told()) is not None:
             told(number, parameter)
             return
         owner = between_runs().engines.get(parameter)
@@ -59,6 +58,10 @@ class GradientWatch:
                 "reduces: the DistributedDataParallel around its module is gone since its run has "
                 "ended. Keep it with ctx.keep, or wrap the module again"
             )
+
+
+def _keep(_: OnGradient | None, gradient: torch.Tensor) -> None:
+    """The hook on a gradient: it does nothing but to hold its first argument."""
 
 
 def why_not_twice(name: str, shape: tuple[int, ...]) -> str:
