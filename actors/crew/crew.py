@@ -223,7 +223,10 @@ class Crew:
                     raise
                 return await self._try_to_start_driver({}, timeout_s)
         except (ActorGone, NoAnswer) as error:
-            raise StartupError("the driver actor did not start", error.detail) from None
+            is_late = isinstance(error, NoAnswer)
+            remedy = ". If nodes are only slow to start processes, raise startup_timeout_s"
+            why = error.detail + (remedy if is_late else "")
+            raise StartupError("the driver actor did not start", why) from None
 
     async def _try_to_start_driver(self, place: Mapping[str, Any], timeout_s: float) -> Actor:
         self._incarnation += 1

@@ -132,7 +132,7 @@ def _factor(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def install() -> None:
-    """Have the operators call our kernel; torch's stay after it for other process groups."""
+    """Have the operators call our kernel, which calls torch's for other process groups."""
     global _library
     if _library is not None:
         return
