@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from chorusline.collectives.transports.shared_gpus import MAY_SHARE
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RAY_HIDES_NONE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 _MIG = "MIG-"
@@ -99,10 +101,11 @@ def choose_gpu(
             )
         places = {listed.index(str(one)): str(one) for one in assigned}
     own = [places[place] for place in sorted(places)]
+    shares = {MAY_SHARE: "1"} if share < 1 else {}
     # CUDA shows a process one part of a GPU (MIG), whatever the list says.
     hidden = own[:1] if own[0].startswith(_MIG) else own if _hides(environment) else []
     if hidden:
-        return Gpu(0, {VISIBLE: ",".join(hidden)})
+        return Gpu(0, {VISIBLE: ",".join(hidden), **shares})
     index = min(places)
     if index >= num_visible:
         raise NoGpu(
@@ -111,7 +114,7 @@ def choose_gpu(
             "start --num-gpus` and the number that it has (`nvidia-smi -L` lists them); parts of "
             f"a GPU (MIG) must be listed in {VISIBLE} before `ray start`"
         )
-    return Gpu(index)
+    return Gpu(index, shares)
 
 
 def _hides(environment: Mapping[str, str]) -> bool:

@@ -36,9 +36,10 @@ from .liveness import LOOK_S, RollCall
 from .nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, described, lacks
 from .nccl_connecting import Attempt
 from .nccl_works import ABORT_AFTER_S, LONGEST_PAUSE_S, NcclWork, Watcher
-from .shared_gpus import Place, environment_for
+from .shared_gpus import MAY_SHARE, Place, environment_for
 
 CLOSE_TIMEOUT_S = 5.0  # for the other ranks to close as well
+_NO_ID = b"no id: "
 ISSUE_TIMEOUT_S = 1.0  # for a launch in progress, before an abort goes ahead without it
 
 
@@ -109,7 +110,8 @@ def _place(index: int) -> Place:
     part = visible if visible.startswith("MIG-") else ""
     # A process that is forked after its import has an id of its own by its number.
     process = f"{_PROCESS}-{os.getpid()}"
-    return Place(host_identity(), runtime.deviceGetPCIBusId(index), part, process)
+    may_share = os.environ.get(MAY_SHARE) == "1"
+    return Place(host_identity(), runtime.deviceGetPCIBusId(index), part, process, may_share)
 
 
 class _Launch(NamedTuple):

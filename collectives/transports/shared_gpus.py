@@ -7,16 +7,28 @@ NCCL_HOSTID is what is hashed in place of the host's name (misc/utils.cc, getHos
 ranks then meet as if they were on different hosts, over sockets. That is slow, and it is NCCL from
 end to end: good for tests, and for notebooks on one GPU.
 
-Read in the sources of NCCL 2.30.7; not yet run on a GPU.
+Two properties of NCCL make these variables those of all ranks of a group, also of a rank that has
+its GPU for itself, and in a session from the first group on:
+
+- Each rank compares all pairs of ranks, and counts its channels by its own environment after the
+  ranks have agreed on them (graph/connect.cc, ncclTopoPostset).
+- NCCL reads a variable once in a process, and a rank that shares the GPU may come later.
+
+Read in the sources of NCCL 2.28.9 and 2.30.7; not yet run on a GPU.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 SHARES_GPUS = 23000
 """The first version of NCCL that connects ranks on one device by itself."""
+_TURNS_NVLS_OFF = 23102
+"""The first one that sees by itself that such ranks cannot have NVLS (nccl#2257)."""
+MAY_SHARE = "CHORUSLINE_SHARES_GPU"
+"""The variable of a process whose GPU is dealt in parts, so that ranks on it may come later."""
 
 
 class Place(NamedTuple):
@@ -26,12 +38,14 @@ class Place(NamedTuple):
     bus: PCI address of the GPU, which parts of one GPU (MIG) share.
     part: of the GPU, by its MIG identifier; empty for a whole GPU.
     process: text that no other process has.
+    may_share: whether a rank on the same GPU may come later.
     """
 
     host: str
     bus: str
     part: str
     process: str
+    may_share: bool = False
 
 
 def environment_for(places: Sequence[Place], rank: int, version: int) -> dict[str, str]:
@@ -40,17 +54,24 @@ def environment_for(places: Sequence[Place], rank: int, version: int) -> dict[st
     places: of all ranks of the group. version: of NCCL, as it counts: 23007 is 2.30.7.
     """
     own = places[rank]
-    if sum(place[:2] == own[:2] for place in places) == 1:
+    may_share = any(place.may_share for place in places)
+    on_gpu = Counter(place[:2] for place in places)
+    on_part = Counter(place[:3] for place in places)
+    if len(on_gpu) == len(places) and not may_share:
         return {}
     found = {}
-    if sum(place[:3] == own[:3] for place in places) > 1:
+    if len(on_part) < len(places) or may_share:
         # Kernels wait for those of the other ranks, so all of them must fit the GPU at once. Parts
         # of a GPU have processors of their own.
         found["NCCL_MAX_CTAS"] = "2"
     if version >= SHARES_GPUS:
         # For parts of a GPU as well: NCCL 2.31 sees the GPU that they are parts of (nccl#1716).
-        return found | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    found["NCCL_HOSTID"] = own.process
+        found["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        if version < _TURNS_NVLS_OFF:
+            found["NCCL_NVLS_ENABLE"] = "0"
+        return found
+    if on_gpu[own[:2]] > 1 or own.may_share:
+        found["NCCL_HOSTID"] = own.process
     if len({place.host for place in places}) == 1:
         # Sockets of this host reach all ranks; network cards are not needed.
         found |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}

@@ -22,9 +22,11 @@ from chorusline.actors.worker.devices import (
     environment_of_workers,
     narrowed_by,
 )
+from chorusline.collectives.transports.shared_gpus import MAY_SHARE
 from tests import ROOT
 
 ALL = {}  # All GPUs of the node are visible.
+SHARES = {MAY_SHARE: "1"}
 
 
 def seen(text: str) -> dict[str, str]:
@@ -58,14 +60,14 @@ def test_among_those_that_are_listed_a_worker_takes_the_place_of_its_own() -> No
         (["5"], 1, seen("4, 5"), 2, Gpu(1)),  # as people write it
         ([2, 1], 2, ALL, 4, Gpu(1)),  # Ray's lists have no order.
         (["7", "6"], 2, seen("6,7"), 2, Gpu(0)),
-        ([2], 0.5, ALL, 4, Gpu(2)),
+        ([2], 0.5, ALL, 4, Gpu(2, SHARES)),
         ([0, 1], 1.5, ALL, 2, Gpu(0)),
         (["MIG-b"], 1, seen("MIG-a,MIG-b"), 1, Gpu(0, {VISIBLE: "MIG-b"})),
         ([3], 1, {RAY_HIDES_NONE: "0"}, 4, Gpu(0, {VISIBLE: "3"})),  # which Ray 2.50 does not do
         (["3"], 1, {RAY_HIDES_NONE: "0", **seen("3")}, 1, Gpu(0, {VISIBLE: "3"})),
         (["7", "6"], 2, {RAY_HIDES_NONE: "0", **seen("6,7")}, 2, Gpu(0, {VISIBLE: "6,7"})),
         ([3], 1, {RAY_HIDES_NONE: "1"}, 4, Gpu(3)),
-        (["MIG-b"], 0.5, seen("MIG-b"), 1, Gpu(0, {VISIBLE: "MIG-b"})),
+        (["MIG-b"], 0.5, seen("MIG-b"), 1, Gpu(0, {VISIBLE: "MIG-b", **SHARES})),
     ],
 )
 def test_what_ray_assigns_and_what_cuda_shows_make_one_gpu(

@@ -7,19 +7,22 @@ import os
 import pytest
 import torch
 
+import chorusline as cl
 from chorusline.collectives.contract.errors import CollectiveError
-from chorusline.collectives.transports.shared_gpus import Place, environment_for
+from chorusline.collectives.transports.shared_gpus import MAY_SHARE, Place, environment_for
 from chorusline.runtime.commands import doctor
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
 
-OLD, NEW = 22809, 23007
+OLD, NEW, NEWER = 22809, 23007, 23102
 SMALL, TOGETHER = {"NCCL_MAX_CTAS": "2"}, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+NO_NVLS = {"NCCL_NVLS_ENABLE": "0"}
 LOCAL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 A, B = Place("host", "01", "", "a"), Place("host", "01", "", "b")
 OTHER_GPU, ELSEWHERE = Place("host", "02", "", "c"), Place("another host", "01", "", "d")
 PART, OTHER_PART = Place("host", "03", "MIG-1", "e"), Place("host", "03", "MIG-2", "f")
+LATER = Place("host", "04", "", "h", may_share=True)
 
 
 @pytest.mark.parametrize(
@@ -27,14 +30,20 @@ PART, OTHER_PART = Place("host", "03", "MIG-1", "e"), Place("host", "03", "MIG-2
     [
         ([A, OTHER_GPU], OLD, {}),
         ([A, ELSEWHERE], NEW, {}),  # the same address, on another machine
-        ([A, B], NEW, SMALL | TOGETHER),
+        ([A, B], NEW, SMALL | TOGETHER | NO_NVLS),
+        ([A, B], NEWER, SMALL | TOGETHER),
+        ([OTHER_GPU, A, B], NEWER, SMALL | TOGETHER),  # NCCL compares all pairs of ranks.
+        ([ELSEWHERE, A, B], NEWER, SMALL | TOGETHER),
         ([A, B], OLD, SMALL | LOCAL | {"NCCL_HOSTID": "a"}),
         ([A, B, OTHER_GPU], OLD, SMALL | LOCAL | {"NCCL_HOSTID": "a"}),
+        ([OTHER_GPU, A, B], OLD, SMALL | LOCAL),
         ([A, B, ELSEWHERE], OLD, SMALL | {"NCCL_HOSTID": "a"}),  # lo does not reach that host
+        ([LATER], NEWER, SMALL | TOGETHER),
+        ([LATER], OLD, SMALL | LOCAL | {"NCCL_HOSTID": "h"}),
         ([PART, A], NEW, {}),
-        ([PART, OTHER_PART], NEW, TOGETHER),
+        ([PART, OTHER_PART], NEWER, TOGETHER),
         ([PART, OTHER_PART], OLD, LOCAL | {"NCCL_HOSTID": "e"}),
-        ([PART, PART._replace(process="g")], NEW, SMALL | TOGETHER),
+        ([PART, PART._replace(process="g")], NEWER, SMALL | TOGETHER),
     ],
 )
 def test_a_rank_gets_what_nccl_needs_of_its_version(
@@ -48,22 +57,39 @@ def test_no_two_ranks_of_a_shared_gpu_have_one_host_hash() -> None:
     assert ids == ["a", "b", None]
 
 
-def sum_on_one_gpu(rank: Rank, version: int, mine: dict[str, str]) -> tuple[list[float], str]:
-    nccl.settings.bus, nccl.settings.version = "0000:01:00.0", version
-    os.environ.update(mine)
-    group = rank.group()
-    tensor = torch.full((3,), rank.rank + 1.0, device=group.device)
-    group.all_reduce(tensor).wait_on_host()
+def sum_on(rank: Rank, version: int, gpus: list[str]) -> tuple[list[float], str]:
+    nccl.settings.bus, nccl.settings.version = gpus[rank.rank], version
+    with rank.group() as group:
+        tensor = torch.full((3,), rank.rank + 1.0, device=group.device)
+        group.all_reduce(tensor).wait_on_host()
     return tensor.tolist(), os.environ.get("NCCL_HOSTID", "")
 
 
 @needs_stand_in
-@pytest.mark.parametrize("version", [OLD, NEW])
-def test_ranks_on_one_gpu_connect_with_any_nccl(version: int) -> None:
+@pytest.mark.parametrize("version", [OLD, NEW, NEWER])
+@pytest.mark.parametrize("gpus", ["aaa", "aab", "baa"])
+def test_ranks_on_one_gpu_and_others_connect_with_any_nccl(version: int, gpus: str) -> None:
     with StandInRanks(3) as ranks:
-        sums, hosts = zip(*ranks.run(sum_on_one_gpu, version, {}), strict=True)
+        sums, hosts = zip(*ranks.run(sum_on, version, list(gpus)), strict=True)
     assert list(sums) == [[6.0] * 3] * 3
     assert len(set(hosts)) == (3 if version == OLD else 1)
+
+
+def sum_alone_and_then_together(rank: Rank, version: int) -> list[float]:
+    nccl.settings.bus, nccl.settings.version = "a", version
+    os.environ[MAY_SHARE] = "1"
+    if rank.rank == 0:
+        with cl.Group.create(cl.HashStore(), 0, 1, "cuda:0") as alone:
+            alone.barrier().wait_on_host()
+    return sum_on(rank, version, ["a", "a"])[0]
+
+
+@needs_stand_in
+@pytest.mark.parametrize("version", [OLD, NEW, NEWER])
+def test_a_rank_that_comes_later_may_share_the_gpu_of_the_first(version: int) -> None:
+    """NCCL reads its environment once, when the first one is still alone."""
+    with StandInRanks(2) as ranks:
+        assert ranks.run(sum_alone_and_then_together, version) == [[3.0] * 3] * 2
 
 
 def refused(rank: Rank) -> str:

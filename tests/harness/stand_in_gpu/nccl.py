@@ -1,7 +1,10 @@
 """`cupy.cuda.nccl` that is not there, with the semantics of NCCL 2.30 as its sources have them.
 
 init      blocks until all ranks have come, for ever if need be; refuses two ranks whose hosts
-          have one hash and whose devices have one PCI address, unless the environment allows it
+          have one hash and whose devices have one PCI address, unless the environment of this rank
+          allows it: from 2.30 on also if both are other ranks. What must be the same on all ranks
+          and is not is undefined
+environment  is read once in a process
 kernels   run in the order of their stream and meet those of the other ranks; they wait for ranks
           that never come for ever, and report nothing
 groupEnd  with the first send or recv between two ranks connects them, and blocks the host until
@@ -139,13 +142,47 @@ def _method(kind: str, *names: str) -> Callable[..., None]:
 
 
 @functools.cache
-def _host() -> str:
-    """What NCCL hashes: it reads the environment once in a process (getHostHashOnce)."""
-    return os.environ.get("NCCL_HOSTID", "the host's name")
+def _variable(name: str, otherwise: str = "") -> str:
+    """As NCCL has read it, once in this process (NCCL_PARAM, getHostHashOnce)."""
+    return os.environ.get(name, otherwise)
 
 
 def _bus() -> str:
     return settings.bus or f"a bus of process {os.getpid()}"
+
+
+class Told(NamedTuple):
+    """What ranks tell each other when they connect.
+
+    place: hash of the host, and device. ctas: as many channels the rank will have.
+    network: by which it connects to other hosts.
+    """
+
+    place: tuple[str, str]
+    ctas: str
+    network: tuple[str, str]
+
+
+def _check(told: list[Told], mine: Told) -> None:
+    """Raises NcclError as initTransportsRank does, and notes what would hang instead."""
+    places = [one.place for one in told]
+    equal = [a == b for at, a in enumerate(places) for b in places[:at]]
+    if settings.version < 23000:
+        refused = places.count(mine.place) > 1  # "Duplicate GPU detected"
+    else:
+        nvls = _variable("NCCL_NVLS_ENABLE", "2")
+        allowed = _variable("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and nvls != "1"
+        refused = any(equal) and not allowed
+        # Before 2.31.2 the last pair decides whether there is NVLS (nccl#2257).
+        does_without = settings.version >= 23102 or nvls == "0" or equal[-1:] == [True]
+        if any(equal) and not does_without:
+            streams.machine().misuses.append("NVLS with two ranks on one device")
+    if refused:
+        raise NcclError(5)
+    if len({one.ctas for one in told}) > 1:
+        streams.machine().misuses.append("ranks differ in NCCL_MAX_CTAS, and wait for ever")
+    if len({host for host, _ in places}) > 1 and len({one.network for one in told}) > 1:
+        streams.machine().misuses.append("ranks connect by different networks")
 
 
 living: weakref.WeakSet[NcclCommunicator] = weakref.WeakSet()
@@ -169,12 +206,13 @@ class NcclCommunicator:
         settings.entering(rank)
         self._host_line, self._kernel_line = Line(settings.hub), Line(settings.hub)
         everybody = frozenset(range(ndev))
-        place = _host(), _bus()
-        met = self._host_line.meet(("init", self.name), rank, place, everybody, takers=ndev)
-        shares = list((met or {}).values()).count(place) > 1
-        allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and settings.version >= 23000
-        if shares and not allowed:
-            raise NcclError(5)  # "Duplicate GPU detected"
+        mine = Told(
+            (_variable("NCCL_HOSTID", "the host's name"), _bus()),
+            _variable("NCCL_MAX_CTAS"),
+            (_variable("NCCL_SOCKET_IFNAME"), _variable("NCCL_IB_DISABLE")),
+        )
+        met = self._host_line.meet(("init", self.name), rank, tuple(mine), everybody, takers=ndev)
+        _check([Told(*met[one]) for one in range(ndev)] if met else [mine], mine)
         living.add(self)
 
     allReduce = _method("allReduce", "send", "recv", "count", "dtype", "op")
