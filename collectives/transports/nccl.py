@@ -67,9 +67,10 @@ def connect(
     2. Every rank writes that it is ready, rank 0 NCCL's unique id, and waits for all ranks.
     3. All ranks enter NCCL, which connects them (nccl_connecting.py).
 
-    Raises StoreTimeout in (1) and (2), naming the keys `.../<rank>` that are missing. In (3) a rank
-    that dies, or a deadline, which is that of the store once more, is one error of all ranks:
-    PeerLost, CollectiveTimeout, or GroupAborted with what NCCL says.
+    Raises StoreTimeout in (1) and (2), naming the keys `.../<rank>` that are missing, and
+    GroupAborted with what NCCL says if rank 0 gets no id. In (3) a rank that dies, or a deadline,
+    which is that of the store once more, is one error of all ranks: PeerLost, CollectiveTimeout, or
+    GroupAborted with what NCCL says.
     """
     # For a bad rank, NCCL would only report "unhandled cuda error".
     if not 0 <= rank < size:
@@ -87,8 +88,16 @@ def connect(
     for name, value in environment_for(places, rank, nccl.get_version()).items():
         os.environ.setdefault(name, value)
 
-    # 2. Meet
-    unique_id = store.gather("ready", rank, size, b"" if rank else nccl.get_unique_id())[0]
+    # 2. Meet. What keeps rank 0 from an id is an error of all ranks, and ends their wait.
+    try:
+        ready = b"" if rank else nccl.get_unique_id()
+    except Exception as error:
+        ready = _NO_ID + described(error, nccl.get_version()).encode()
+    unique_id = store.gather("ready", rank, size, ready)[0]
+    if unique_id.startswith(_NO_ID):
+        why = unique_id.removeprefix(_NO_ID).decode()
+        reason = f"NCCL could not begin on rank 0: {why}. NCCL_DEBUG=WARN shows more"
+        raise GroupAborted(generation, [0], reason)
 
     # 3. Connect
     with torch.cuda.device(device):

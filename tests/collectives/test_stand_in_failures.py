@@ -10,6 +10,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -330,7 +331,7 @@ def lose_a_peer(rank: Rank) -> str:
     nccl.settings.broken = 6
     error = error_of(lambda: group.all_reduce(torch.ones(3, device=group.device)).wait_on_host())
     assert isinstance(error, PeerLost), error
-    assert "NCCL_ERROR_REMOTE_ERROR" in str(error)
+    assert "NCCL_ERROR_REMOTE_ERROR: stand-in (NCCL 2.32.3)" in str(error)
     rank.say("raised")
     rank.store.wait(["said/raised/0", "said/raised/1"], 30)
     return str(error.ranks)
@@ -426,7 +427,40 @@ def test_an_error_of_nccl_while_it_connects_ends_the_meeting_of_all_ranks() -> N
     with StandInRanks(2) as ranks:
         for told in ranks.run(meet_without, {1: fail_in_nccl}, "GroupAborted"):
             assert "by ranks [1]: connecting by NCCL failed: NCCL could not connect" in told
-            assert "NCCL_ERROR_SYSTEM_ERROR" in told
+            assert "NCCL_ERROR_SYSTEM_ERROR: stand-in (NCCL 2.32.3)" in told
+
+
+def fail_at_an_id(rank: Rank) -> str:
+    sys.modules["cupy.cuda.nccl"].get_unique_id = lambda: fail_in_nccl(rank.rank)
+    began_at = time.monotonic()
+    error = error_of(lambda: rank.group())
+    assert time.monotonic() - began_at < 10
+    return f"{type(error).__name__}: {error}"
+
+
+@needs_stand_in
+def test_an_error_of_nccl_before_it_connects_is_one_of_all_ranks() -> None:
+    """As with an NCCL_SOCKET_IFNAME that names no interface."""
+    with StandInRanks(2) as ranks:
+        for told in ranks.run(fail_at_an_id):
+            assert told.startswith("GroupAborted: ") and "by ranks [0]" in told
+            assert "NCCL_ERROR_SYSTEM_ERROR: stand-in (NCCL 2.32.3)" in told
+
+
+def fail_at_a_launch(rank: Rank) -> str:
+    group = rank.group()
+    group.barrier().wait_on_host()
+    nccl.NcclCommunicator.launch = lambda self, calls: fail_in_nccl(rank.rank)  # type: ignore
+    work = group.all_reduce(torch.ones(3, device=group.device))
+    return str(error_of(work.wait_on_host))
+
+
+@needs_stand_in
+def test_an_error_of_nccl_at_a_launch_names_its_version() -> None:
+    with StandInRanks(2) as ranks:
+        for told in ranks.run(fail_at_a_launch):
+            assert "could not be launched: NcclError: NCCL_ERROR_SYSTEM_ERROR" in told
+            assert "(NCCL 2.32.3)" in told
 
 
 # -- nothing leaks, nothing is used after it was given back -------------------------------------
