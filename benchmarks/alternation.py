@@ -114,8 +114,9 @@ def by_time(seconds: float) -> tuple[bool, float]:
 
 def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
     """The first quartile, the median and the third quartile; NaN if there are no times."""
-    if not times:
-        return math.nan, math.nan, math.nan
+    if len(times) < 2:
+        only = times[0] if times else math.nan
+        return only, only, only
     first, median, third = statistics.quantiles(times, n=4, method="inclusive")
     return first, median, third
 

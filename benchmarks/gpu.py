@@ -75,7 +75,14 @@ def measure(
         rank=rank,
         world_size=num_ranks,
     )
-    found: dict[str, Any] = {"collectives": {}, "steps": {}, "backend": group.backend}
+    # Ranks that share a GPU have more than the machine's.
+    environment = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))}
+    found: dict[str, Any] = {
+        "collectives": {},
+        "steps": {},
+        "backend": group.backend,
+        "environment": environment,
+    }
     for length in lengths:
         found["collectives"] |= collectives(group, length, rounds)
     for size in sizes:
@@ -334,6 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "ranks": num_ranks,
         "seen": machine,
         "backend": by_rank[0]["backend"],
+        "environment_of_ranks": [one["environment"] for one in by_rank],
         "medians_s": medians,
         "steps": steps_found,
     }

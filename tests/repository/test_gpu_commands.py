@@ -140,3 +140,4 @@ def test_the_benchmark_runs_on_a_cpu_from_end_to_end(
     assert {"zero", "zero overlapped", "torch zero", "torch fsdp2"} <= ways.keys()
     assert max(figures["steps"]["tiny"]["apart"].values()) < 1e-3
     assert figures["seen"]["torch"] == torch.__version__
+    assert [one["GLOO_SOCKET_IFNAME"] for one in figures["environment_of_ranks"]] == ["lo", "lo"]
