@@ -114,6 +114,8 @@ class Worker:
         is_lasting: bool = False,
         in_reserve: bool = False,
     ) -> None:
+        # Before what may raise: Ray asks for it then as well.
+        self._name = f"worker in seat {seat} of {session or 'a session'}"
         if in_reserve:
             with patient() as thread:
                 thread.submit(importlib.import_module, "torch").result()
@@ -157,7 +159,7 @@ class Worker:
 
     def __repr__(self) -> str:
         """As Ray's dashboard and logs name this actor; Ray asks once, when it has started."""
-        return f"worker in seat {self._info.seat} of {self._session or 'a session'}"
+        return self._name
 
     async def run(
         self,
