@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class PureDistributedDataParallel(torch.nn.Module):
             )
         self.module = module
         self.group = group if group is not None else current_group()
-        self._is_syncing = True
+        self._reduction = _Reduction(self.group)
         check_devices(named, self.group)
         check_layouts("parameter", module.named_parameters())
         check_layouts("buffer", module.named_buffers())
@@ -62,7 +63,7 @@ class PureDistributedDataParallel(torch.nn.Module):
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)
         for _, parameter in named:
-            parameter.register_post_accumulate_grad_hook(self._reduce)
+            parameter.register_post_accumulate_grad_hook(self._reduction.reduce)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
@@ -71,13 +72,22 @@ class PureDistributedDataParallel(torch.nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Context manager in which backward passes only accumulate gradients on this rank; the next
         backward pass outside reduces the sum."""
-        before, self._is_syncing = self._is_syncing, False
+        before, self._reduction.is_on = self._reduction.is_on, False
         try:
             yield
         finally:
-            self._is_syncing = before
+            self._reduction.is_on = before
 
-    def _reduce(self, parameter: torch.Tensor) -> None:
-        if self._is_syncing:
+
+@dataclass
+class _Reduction:
+    """What the hooks hold: nothing that leads back to a parameter, or no parameter would be freed
+    (gradients/gradient_watch.py)."""
+
+    group: Group
+    is_on: bool = True
+
+    def reduce(self, parameter: torch.Tensor) -> None:
+        if self.is_on:
             assert parameter.grad is not None
             self.group.all_reduce(parameter.grad, ReduceOp.AVG).wait()

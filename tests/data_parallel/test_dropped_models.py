@@ -68,6 +68,14 @@ def sharded(group: cl.Group) -> torch.nn.Module:
     return model
 
 
+def pure(group: cl.Group) -> torch.nn.Module:
+    model = cl.PureDistributedDataParallel(perceptron(), group)
+    with model.no_sync():
+        model(BATCHES[0]).sum().backward()
+    model(BATCHES[0]).sum().backward()
+    return model
+
+
 def ended_by_an_error(group: cl.Group) -> torch.nn.Module:
     model = cl.DistributedDataParallel(perceptron(), group)
     with contextlib.suppress(RuntimeError), cl.Join([model]):
@@ -76,7 +84,7 @@ def ended_by_an_error(group: cl.Group) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    "train", [only_wrapped, without_a_step, accumulated, plain, sharded, ended_by_an_error]
+    "train", [only_wrapped, without_a_step, accumulated, plain, sharded, pure, ended_by_an_error]
 )
 def test_a_model_that_is_dropped_is_freed(
     alone: cl.Group, train: Callable[[cl.Group], torch.nn.Module]
@@ -117,13 +125,14 @@ def test_training_again_and_again_keeps_nothing(ranks_of: Any, options: dict[str
         assert kinds.total() < 5, kinds  # A value of the last step or so, not one of each training.
 
 
-def test_a_module_whose_wrapper_was_dropped_is_still_reduced(ranks_of: Any) -> None:
-    assert ranks_of(2).run(_gradient_without_the_wrapper) == [1.5, 1.5]
+@pytest.mark.parametrize("wrap", [cl.DistributedDataParallel, cl.PureDistributedDataParallel])
+def test_a_module_whose_wrapper_was_dropped_is_still_reduced(ranks_of: Any, wrap: Any) -> None:
+    assert ranks_of(2).run(_gradient_without_the_wrapper, wrap) == [1.5, 1.5]
 
 
-def _gradient_without_the_wrapper(group: cl.Group) -> float:
+def _gradient_without_the_wrapper(group: cl.Group, wrap: Any) -> float:
     net = torch.nn.Linear(1, 1, bias=False)
-    output = cl.DistributedDataParallel(net, group)(torch.full((1, 1), 1.0 + group.rank))
+    output = wrap(net, group)(torch.full((1, 1), 1.0 + group.rank))
     gc.collect()
     output.sum().backward()
     assert net.weight.grad is not None
