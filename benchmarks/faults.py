@@ -52,12 +52,10 @@ from chorusline.collectives import (
 from chorusline.collectives.contract.errors import fresh_copy
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [
-        "torch",
-        "chorusline.collectives.transports.gloo",
-        "chorusline.collectives.shared_memory.algorithms",
-    ]
+PRELOADED = (
+    "torch",
+    "chorusline.collectives.transports.gloo",
+    "chorusline.collectives.shared_memory.algorithms",
 )
 
 FAULTS = ("kill", "stop", "raise", "cancel", "abort", "none")
@@ -455,4 +453,5 @@ def main() -> None:
 KINDS = ("hangs", "late", "wrong", "leaks")
 
 if __name__ == "__main__":
+    FORKS.set_forkserver_preload([*PRELOADED])  # One list for a process, whoever forks in it.
     main()

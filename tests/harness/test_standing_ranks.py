@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -33,5 +34,19 @@ def test_what_a_call_that_was_given_up_left_is_no_answer_to_the_next() -> None:
         with pytest.raises(ValueError, match="cannot be read"):
             ranks.run(unreadable)
         assert ranks.run(rank_of) == [0, 1]
+    finally:
+        ranks.stop()
+
+
+def num_imported(group: Group) -> int:
+    return sum(name in sys.modules for name in ("tests.harness.preloaded", "torch._dynamo"))
+
+
+def test_ranks_are_forked_with_everything_imported() -> None:
+    """multiprocessing has one list of what to import, which any imported module may change: then
+    each rank of the suite would take half a second of a CPU to start."""
+    ranks = StandingRanks(1)
+    try:
+        assert ranks.run(num_imported) == [2]
     finally:
         ranks.stop()
