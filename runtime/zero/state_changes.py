@@ -1,7 +1,7 @@
 """`optimizer.state` of a sharded optimizer, and what a program changes of its state between steps.
 
 A rank has the state of its own pieces only, so no rank can read or write that of a parameter. It
-can be dropped, as programs do to begin anew with the moments: each rank drops its pieces at once. A
+can be dropped, as programs do to reset the moments: each rank drops its pieces at once. A
 rank that has run out of data drops them before the next step is applied; it hears of it when the
 ranks vote on that step (engine.py).
 """
@@ -21,7 +21,7 @@ from .shards.parameter_shard import ParameterShard
 
 _IN_SHARDS = (
     "the state of a ZeroRedundancyOptimizer is in shards, so no rank can read or write that of a "
-    "parameter. To begin anew with it, drop it on all ranks: optimizer.state.clear(), or "
+    "parameter. To reset it, drop it on all ranks: optimizer.state.clear(), or "
     "optimizer.state.pop(parameter). To read it, consolidate_state_dict() and state_dict(); to "
     "change it, give the changed one to load_state_dict(). This rank's pieces are in "
     "optimizer.shard_optimizer.state"

@@ -201,7 +201,7 @@ class LocalSteps:
             lists no optimizer in step_along gets the parameters of another rank later.
         """
         if self._num_missed and self._old is not None:
-            # The program may have made the state alike, or anew, since the Join.
+            # The program may have made the state alike, or have reset it, since the Join.
             pairs = [(one, version, one()) for one, version in self._old]
             self._old = [(r, v) for r, v, one in pairs if one is not None and one._version == v]
             self._num_missed = self._num_missed if self._old else 0

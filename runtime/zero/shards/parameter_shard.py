@@ -402,7 +402,7 @@ class ParameterShard:
             bucket.give_out()
 
     def drop_state(self, numbers: Container[int]) -> None:
-        """Drop the state of these parameters: the next step makes it anew."""
+        """Drop the state of these parameters: the next step starts without it."""
         self.num_rewritten += 1
         for mine in (mine for pieces in self.pieces for mine in pieces):
             if mine.piece.parameter in numbers and self.optimizer is not None:
