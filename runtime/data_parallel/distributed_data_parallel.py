@@ -16,7 +16,7 @@ from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.torch_words import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import is_informing
-from chorusline.collectives.objects.blocking import all_gather_object
+from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from ..join.join import GroupJoinable, Join, Joinable
 from ..join.join_hook import JoinHook
@@ -433,14 +433,13 @@ class _Hook(JoinHook):
         if model._reducer.is_sharded and last and model.group.rank not in last:
             model._reducer.leave_shadows()
         state: list[torch.Tensor] = []
-        if not model._reducer.is_sharded:
-            taken = ledger.steps_taken
-            num_missed = max(taken) - taken[model.group.rank]
-            model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
         if model._reducer.ends_steps and ledger.somebody_missed_a_step:
             self._settle(model._join)
         if ledger.somebody_missed_a_step:
             self._check_same_values(model._join)
+        if not model._reducer.is_sharded:
+            num_missed = max(ledger.steps_taken) - ledger.steps_taken[model.group.rank]
+            model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
         # With sharded state every rank steps its shard in every step, and gathers the others.
         if not model._reducer.is_sharded and ledger.somebody_missed_a_step:
             self._follow_scaler(model._join)
@@ -463,12 +462,20 @@ class _Hook(JoinHook):
         """Raises CollectiveMismatch, on all ranks, if they have stepped to other parameters."""
         model, reducer = self._model, self._model._reducer
         # Else joined ranks take no steps, and copy the parameters of a rank that does.
-        if not (reducer.is_sharded or join.steps_along(model)) or join.ledger.began_earlier:
+        is_listed = reducer.is_sharded or join.steps_along(model)
+        if not (is_listed or join.has_followers) or join.ledger.began_earlier:
             return
         recovery = model._engine.recovery
         if recovery is not None and recovery.has_gone_on:
             return  # Another rank may have been in here when the ranks changed, and be through.
         try:
+            if not is_listed:  # A function in step_along may step an optimizer.
+                taken = join.ledger.steps_taken
+                has_stepped = reducer.local_steps.has_stepped_along
+                everybody = all_gather_row(model.group, [int(has_stepped)])
+                missed = [one for (one,), n in zip(everybody, taken, strict=True) if n < max(taken)]
+                if not all(missed):
+                    return
             if not reducer.is_sharded:
                 reducer.local_steps.compare(model.group)
             found = unlike_values([p.detach() for p in reducer.parameters], model.group)
@@ -486,11 +493,12 @@ class _Hook(JoinHook):
             unlike,
             f"parameter {reducer.gradients.names[number]} differs between rank 0 and ranks {unlike}"
             + (f"; ranks {joined} had no data for the last step" if joined else ""),
-            "Code that changes parameters must do the same on all ranks, with the same options. "
-            "Code after optimizer.step(), such as clamping weights, does not run on ranks that "
-            "have run out of data: put it in a function, call it in the body, and list it, "
-            "Join(..., step_along=[function]). For gradients that a GradScaler has scaled, use a "
-            "ZeroRedundancyOptimizer.",
+            "What changes parameters, gradients, or an optimizer's state must do the same on all "
+            "ranks. Ranks that have run out of data do not run the loop's body (clipping, clamping "
+            "weights, optimizer.state.clear()), but only what step_along lists: put it in a "
+            "function, together with the optimizer.step() before or after it, call that in the "
+            "body, and list it in place of both, Join(..., step_along=[function]). For gradients "
+            "that a GradScaler has scaled, use a ZeroRedundancyOptimizer.",
         )
 
     def _follow_scaler(self, join: Join) -> None:

@@ -448,8 +448,11 @@ class Join:
                 self.at_boundary()
 
     def _step_followers(self) -> None:
+        steps = boundary().steps
+        before, steps.has_joined = steps.has_joined, True
         for follow in self._followers:
             follow()
+        steps.has_joined = before
 
     @property
     def has_followers(self) -> bool:

@@ -82,6 +82,7 @@ class Face(torch.optim.Optimizer, GroupJoinable):
     uses_scaler: whether losses are scaled. _scale_of_losses: returns their scale, or None.
     _growth_of_scale: returns by what the scale grows and shrinks (ballot.GROWTH); zeros without
         one. _follow_scale: on a rank without data, takes scale and growth of the others.
+    _scaler_state, _load_scaler_state: the whole state of the GradScaler; None without one.
     found_overflow: whether the last step was skipped because a scaled gradient was not finite.
     check_every: one of so many steps is checked by digests (digest_checks.py); None: no step is.
     corrections: of what had silently become wrong.
@@ -105,6 +106,12 @@ class Face(torch.optim.Optimizer, GroupJoinable):
 
     @abstractmethod
     def _growth_of_scale(self) -> tuple[float, float, float]: ...
+
+    @abstractmethod
+    def _scaler_state(self) -> dict[str, Any] | None: ...
+
+    @abstractmethod
+    def _load_scaler_state(self, state: dict[str, Any] | None) -> None: ...
 
     @abstractmethod
     def _follow_scale(self, scale: float, growth: Sequence[float]) -> None: ...
@@ -380,17 +387,25 @@ class OptimizerEngine:
             # No rank takes the step by this ballot, and the next one says it no more.
             join = self.face._join
             last_live = join.ledger.last_live if join is not None else ()
-            self.state_changes.do_alike(self._ballot.live(payload) or last_live, self.group)
+            told = all_gather_object(self.group, self.state_changes.own)
+            live = self._ballot.live(payload) or last_live
+            self.state_changes.take(told, live, self.group)
             self._tells_changes = False
             payload = self._hold_ballot(is_live)
         return self._digests.confirm(payload, is_live)
 
     def leave_join(self, join: Join) -> None:
-        """A Join ends in which a rank missed steps, and what its body has done to the state."""
+        """A Join ends in which a rank missed steps, and what its body has done to the optimizer's
+        state, and to the GradScaler since the last step: `update(new_scale)`."""
         if self._recovery is not None and self._recovery.has_gone_on:
             return  # Another rank may have been in here when the ranks changed, and be through.
         try:
-            self.state_changes.do_alike(join.ledger.last_live, self.group)
+            told = all_gather_object(
+                self.group, (self.state_changes.own, self.face._scaler_state())
+            )
+            live = join.ledger.last_live
+            self.state_changes.take([changes for changes, _ in told], live, self.group)
+            self.face._load_scaler_state(told[join.newest_rank(live)][1])
         except Exception as error:
             if self._recovery is None or not ends_a_generation(error):
                 raise  # Else the next step recovers.

@@ -8,14 +8,13 @@ ranks vote on that step (engine.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from chorusline.collectives import CollectiveMismatch, Group
-from chorusline.collectives.objects.blocking import all_gather_object
 
 from .shards.parameter_shard import ParameterShard
 
@@ -63,12 +62,14 @@ class StateChanges:
         it, or of an earlier optimizer."""
         self.own = Changes()
 
-    def do_alike(self, live: tuple[int, ...], group: Group) -> None:
-        """All ranks come here: those without data drop what the others have dropped.
+    def take(self, told: Sequence[Changes], live: tuple[int, ...], group: Group) -> None:
+        """Drop what the ranks with data have dropped.
 
-        live: the ranks with data. Raises CollectiveMismatch, on all ranks, if these have changed
-            different things, or have loaded a state that the others lack."""
-        told: list[Changes] = all_gather_object(group, self.own)
+        told: by rank. live: the ranks with data.
+
+        Raises CollectiveMismatch, on all ranks, if these have changed different things, or have
+        loaded a state that the others lack.
+        """
         others = {told[rank] for rank in live}
         for changes in others if len(others) == 1 else ():
             if all(one.num_loads == changes.num_loads for one in told):

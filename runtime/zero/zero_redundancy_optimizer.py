@@ -310,6 +310,15 @@ class ZeroRedundancyOptimizer(Face):
         scaler = self._scaler_of_losses
         return scaler.growth if scaler is not None else (0.0, 0.0, 0.0)
 
+    def _scaler_state(self) -> dict[str, Any] | None:
+        scaler = self._scaler_of_losses
+        return None if scaler is None else scaler.state_dict()
+
+    def _load_scaler_state(self, state: dict[str, Any] | None) -> None:
+        scaler = self._scaler_of_losses
+        if scaler is not None and state and scaler.state_dict() != state:
+            scaler.load_state_dict(state)
+
     def _follow_scale(self, scale: float, growth: Sequence[float]) -> None:
         scaler = self._scaler_of_losses
         if scaler is not None:

@@ -54,7 +54,8 @@ _SAME_STEPS = (
 _SAME_SCALE = (
     "Make the GradScaler with the same settings on every rank, and let each rank use it as often. "
     "Inside Join a rank without data does it by step_along=[functools.partial(scaler.step, "
-    "optimizer), scaler.update]."
+    "optimizer), scaler.update]. It does not run the loop's body: set a scale (update(scale)) "
+    "before or after the Join, or use a ZeroRedundancyOptimizer and chorusline.GradScaler."
 )
 _SCALE = "the scale of the GradScaler of"
 _SAME_PASSES = (
@@ -125,8 +126,10 @@ class LocalSteps:
         self._raw: list[Any] = []
         self._texts: list[str] = []
         self._digest, self._is_fixed = 0, False
-        self._has_stepped_along = False
-        """Whether this rank has stepped without data since the last Join."""
+        self.has_stepped_along = False
+        """Whether this rank has stepped without data in this Join, by whatever step_along lists,
+        with an optimizer that keeps state. (Without state the parameters are all that counts, and
+        they come from another rank in the end.)"""
         self._has_warned = False
         self._num_missed = 0
         """How many steps it has missed, if it has not stepped by old state since."""
@@ -146,7 +149,7 @@ class LocalSteps:
     ) -> None:
         """An optimizer has stepped. groups, unsent: as in `_Steps`. has_joined: this rank has no
         data."""
-        self._has_stepped_along |= has_joined
+        self.has_stepped_along |= has_joined and bool(_tensors_of(optimizer))
         if self._num_missed:
             self._warn_of_old(optimizer)
         self.have_been_seen = True
@@ -173,11 +176,11 @@ class LocalSteps:
     def leave_join(self, num_missed: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """A Join ends. num_missed: the steps that this rank had no data for. optimizers: those of
         the model that have ever stepped here."""
-        if num_missed and not (self._has_stepped_along or self._has_warned):
+        if num_missed and not (self.has_stepped_along or self._has_warned):
             self._num_missed = num_missed
             state = [tensor for one in optimizers for tensor in _tensors_of(one)]
             self._old = [(weakref.ref(one), one._version) for one in state] if optimizers else None
-        self._has_stepped_along = False
+        self.has_stepped_along = False
 
     def _warn_of_old(self, optimizer: torch.optim.Optimizer) -> None:
         state = _tensors_of(optimizer)

@@ -406,7 +406,8 @@ class Reducer(Launcher):
         """used: default: the gradients that the parameters hold."""
         has_next = self._has_next()
         notes = self.earlier.notes(self.local_steps) if used is None and self.is_live else ()
-        digest = self.local_steps.vote(self.is_live or self._steps_along())
+        steps = self.local_steps
+        digest = steps.vote(self.is_live or self._steps_along() or steps.has_stepped_along)
         return vote_of(
             self.group.rank,
             self.group.size,

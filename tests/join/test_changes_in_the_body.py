@@ -1,0 +1,156 @@
+"""What a body changes beside `optimizer.step()` (gradients, state, weights, the loss scale) a rank
+without data does not change: all ranks are told so, with a remedy that helps, or it is exact."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, largest_difference, loss_of, make_model
+
+DTYPE = torch.float64
+Step = Callable[[torch.nn.Module, torch.optim.Optimizer], None]
+
+
+def clip(module: torch.nn.Module, optim: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+    optim.step()
+
+
+def leave_out(module: torch.nn.Module, optim: torch.optim.Optimizer) -> None:
+    next(module.parameters()).grad = None
+    optim.step()
+
+
+def forget(module: torch.nn.Module, optim: torch.optim.Optimizer) -> None:
+    optim.state.clear()
+    optim.step()
+
+
+def clamp(module: torch.nn.Module, optim: torch.optim.Optimizer) -> None:
+    optim.step()
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+def train(
+    group: cl.Group | None, step: Step, lists_function: bool, lengths: Sequence[int]
+) -> list[torch.Tensor] | str:
+    """Two epochs. group: None: in one process, over the batches of all ranks."""
+    module = make_model(DTYPE)
+    model: Any = cl.DistributedDataParallel(module, group) if group else module
+    optim = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    everybodys = [batches_of(rank, length, DTYPE) for rank, length in enumerate(lengths)]
+    data = [everybodys[group.rank]] if group else everybodys
+    take_step = functools.partial(step, module, optim)
+    along = [take_step if lists_function else optim]
+    try:
+        for _ in range(2):
+            join = cl.Join([model], step_along=along, skew_warning=None) if group else None
+            with join or contextlib.nullcontext():
+                for number in range(max(map(len, data))):
+                    optim.zero_grad()
+                    for batches in data:
+                        if number < len(batches):
+                            loss = loss_of(model, batches[number])
+                            (loss / (1 if group else len(data))).backward()
+                    take_step()
+    except cl.CollectiveMismatch as error:
+        return str(error)
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def on_ranks(group: cl.Group, *args: Any) -> Any:
+    with another_group(group) as own:
+        return train(own, *args)
+
+
+@pytest.mark.parametrize("step", [clip, leave_out, forget, clamp])
+@pytest.mark.parametrize("lengths", [(4, 4), (5, 3), (1, 4)])
+def test_what_the_body_changes_is_named_where_a_rank_lacks_it_and_the_remedy_helps(
+    ranks_of, step, lengths
+):
+    expected = train(None, step, False, lengths)
+    for lists_function in (False, True):
+        for found in ranks_of(2).run(on_ranks, step, lists_function, lengths):
+            if lists_function or lengths[0] == lengths[1]:
+                assert not isinstance(found, str), found
+                assert largest_difference(found, expected) < 1e-12
+            else:
+                assert "do not run the loop's body" in found and "had no data" in found, found
+                assert "list it in place of both, Join(..., step_along=[function])" in found
+
+
+def load(scaler: Any) -> None:
+    scaler.update()
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
+
+
+SCALES: list[Callable[[Any], object]] = [
+    lambda scaler: scaler.update(0.5),
+    lambda scaler: scaler.update(torch.tensor(64.0)),
+    load,
+]
+
+
+def scale_anew(
+    group: cl.Group | None, way: str, number: int, at: int, lengths: Sequence[int]
+) -> tuple[list[torch.Tensor], Any] | str:
+    """Two epochs; in step `at` of each the scale is set. number: in SCALES."""
+    module = make_model(DTYPE)
+    model: Any = cl.DistributedDataParallel(module, group) if group else module
+    settings: dict[str, Any] = {"init_scale": 4.0, "growth_interval": 2}
+    optim: Any
+    if group and way == "zero":
+        optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        scaler: Any = cl.GradScaler(optim, **settings)
+        joined, along = [model, optim, scaler], []
+    else:
+        optim = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", **settings)
+        joined, along = [model], [functools.partial(scaler.step, optim), scaler.update]
+    everybodys = [batches_of(rank, length, DTYPE) for rank, length in enumerate(lengths)]
+    data = [everybodys[group.rank]] if group else everybodys
+    try:
+        for _ in range(2):
+            join = cl.Join(joined, step_along=along, skew_warning=None) if group else None
+            with join or contextlib.nullcontext():
+                for step in range(max(map(len, data))):
+                    optim.zero_grad()
+                    for batches in data:
+                        if step < len(batches):
+                            loss = loss_of(model, batches[step])
+                            scaler.scale(loss / (1 if group else len(data))).backward()
+                    scaler.step(optim)
+                    (SCALES[number] if step == at else torch.amp.GradScaler.update)(scaler)
+    except cl.CollectiveMismatch as error:
+        return str(error)
+    return [p.detach().clone() for p in module.parameters()], scaler.state_dict()
+
+
+def scale_on_ranks(group: cl.Group, *args: Any) -> Any:
+    with another_group(group) as own:
+        return scale_anew(own, *args)
+
+
+@pytest.mark.parametrize("way", ["zero", "plain"])
+@pytest.mark.parametrize("number", range(len(SCALES)))
+def test_a_scale_that_the_body_sets_is_that_of_all_ranks_or_is_named(ranks_of, way, number):
+    for lengths, at in (((4, 4), 1), ((5, 3), 1), ((5, 3), 3), ((5, 3), 4), ((2, 4), 3)):
+        expected, state = scale_anew(None, way, number, at, lengths)
+        told = ranks_of(2).run(scale_on_ranks, way, number, at, lengths)
+        for found in told:
+            if way == "plain" and at >= min(lengths) and isinstance(found, str):
+                assert all(isinstance(one, str) for one in told), told
+                assert "the scale of the GradScaler" in found or "had no data" in found, found
+            else:
+                assert not isinstance(found, str), (lengths, at, found)
+                assert largest_difference(found[0], expected) < 1e-12, (lengths, at)
+                assert found[1] == state, (lengths, at)
