@@ -22,6 +22,7 @@ from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..process.registry import Registered
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .format.boxes import split_evenly
+from .format.manifest import can_hold
 from .format.pieces import Contents, Path, TensorRange
 from .format.plain_values import MOST_DEEP, is_deeper
 
@@ -139,6 +140,7 @@ def collect_replicated(
     for entry in entries:
         for path, value in _leaves_of_state((entry.name,), state_of(entry)):
             if is_dense(value):
+                _check_held(path, value)
                 tensors.append((path, value.detach()))
             elif rank == writers[0]:
                 found.leaves[path] = pickled(value)
@@ -156,7 +158,17 @@ def collect_replicated(
     return found
 
 
+def _check_held(path: Path, tensor: torch.Tensor) -> None:
+    if not can_hold(tensor.dtype):
+        raise TypeError(
+            f"{'.'.join(map(str, path))} is a tensor of {tensor.dtype}, which a checkpoint cannot "
+            "hold. Keep its bytes, tensor.view(torch.uint8), or leave a buffer out of the state: "
+            "register_buffer(..., persistent=False)"
+        )
+
+
 def whole_of(path: Path, tensor: torch.Tensor) -> TensorRange:
+    _check_held(path, tensor)
     flat = tensor.detach().reshape(-1)
     return TensorRange(path, tuple(tensor.shape), tensor.dtype, 0, flat.numel(), (flat,))
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
+import zlib
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +35,7 @@ from chorusline.actors.fault_plan import Faults, Instant
 from chorusline.actors.messages import Progress
 from chorusline.collectives import CollectiveError, CollectiveMismatch, Group
 from chorusline.collectives.contract.call_site import users_level
-from chorusline.collectives.objects.blocking import all_gather_object
+from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from ..data_parallel.engine import ModelEngine, reducers_of
 from ..data_parallel.gradients.gradient_bucket import GradientBucket
@@ -400,9 +401,11 @@ class OptimizerEngine:
         if self._recovery is not None and self._recovery.has_gone_on:
             return  # Another rank may have been in here when the ranks changed, and be through.
         try:
-            told = all_gather_object(
-                self.group, (self.state_changes.own, self.face._scaler_state())
-            )
+            own = self.state_changes.own, self.face._scaler_state()
+            digest = zlib.crc32(repr((sorted(own[0].dropped), own[0].num_loads, own[1])).encode())
+            if len({*map(tuple, all_gather_row(self.group, [digest]))}) == 1:
+                return  # As most often.
+            told = all_gather_object(self.group, own)
             live = join.ledger.last_live
             self.state_changes.take([changes for changes, _ in told], live, self.group)
             self.face._load_scaler_state(told[join.newest_rank(live)][1])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 import types
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,6 +51,57 @@ class Dictionary(dict):  # type: ignore[type-arg]
 
 Named = namedtuple("Named", "loss")
 
+
+class Module(torch.nn.Module):
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
+
+
+class Failure(Exception):
+    @property
+    def loss(self) -> Any:
+        return self.args[0]
+
+
+class Asked:
+    """Gives the loss when it is called, as the way there says."""
+
+    def __init__(self, held: Any, way: Callable[[Any], Any]) -> None:
+        self.held, self.way = held, way
+
+    @property
+    def loss(self) -> Any:
+        return self.way(self.held)
+
+
+def future_of(loss: Any) -> Asked:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(loss)
+    return Asked(future, lambda one: one.value())
+
+
+def awaited(loss: Any) -> Asked:
+    future = asyncio.new_event_loop().create_future()
+    future.set_result(loss)
+    future.get_loop().close()
+    return Asked(future, lambda one: one.result())
+
+
+def array_of(loss: Any) -> Asked:
+    array = np.empty(1, object)
+    array[0] = loss
+    return Asked(array, lambda one: one[0])
+
+
+kept: list[Any] = []
+
+
+def referred_to(loss: Any) -> Asked:
+    kept[:] = [loss]
+    return Asked(weakref.ref(loss), lambda one: one())
+
+
 HOLDERS: dict[str, Callable[[Any], Any]] = {
     "dataclass": Data,
     "slots": Slotted,
@@ -55,6 +110,15 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
     "namespace": lambda loss: types.SimpleNamespace(loss=loss),
     "dictionary": lambda loss: Dictionary(loss=loss),
     "named tuple": Named,
+    "module": Module,
+    "exception": Failure,
+    "future": future_of,
+    "asyncio's future": awaited,
+    "reference": referred_to,
+    "function": lambda loss: Asked(lambda: loss, lambda one: one()),
+    "method": lambda loss: Asked(Data(loss).__repr__, lambda one: one.__self__.loss),
+    "partial": lambda loss: Asked(functools.partial(torch.sum, loss), lambda one: one()),
+    "array": array_of,
 }
 
 
@@ -138,5 +202,6 @@ def test_a_refused_pass_says_its_own_cause(ranks_of: Callable[[int], Any], how: 
 
 def test_what_refers_to_more_than_its_output_is_not_looked_into() -> None:
     loss = torch.ones(())
-    held = types.SimpleNamespace(a=torch.nn.Linear(1, 1), b=torch.nn.Linear, c=torch, d=[loss, 1])
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    held = types.SimpleNamespace(a=module, b=torch.nn.Linear, c=torch, d=[loss, 1])
     assert [*tensors_of(held)] == [loss]

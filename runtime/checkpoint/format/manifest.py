@@ -434,11 +434,19 @@ def _metadata_for_torch(manifest: Manifest) -> bytes:
 def dtype_of(name: str) -> torch.dtype:
     """Raises ValueError if no tensor of a checkpoint has this dtype."""
     dtype = getattr(torch, name, None)
-    # A quantized tensor is more than its elements.
-    is_quantized = name.startswith(("q", "bits"))
-    if not isinstance(dtype, torch.dtype) or is_quantized or dtype_name(dtype) != name:
+    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) != name or not can_hold(dtype):
         raise ValueError(f"{_shown(name)} is not a dtype of a tensor in a checkpoint")
     return dtype
+
+
+def can_hold(dtype: torch.dtype) -> bool:
+    """A quantized tensor is more than its elements, and torch copies no numbers of less than a
+    byte."""
+    name = dtype_name(dtype)
+    return not name.startswith(("q", "bits")) and name.lstrip("uint") not in _LESS_THAN_A_BYTE
+
+
+_LESS_THAN_A_BYTE = {*"1234567"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

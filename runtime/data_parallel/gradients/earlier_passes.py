@@ -43,8 +43,9 @@ _OUTSIDE_LAST = (
 _INSIDE = (
     "a backward pass did not begin at an output of this DistributedDataParallel, so its "
     "gradients cannot be distinguished from those that an earlier pass had reduced already: the "
-    "loss comes from the module inside (net(x), model.module(x)), from a parameter itself, or "
-    "from a tensor that the output computes only on access"
+    "loss comes from the module inside (net(x), model.module(x)), from a parameter itself, from a "
+    "tensor that the output computes only on access, or from another model that has one of the "
+    "same parameters"
 )
 _REPLACED = (
     "the program has set .grad to tensors of its own before a backward pass, so they cannot be "
@@ -56,7 +57,8 @@ _CHANGE_LAST = (
     "Join(..., step_along=[function])"
 )
 _CALL_MODEL = (
-    "Call the wrapped model, model(x), and compute the loss from tensors that its output holds"
+    "Call the wrapped model, model(x), and compute the loss from tensors that its output holds. "
+    "Models that share a parameter belong in one module, and that in one DistributedDataParallel"
 )
 
 

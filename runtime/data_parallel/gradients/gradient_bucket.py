@@ -241,5 +241,6 @@ def why_not_changed(changed: str) -> str:
         "ZeroRedundancyOptimizer the gradients have been sent to their shards by then, so the "
         "change would have no effect. To clip by norm, write ZeroRedundancyOptimizer(..., "
         "max_norm=...); to change single gradients, use parameter.register_hook; for anything "
-        "else use a plain optimizer"
+        "else use a plain optimizer. A pass of another model that has the same parameter changes "
+        "it too: models that share one belong in one module, which is wrapped"
     )
