@@ -215,10 +215,10 @@ def _nccl() -> Iterator[Finding]:
     says = f"{dotted(version)} in {_library('libnccl')}"
     if version < SHARES_GPUS:
         says += (
-            "; ranks that share a GPU use sockets, which is good enough for tests, but slow "
-            f"(NCCL {dotted(SHARES_GPUS)} does better)"
+            "; ranks that share a GPU use sockets, which is good enough for tests and notebooks on "
+            f"one GPU, but slow (NCCL {dotted(SHARES_GPUS)} does better)"
         )
-    if os.environ.get("NCCL_NVLS_ENABLE") == "1":
+    elif os.environ.get("NCCL_NVLS_ENABLE") == "1":
         # transport/nvls.cc of NCCL refuses this; with its default it does without NVLS.
         says += (
             "; ranks on one GPU, or on parts of one (MIG), cannot connect with NCCL_NVLS_ENABLE=1"

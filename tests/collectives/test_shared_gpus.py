@@ -107,15 +107,34 @@ def test_what_the_user_sets_stays_and_an_error_names_the_version() -> None:
             assert "NCCL_ERROR_INVALID_USAGE" in said and "NCCL 2.28.9" in said
 
 
-def ask_doctor(rank: Rank, variables: dict[str, str]) -> list[str]:
+def ask_doctor(rank: Rank, version: int, variables: dict[str, str]) -> list[str]:
+    nccl.settings.version = version
     os.environ.update(variables)
     return [finding.says for finding in doctor._nccl()]
 
 
 @needs_stand_in
 def test_doctor_names_the_version_and_what_keeps_ranks_on_one_gpu_from_connecting() -> None:
+    nvls = {"NCCL_NVLS_ENABLE": "1"}
     with StandInRanks(1) as ranks:
-        (usual,) = ranks.run(ask_doctor, {})
-        (refused,) = ranks.run(ask_doctor, {"NCCL_NVLS_ENABLE": "1"})
+        (usual,) = ranks.run(ask_doctor, 23203, {})
+        (refused,) = ranks.run(ask_doctor, 23203, nvls)
+        (old,) = ranks.run(ask_doctor, OLD, nvls)  # Here each such rank is the only one of a host.
     assert "2.32.3" in usual[0] and "cannot connect" not in usual[0]
     assert "cannot connect with NCCL_NVLS_ENABLE=1" in refused[0]
+    assert "good enough for tests and notebooks on one GPU, but slow" in old[0]
+    assert "cannot connect" not in old[0]
+
+
+def connect_with_nvls(rank: Rank, version: int) -> str:
+    nccl.settings.bus, nccl.settings.version = "a", version
+    os.environ["NCCL_NVLS_ENABLE"] = "1"
+    return str(error_of(lambda: rank.group()))
+
+
+@needs_stand_in
+def test_what_doctor_says_of_nvls_is_what_happens() -> None:
+    with StandInRanks(2) as ranks:
+        assert all("INVALID_USAGE" in told for told in ranks.run(connect_with_nvls, 23203))
+    with StandInRanks(2) as ranks:
+        assert ranks.run(connect_with_nvls, OLD) == ["None", "None"]
