@@ -1,4 +1,5 @@
-"""Hooks on a sharded optimizer's step run in each step, also on a rank without data."""
+"""Hooks on a sharded optimizer's step run in each step, also on a rank without data, and see
+the parameters that one process has then."""
 
 import torch
 
@@ -27,9 +28,27 @@ def average(group: cl.Group, lengths: tuple[int, ...]) -> tuple[torch.Tensor, to
         return before.detach(), after.detach(), optim.num_steps
 
 
-def test_averages_that_step_hooks_keep_are_equal_on_all_ranks(ranks_of):
+def in_one_process(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    model = make_model(torch.float64)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = next(model.parameters())
+    before, after = torch.zeros(weight.shape).double(), torch.zeros(weight.shape).double()
+    data = [batches_of(rank, length, torch.float64) for rank, length in enumerate(lengths)]
+    for step in range(max(lengths)):
+        for batches in data:
+            if step < len(batches):
+                (loss_of(model, batches[step]) / len(lengths)).backward()
+        before += weight.detach()
+        optim.step()
+        after.mul_(0.9).add_(weight.detach())
+        optim.zero_grad()
+    return before, after
+
+
+def test_averages_that_step_hooks_keep_are_those_of_one_process(ranks_of):
     for lengths in ((2, 5), (4, 4), (0, 3)):
         first, second = ranks_of(2).run(average, lengths)
         assert first[2] == second[2] == max(lengths)
         assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
-        assert first[0].any() and first[1].any()
+        for found, expected in zip(first[:2], in_one_process(lengths), strict=True):
+            assert torch.allclose(found, expected, rtol=0, atol=1e-12)
