@@ -253,6 +253,7 @@ with Group.create(store, rank, size, timeout_s=30) as group:
 """
 
 
+@pytest.mark.slow
 def test_torchrun_hosts_the_store_and_its_second_attempt_starts_anew(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -94,7 +94,7 @@ def test_bits_are_those_of_ordinary_tensors(
     ranks = standing(size)
     ordinary = ranks.run(results, dtype, [], 0)
     assert ranks.run(results, dtype, [*range(size)], 0) == ordinary
-    if dtype in (torch.float32, torch.int16):
+    if dtype is torch.float32:
         assert ranks.run(results, dtype, [*range(size)], 3) == ordinary, "views of larger memory"
         for some in ([0], [size - 1], [*range(1, size)]):
             assert ranks.run(results, dtype, some, 1) == ordinary, f"only ranks {some}"

@@ -67,6 +67,7 @@ print(f"total {total.item():g}", flush=True)
 """
 
 
+@pytest.mark.slow
 async def test_a_detached_script_that_torchrun_could_start_goes_on_for_one_who_attaches(
     cluster: None,
     on_cluster: dict[str, str],

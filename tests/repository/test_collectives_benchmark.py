@@ -140,6 +140,7 @@ def test_a_step_beside_a_loader_that_fails_is_a_row_that_says_so(
     assert ratios["ours / DataLoader, no data work"] > 0
 
 
+@pytest.mark.slow
 def test_a_peer_that_cannot_start_does_not_end_the_table(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no MPI here')")
     command = "benchmarks/collectives.py --mpi --ranks 2 --sizes 4B --operations barrier --json"
@@ -160,6 +161,7 @@ def test_a_peer_that_cannot_start_does_not_end_the_table(tmp_path: Path) -> None
     }
 
 
+@pytest.mark.slow
 def test_every_case_has_its_quartiles_and_a_lost_one_is_listed() -> None:
     command = "benchmarks/collectives.py --no-ray --ranks 2 --sizes 4B --json"
     run = subprocess.run(

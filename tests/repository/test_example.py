@@ -137,6 +137,7 @@ def test_library_without_sources_is_told_by_the_argument(arguments, example, mon
     assert "argument --files: no source files in /" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_whole_run_writes_its_files_and_agrees_with_one_process(tmp_path, on_cluster):
     flags = ("--epochs", "2", "--steps", "30", "--verify")
     done = trained(*flags, folder=tmp_path, environment=on_cluster)

@@ -84,6 +84,7 @@ NOT_ON_A_GPU_MACHINE = (
 """Packages that a machine may lack which has torch, CuPy and pytest."""
 
 
+@pytest.mark.slow
 def test_a_machine_without_ray_runs_the_tests_of_collectives_and_names_what_it_leaves_out(
     tmp_path: Path,
 ) -> None:

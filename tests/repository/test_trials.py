@@ -353,6 +353,7 @@ def alone(tmp_path: Path) -> System:
     return System("alone", command, lambda command, is_root: is_root)
 
 
+@pytest.mark.slow
 def test_a_trial_says_what_came_of_a_training(alone: System) -> None:
     size = Size(workers=1, samples=40, patience_s=30.0)
     quiet = play(alone, 0, (), size)
@@ -365,6 +366,7 @@ def test_a_trial_says_what_came_of_a_training(alone: System) -> None:
     assert told.is_told and told.violations() == [] and PLANTED in told.said
 
 
+@pytest.mark.slow
 def test_a_storm_is_cut_off_when_its_time_is_over(alone: System) -> None:
     quiet = storm(alone, 0, 0.0, 1.0, Size(workers=1, patience_s=30.0))
     assert quiet.is_cut and quiet.violations() == [] and quiet.ending is not None

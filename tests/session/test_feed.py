@@ -36,7 +36,7 @@ def test_whoever_reads_in_time_gets_every_report_once_and_in_order() -> None:
 
 def test_a_long_run_keeps_its_beginning_thinly_and_its_end_whole() -> None:
     feed = Feed()
-    num_steps = 400_000
+    num_steps = 150_000
     for first in range(0, num_steps, 1000):
         feed.add(News([report(rank, s) for s in range(first, first + 1000) for rank in (0, 1)]))
     kept = feed.reports()

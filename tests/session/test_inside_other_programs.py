@@ -64,6 +64,7 @@ def test_a_ray_task_may_run_a_session(cluster: None) -> None:
     assert len(reports) == 10 and min(reports) == pytest.approx(expected(0.25)[0])
 
 
+@pytest.mark.slow
 async def test_two_sessions_at_once_do_not_notice_each_other(cluster: None) -> None:
     """While the one is cancelled, or its time is over, the other trains; and both go on."""
     is_alive = asyncio.Event()

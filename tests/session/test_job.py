@@ -31,12 +31,14 @@ def dashboard() -> Iterator[str]:
         yield address
 
 
+@pytest.mark.slow
 def test_a_job_without_the_token_is_refused(dashboard: str) -> None:
     done = submit(dashboard, "--help", environment={"RAY_AUTH_MODE": "disabled"})
     assert done.returncode != 0
     assert "token" in (done.stdout + done.stderr).lower()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_example_runs_unchanged_as_a_job(dashboard: str, tmp_path: Path) -> None:
     done = submit(dashboard, *TINY, "--verify", "--out", str(tmp_path / "out"))

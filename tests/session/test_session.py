@@ -384,6 +384,7 @@ if __name__ == "__main__":
     assert "nothing left" in output_of("-c", script, timeout_s=90, is_forked=False)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_ray_starts_has_one_thread_for_one_cpu_and_its_driver_no_torch(
     cluster: None,
 ) -> None:

@@ -77,6 +77,7 @@ async def test_a_straggler_leaves_and_another_worker_has_its_seat(
     assert told[0][2] == state
 
 
+@pytest.mark.slow
 async def test_a_straggler_is_replaced_although_the_driver_that_dismissed_it_is_killed(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
