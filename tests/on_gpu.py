@@ -35,8 +35,8 @@ ALSO_WITHOUT_PLUGINS = ("-o", "addopts=-ra", "--continue-on-collection-errors")
 
 
 def outcomes(junit: str) -> dict[str, Any]:
-    """counts: by outcome. skipped, failed: tests with pytest's sentence. left_out: files with the
-    package that they need. junit: pytest's report."""
+    """counts: by outcome. skipped, failed: tests with pytest's sentence. left_out: files with
+    what they need. junit: pytest's report."""
     counts: Counter[str] = Counter()
     found: dict[str, dict[str, str]] = {"skipped": {}, "failed": {}, "left_out": {}}
     for case in ElementTree.fromstring(junit).iter("testcase"):
@@ -47,6 +47,10 @@ def outcomes(junit: str) -> dict[str, Any]:
             if part.get("message") == "collection failure" and missing:
                 outcome = "left_out"
                 found[outcome][name.strip(".")] = f"needs the package {missing[1]}"
+            elif part.get("message") == "collection skipped":
+                outcome = "left_out"
+                reason = (part.text or "").partition("Skipped: ")[2].removesuffix("')")
+                found[outcome][name.strip(".")] = reason
             elif part.tag in ("failure", "error", "skipped"):
                 outcome = "skipped" if part.tag == "skipped" else "failed"
                 found[outcome][name] = part.get("message", "")

@@ -62,18 +62,23 @@ def test_what_pytest_reports_is_counted_with_its_reasons() -> None:
     <testcase classname="tests.b" name="none"><error message="no fixture">...</error></testcase>
     <testcase classname="" name="tests.c"><error message="collection failure">
         E   ModuleNotFoundError: No module named 'ray'</error></testcase>
+    <testcase classname="" name="tests.e"><skipped message="collection skipped">
+        ('/tests/e.py', 3, 'Skipped: needs the extra lightning')</skipped></testcase>
     <testcase classname="" name="tests.d"><error message="collection failure">
         E   NameError: name 'rya' is not defined</error></testcase>
     </testsuite></testsuites>"""
     assert on_gpu.outcomes(report) == {
-        "counts": {"passed": 1, "skipped": 1, "failed": 3, "left_out": 1},
+        "counts": {"passed": 1, "skipped": 1, "failed": 3, "left_out": 2},
         "skipped": {"tests.a.left": "4 ranks on 1 GPUs"},
         "failed": {
             "tests.b.bad": "1 == 2",
             "tests.b.none": "no fixture",
             ".tests.d": "collection failure",
         },
-        "left_out": {"tests.c": "needs the package ray"},
+        "left_out": {
+            "tests.c": "needs the package ray",
+            "tests.e": "needs the extra lightning",
+        },
     }
 
 
