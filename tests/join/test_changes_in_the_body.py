@@ -154,3 +154,54 @@ def test_a_scale_that_the_body_sets_is_that_of_all_ranks_or_is_named(ranks_of, w
                 assert not isinstance(found, str), (lengths, at, found)
                 assert largest_difference(found[0], expected) < 1e-12, (lengths, at)
                 assert found[1] == state, (lengths, at)
+
+
+def warm_up(
+    group: cl.Group | None, lengths: Sequence[int], others: Sequence[float]
+) -> list[torch.Tensor] | str:
+    """Each batch begins with a learning rate of its own. others: what rank 1 adds to it."""
+    module = make_model(DTYPE)
+    model: Any = cl.DistributedDataParallel(module, group) if group else module
+    optim = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    everybodys = [batches_of(rank, length, DTYPE) for rank, length in enumerate(lengths)]
+    data = [everybodys[group.rank]] if group else everybodys
+    steps = [0]
+
+    def set_rate() -> None:
+        own = others[steps[0] % len(others)] if group and group.rank == 1 else 0.0
+        steps[0] += 1
+        optim.param_groups[0]["lr"] = 0.02 * steps[0] + own
+
+    try:
+        for _ in range(2):
+            along = [set_rate, optim]
+            join = cl.Join([model], step_along=along, skew_warning=None) if group else None
+            with join or contextlib.nullcontext():
+                for number in range(max(map(len, data))):
+                    set_rate()
+                    optim.zero_grad()
+                    for batches in data:
+                        if number < len(batches):
+                            loss = loss_of(model, batches[number])
+                            (loss / (1 if group else len(data))).backward()
+                    optim.step()
+    except cl.CollectiveMismatch as error:
+        return str(error)
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def warm_up_on_ranks(group: cl.Group, *args: Any) -> Any:
+    with another_group(group) as own:
+        return warm_up(own, *args)
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (5, 2), (0, 3)])
+def test_a_rate_that_the_body_sets_before_its_pass_is_the_same_on_a_rank_without_data(
+    ranks_of, lengths
+):
+    expected = warm_up(None, lengths, [0.0])
+    for found in ranks_of(2).run(warm_up_on_ranks, lengths, [0.0]):
+        assert not isinstance(found, str), found
+        assert largest_difference(found, expected) < 1e-12
+    for found in ranks_of(2).run(warm_up_on_ranks, (5, 2), [0.0, 0.0, 0.0, 0.5]):
+        assert "lr of SGD is 0.08 on rank 0, 0.58 on rank 1" in found, found

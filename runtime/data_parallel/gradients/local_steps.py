@@ -67,7 +67,8 @@ _SAME_PASSES = (
 class _Steps:
     """Steps of one optimizer in a row. groups: the numbers of those of its parameter groups that
     have parameters of the model. unsent: whether `.grad` held gradients of no_sync() then.
-    scaler: by which it steps."""
+    scaler: by which it steps. used: by step, the options with which it stepped, where they are
+    kept."""
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class _Steps:
     ) -> None:
         self.optimizer, self.groups, self.unsent, self.count = optimizer, groups, unsent, 1
         self.scaler = scaler
+        self.used: list[dict[str, Any]] = []
 
     def values(self) -> Iterator[Any]:
         """All that other ranks compare, as it is."""
@@ -88,23 +90,21 @@ class _Steps:
             for name in self.optimizer.defaults:
                 yield options.get(name)
 
-    def told(self) -> tuple[str, bool, int, dict[str, Any]]:
-        """The same for people: class, unsent, count, and the options by their names."""
+    def told(self) -> tuple[str, bool, int, dict[str, Any], list[dict[str, Any]]]:
+        """The same for people: class, unsent, count, and the options by their names, as they are,
+        and as they were in each step."""
+        return type(self.optimizer).__name__, self.unsent, self.count, self.options(), self.used
+
+    def options(self) -> dict[str, Any]:
         optimizer = self.optimizer
         name, has_several = type(optimizer).__name__, len(optimizer.param_groups) > 1
-        return (
-            name,
-            self.unsent,
-            self.count,
-            {
-                f"{option} of parameter group {number} of {name}"
-                if has_several
-                else f"{option} of {name}": _comparable(optimizer.param_groups[number].get(option))
-                for number in self.groups
-                for option in sorted(optimizer.defaults)
-            }
-            | {f"{_SCALE} {name}": _comparable(self.scaler and self.scaler._scale)},
-        )
+        return {
+            f"{option} of parameter group {number} of {name}"
+            if has_several
+            else f"{option} of {name}": _comparable(optimizer.param_groups[number].get(option))
+            for number in self.groups
+            for option in sorted(optimizer.defaults)
+        } | {f"{_SCALE} {name}": _comparable(self.scaler and self.scaler._scale)}
 
 
 class LocalSteps:
@@ -146,9 +146,10 @@ class LocalSteps:
         *,
         unsent: bool,
         has_joined: bool,
+        keeps_options: bool,
     ) -> None:
         """An optimizer has stepped. groups, unsent: as in `_Steps`. has_joined: this rank has no
-        data."""
+        data. keeps_options: a rank without data may be compared with this one."""
         self.has_stepped_along |= has_joined and bool(_tensors_of(optimizer))
         if self._num_missed:
             self._warn_of_old(optimizer)
@@ -159,6 +160,8 @@ class LocalSteps:
             last.count += 1
         else:
             self._steps.append(_Steps(optimizer, groups, unsent, scaler))
+        if keeps_options:
+            self._steps[-1].used.append(self._steps[-1].options())
 
     @property
     def were_skipped(self) -> bool:
@@ -219,14 +222,15 @@ class LocalSteps:
         if agreement.live:
             if self.scaler is not None and self.scaler._scale is not None:
                 self._scale_before = self.scaler._scale.clone()
-            _compare(voted, agreement.digests, group)
+            _compare(voted, agreement.digests, group, agreement.live)
         else:  # No rank had data: all ranks vote once more on the same steps.
             self._steps, self._is_known = voted, self._was_known
 
     def compare(self, group: Group) -> None:
         """The same for the steps since the last vote, which all ranks have taken; collective."""
         digests = all_gather_row(group, [self._digest_now()])
-        _compare(self._steps, [digest for (digest,) in digests], group)
+        everybody = tuple(range(group.size))
+        _compare(self._steps, [digest for (digest,) in digests], group, everybody)
 
     def _digest_now(self) -> int:
         raw = [value for steps in self._steps for value in steps.values()]
@@ -268,16 +272,38 @@ def _scaler_of_this_step() -> torch.amp.GradScaler | None:
     return None
 
 
-def _compare(steps: Sequence[_Steps], digests: Sequence[int], group: Group) -> None:
-    """steps: that this rank's digest stands for. digests: by rank."""
+def _compare(
+    steps: Sequence[_Steps], digests: Sequence[int], group: Group, live: Sequence[int]
+) -> None:
+    """steps: that this rank's digest stands for. digests: by rank. live: the ranks with data."""
     if len({digest for digest in digests if digest > 0}) < 2:
         return
     everybodys = all_gather_object(group, [one.told() for one in steps])
     compared = {rank: told for rank, told in enumerate(everybodys) if digests[rank] > 0}
+    if any(rank not in live for rank in compared) and _have_same_options(compared, live):
+        # What the body sets before its pass, for the coming step, step_along sets after the vote.
+        compared = {
+            rank: [(*one[:3], one[4][-1], one[4]) for one in told]
+            for rank, told in compared.items()
+        }
     reference = next(iter(compared.values()))
-    unlike = [rank for rank, told in compared.items() if told != reference]
+    unlike = [
+        rank
+        for rank, told in compared.items()
+        if [one[:4] for one in told] != [one[:4] for one in reference]
+    ]
+    if not unlike:
+        return
     detail, remedy = _difference(reference, compared[unlike[0]], compared)
     raise CollectiveMismatch("step()", group.generation, unlike, detail, remedy)
+
+
+def _have_same_options(compared: Mapping[int, Sequence[Any]], live: Sequence[int]) -> bool:
+    """Whether the ranks with data have the same ones now, and all ranks have kept those of their
+    steps."""
+    now = [[one[3] for one in compared[rank]] for rank in live if rank in compared]
+    is_kept = all(one[4] for told in compared.values() for one in told)
+    return is_kept and all(one == now[0] for one in now)
 
 
 def _comparable(value: Any) -> Any:
@@ -297,7 +323,7 @@ def _difference(
     mine: Sequence[Any], theirs: Sequence[Any], compared: Mapping[int, Sequence[Any]]
 ) -> tuple[str, str]:
     """What differs, and the remedy. mine, theirs: of two ranks. compared: of all."""
-    if [(name, count) for name, _, count, _ in mine] != [(n, c) for n, _, c, _ in theirs]:
+    if [(one[0], one[2]) for one in mine] != [(one[0], one[2]) for one in theirs]:
         each = ", ".join(f"{_counted(told)} on rank {rank}" for rank, told in compared.items())
         return (
             f"since the backward pass before, the model's optimizers have stepped: {each}, so the "
@@ -306,9 +332,8 @@ def _difference(
             if any(one[1] for told in compared.values() for one in told)
             else _SAME_STEPS,
         )
-    for number, ((name, unsent, _, options), (_, theirs_unsent, _, theirs_options)) in enumerate(
-        zip(mine, theirs, strict=True)
-    ):
+    for number, (ours, other) in enumerate(zip(mine, theirs, strict=True)):
+        (name, unsent, _, options, _), (_, theirs_unsent, _, theirs_options, _) = ours, other
         if unsent != theirs_unsent:
             alone = [rank for rank, told in compared.items() if told[number][1]]
             return (
@@ -335,7 +360,7 @@ def _counted(told: Sequence[Any]) -> str:
         name
         + (f" {count} times" if count > 1 else "")
         + (" by gradients of no_sync() that were not reduced" if unsent else "")
-        for name, unsent, count, _ in told
+        for name, unsent, count, *_ in told
     ]
     return " and ".join(times) or "none"
 

@@ -716,8 +716,13 @@ class Reducer(Launcher):
 
     def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
         """A plain optimizer has stepped, with `groups` of its parameters in this model."""
-        has_joined = boundary().steps.has_joined
-        self.local_steps.note(optimizer, groups, unsent=self.has_leftover, has_joined=has_joined)
+        self.local_steps.note(
+            optimizer,
+            groups,
+            unsent=self.has_leftover,
+            has_joined=boundary().steps.has_joined,
+            keeps_options=self._steps_along(),
+        )
 
     # -- from one generation to the next -------------------------------------------------------
 
