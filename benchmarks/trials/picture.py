@@ -99,7 +99,8 @@ def picture(curves: Mapping[str, Curve]) -> str:
         )
     below = 0.0  # Names stand apart where lines end together.
     for color, name in zip(COLORS, sorted(ends, key=lambda one: -ends[one][1]), strict=False):
-        points = " ".join(f"{x(at):.1f},{y(samples):.1f}" for at, samples in curves[name].points)
+        seen = dict.fromkeys(f"{x(at):.0f},{y(samples):.0f}" for at, samples in curves[name].points)
+        points = " ".join(seen)  # One point for a pixel: there are thousands of steps.
         at, samples = ends[name]
         below = max(below + 18, y(samples) + 5)
         parts.append(
