@@ -52,6 +52,7 @@ _PROVEN_S = 5.0
 
 _DRIVER_START_S = 30.0
 
+_IF_SLOW = ". If nodes are only slow to start processes, raise startup_timeout_s"
 _LOOK_S = 0.5
 _LOOK_AFTER_S = 2.0
 
@@ -155,7 +156,7 @@ class Crew:
                 why = "; ".join(f"seat {unfit.seat} {unfit.reason}" for unfit in failed)
                 raise StartupError(
                     f"{len(failed)} of {len(self._workers) + len(failed)} workers did not start",
-                    f"{why}. If nodes are only slow to start processes, raise startup_timeout_s",
+                    f"{why}{_IF_SLOW}",
                 )
         self._is_assembled = self._was_assembled = True
 
@@ -223,9 +224,7 @@ class Crew:
                     raise
                 return await self._try_to_start_driver({}, timeout_s)
         except (ActorGone, NoAnswer) as error:
-            is_late = isinstance(error, NoAnswer)
-            remedy = ". If nodes are only slow to start processes, raise startup_timeout_s"
-            why = error.detail + (remedy if is_late else "")
+            why = error.detail + (_IF_SLOW if isinstance(error, NoAnswer) else "")
             raise StartupError("the driver actor did not start", why) from None
 
     async def _try_to_start_driver(self, place: Mapping[str, Any], timeout_s: float) -> Actor:

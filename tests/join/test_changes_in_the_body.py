@@ -13,7 +13,12 @@ import torch
 
 import chorusline as cl
 from tests.harness.standing_ranks import another_group
-from tests.references.training import batches_of, largest_difference, loss_of, make_model
+from tests.references.training import (
+    backward_of_all,
+    data_of,
+    largest_difference,
+    make_model,
+)
 
 DTYPE = torch.float64
 Step = Callable[[torch.nn.Module, torch.optim.Optimizer], None]
@@ -47,8 +52,7 @@ def train(
     module = make_model(DTYPE)
     model: Any = cl.DistributedDataParallel(module, group) if group else module
     optim = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    everybodys = [batches_of(rank, length, DTYPE) for rank, length in enumerate(lengths)]
-    data = [everybodys[group.rank]] if group else everybodys
+    data = data_of(group, lengths, DTYPE)
     take_step = functools.partial(step, module, optim)
     along = [take_step if lists_function else optim]
     try:
@@ -57,10 +61,7 @@ def train(
             with join or contextlib.nullcontext():
                 for number in range(max(map(len, data))):
                     optim.zero_grad()
-                    for batches in data:
-                        if number < len(batches):
-                            loss = loss_of(model, batches[number])
-                            (loss / (1 if group else len(data))).backward()
+                    backward_of_all(model, data, number)
                     take_step()
     except cl.CollectiveMismatch as error:
         return str(error)
@@ -116,18 +117,14 @@ def scale_anew(
         optim = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", **settings)
         joined, along = [model], [functools.partial(scaler.step, optim), scaler.update]
-    everybodys = [batches_of(rank, length, DTYPE) for rank, length in enumerate(lengths)]
-    data = [everybodys[group.rank]] if group else everybodys
+    data = data_of(group, lengths, DTYPE)
     try:
         for _ in range(2):
             join = cl.Join(joined, step_along=along, skew_warning=None) if group else None
             with join or contextlib.nullcontext():
                 for step in range(max(map(len, data))):
                     optim.zero_grad()
-                    for batches in data:
-                        if step < len(batches):
-                            loss = loss_of(model, batches[step])
-                            scaler.scale(loss / (1 if group else len(data))).backward()
+                    backward_of_all(model, data, step, scaler.scale)
                     scaler.step(optim)
                     (SCALES[number] if step == at else torch.amp.GradScaler.update)(scaler)
     except cl.CollectiveMismatch as error:
@@ -163,8 +160,7 @@ def warm_up(
     module = make_model(DTYPE)
     model: Any = cl.DistributedDataParallel(module, group) if group else module
     optim = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    everybodys = [batches_of(rank, length, DTYPE) for rank, length in enumerate(lengths)]
-    data = [everybodys[group.rank]] if group else everybodys
+    data = data_of(group, lengths, DTYPE)
     steps = [0]
 
     def set_rate() -> None:
@@ -180,10 +176,7 @@ def warm_up(
                 for number in range(max(map(len, data))):
                     set_rate()
                     optim.zero_grad()
-                    for batches in data:
-                        if number < len(batches):
-                            loss = loss_of(model, batches[number])
-                            (loss / (1 if group else len(data))).backward()
+                    backward_of_all(model, data, number)
                     optim.step()
     except cl.CollectiveMismatch as error:
         return str(error)

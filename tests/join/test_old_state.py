@@ -14,7 +14,12 @@ import torch
 
 import chorusline as cl
 from tests.harness.standing_ranks import another_group
-from tests.references.training import batches_of, largest_difference, loss_of, make_model
+from tests.references.training import (
+    backward_of_all,
+    data_of,
+    largest_difference,
+    make_model,
+)
 
 DTYPE = torch.float64
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -67,8 +72,7 @@ def train(
     module = make_model(DTYPE)
     model: Any = cl.DistributedDataParallel(module, group) if group else module
     optim = make(module.parameters())
-    everybodys = [batches_of(rank, length, DTYPE) for rank, length in enumerate(lengths)]
-    data = [everybodys[group.rank]] if group else everybodys
+    data = data_of(group, lengths, DTYPE)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -77,10 +81,7 @@ def train(
             with join or contextlib.nullcontext():
                 for number in range(max(map(len, data))):
                     optim.zero_grad()
-                    for batches in data:
-                        if number < len(batches):
-                            loss = loss_of(model, batches[number])
-                            (loss / (1 if group else len(data))).backward()
+                    backward_of_all(model, data, number)
                     optim.step()
             optim = after_epoch(optim, make)
     return [p.detach().clone() for p in module.parameters()], [str(one.message) for one in told]

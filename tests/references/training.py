@@ -7,7 +7,11 @@ rounding may lead away.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
+
+from chorusline.collectives import Group
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -33,6 +37,27 @@ def batches_of(rank: int, num_batches: int, dtype: torch.dtype) -> list[torch.Te
 
 def loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
+
+
+def data_of(
+    group: Group | None, lengths: Sequence[int], dtype: torch.dtype
+) -> list[list[torch.Tensor]]:
+    """The batches of this rank alone; without a group, those of all ranks, by rank. lengths: how
+    many each rank has."""
+    everybodys = [batches_of(rank, length, dtype) for rank, length in enumerate(lengths)]
+    return everybodys if group is None else [everybodys[group.rank]]
+
+
+def backward_of_all(
+    model: torch.nn.Module,
+    data: Sequence[Sequence[torch.Tensor]],
+    number: int,
+    scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
+) -> None:
+    """The mean gradient of batch `number` over all in `data`; those without it count as zeros."""
+    for batches in data:
+        if number < len(batches):
+            scale(loss_of(model, batches[number]) / len(data)).backward()
 
 
 def reference(
