@@ -48,6 +48,8 @@ class Note(enum.IntEnum):
     """It cannot take the sharded step, and has come to the vote to say so."""
     CHANGES_STATE = 9
     """The program has dropped or loaded state of the sharded optimizer since the last step."""
+    PERTURBS = 10
+    """It has changed the parameters between the passes of a sharded step (held_gradients.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,8 @@ class OptimizerEngine:
         """The ballot of the current step, or of the last one."""
         self._tells_changes = True
         """Whether the next ballot says that the state was changed."""
+        self._tells_perturbed = True
+        """Whether it says that parameters were changed between two passes: once is enough."""
         self._digests = DigestChecks(self, face.check_every)
         self.state_changes = StateChanges(shard)
         self.summed = SummedSteps(self)
@@ -393,7 +395,25 @@ class OptimizerEngine:
             self.state_changes.take(told, live, self.group)
             self._tells_changes = False
             payload = self._hold_ballot(is_live)
+        if self._ballot.says(Note.PERTURBS, payload):
+            self._compare_perturbed()
         return self._digests.confirm(payload, is_live)
+
+    def _compare_perturbed(self) -> None:
+        """Warn on all ranks if the program has changed the parameters otherwise on each rank."""
+        self._tells_perturbed = False
+        told = all_gather_object(self.group, self.reducer.held.perturbed if self.reducer else None)
+        ranks = [rank for rank, digest in enumerate(told) if digest is not None]
+        if len({told[rank] for rank in ranks}) > 1:
+            warnings.warn(
+                f"ranks {ranks} have changed the parameters between two backward passes of a step, "
+                "each in its own way. With a ZeroRedundancyOptimizer, `.grad` is the gradient of "
+                "this rank's own batch until step(), so what follows it, such as SAM's "
+                "perturbation, differs from training in one process. Compute it from the mean, "
+                "group.all_reduce(parameter.grad.clone(), ReduceOp.AVG) (in a session "
+                "ctx.group), or use a plain optimizer, for which `.grad` is the mean",
+                stacklevel=users_level(),
+            )
 
     def leave_join(self, join: Join) -> None:
         """A Join ends in which a rank missed steps, and what its body has done to the optimizer's
@@ -475,12 +495,18 @@ class OptimizerEngine:
                     if self._tells_changes and self.state_changes.own and not self.has_early_update
                     else ()
                 ),
+                *([Note.PERTURBS] if self._perturbs else ()),
             ],
             join=self.face._told_of_join(),
             epoch=boundary().epoch,
             digest=-boundary().draws,
             digests=self._digests.vote(),
         )
+
+    @property
+    def _perturbs(self) -> bool:
+        reducer = self.reducer
+        return self._tells_perturbed and reducer is not None and reducer.held.perturbed is not None
 
     def see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
         """Record the result of a ballot on this rank. From here on the step counts."""

@@ -8,7 +8,10 @@ gone, or it was written to, and is zero.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection
+
+import torch
 
 from ...process.agreement import Agreement
 from ...process.leftovers import Standing
@@ -27,6 +30,9 @@ class HeldGradients:
     """
 
     def __init__(self, gradients: Gradients) -> None:
+        self.perturbed: int | None = None
+        """The crc32 of the parameters which the program has changed between the passes of a sharded
+        step, probably by the gradients of the first; None: it has not."""
         self.are_means = True
         self._begin()
         self._gradients = gradients
@@ -35,6 +41,8 @@ class HeldGradients:
         self._usual = self.counts
         self._weight: float | None = None
         self._coming: float | None = None
+        self._versions = 0
+        """Of all parameters, at the first pass of a sharded step."""
 
     # -- the weights of the losses -----------------------------------------------------------------
 
@@ -60,8 +68,26 @@ class HeldGradients:
         """A pass begins, and has brought no gradient yet. looks: whether clears count now."""
         if looks or self._weight is not None:
             self.look()
+        if not self.are_means:
+            self._look_for_perturbation()
         self.passes += 1
         self._weight, self._coming = self.weight, None
+
+    def _look_for_perturbation(self) -> None:
+        """A program that clears the gradients of a pass unstepped, and has changed the parameters
+        since, has used the gradients for that, as SAM does."""
+        parameters = self._gradients.parameters
+        versions = sum(parameter._version for parameter in parameters)
+        if self.passes == 0:
+            self._versions = versions
+        elif versions != self._versions and self.perturbed is None:
+            self.look()
+            if self.cleared_at > 0:
+                crc32 = 0
+                for parameter in parameters:
+                    content = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
+                    crc32 = zlib.crc32(content.numpy().data, crc32)
+                self.perturbed = crc32
 
     def has_come(self, number: int, bucket: GradientBucket) -> None:
         """A pass has brought this gradient."""
@@ -147,6 +173,7 @@ class HeldGradients:
 
     def _begin(self) -> None:
         self.calls, self.passes, self.cleared_at, self.edits = 0, 0, -1, 0
+        self.perturbed = None
 
     def standing(self, *, is_live: bool, holds: bool, hands_in: bool = False) -> Standing:
         return Standing(
