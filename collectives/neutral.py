@@ -31,9 +31,9 @@ def neutral_element(op: ReduceOp, dtype: torch.dtype) -> complex:
         )
     if dtype == torch.bool:
         return op in (ReduceOp.BAND, ReduceOp.MIN)
-    if op is ReduceOp.BAND:
+    if op is ReduceOp.BAND:  # All bits are set.
         return torch.iinfo(dtype).max if dtype == torch.uint8 else -1
-    if dtype.is_floating_point:
+    if dtype.is_floating_point:  # A finite number would replace the infinities of others.
         return float("inf") if op is ReduceOp.MIN else float("-inf")
     limits = torch.iinfo(dtype)
     return limits.max if op is ReduceOp.MIN else limits.min

@@ -54,12 +54,13 @@ def checked(
     its type, dtype, device, layout or strides, or if it is a wrapper."""
     kind = type(value)
     tensor: torch.Tensor
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
+    if kind is torch.Tensor or kind is torch.nn.Parameter:  # As most often: no look inside.
         tensor = value
     elif isinstance(value, torch.Tensor):
         tensor = unwrapped(value, name)
     else:
         tensor = _foreign(value, name, written)
+    # Outside inference mode nothing may write to such a tensor, but to another view of its memory.
     if tensor.is_inference():
         tensor = alias(tensor)
     elif tensor.requires_grad:
@@ -75,6 +76,7 @@ def checked(
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} has layout {tensor.layout}; pass .to_dense()")
+    # Such as expand() makes; torch knows it for certain only where it answers 1.
     if written and not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == 1:
         raise ValueError(
             f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} has several "

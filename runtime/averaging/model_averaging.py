@@ -188,6 +188,7 @@ def _check_hierarchy(sizes: Mapping[int, int], num_ranks: int) -> None:
                 "periods and group sizes must ascend together, since a larger group averages what "
                 f"smaller ones have; got {dict(sizes)}"
             )
+    # Else no averaging ever spans all ranks, and the models of the groups drift apart.
     last = list(sizes.values())[-1]
     if last != num_ranks:
         raise ValueError(

@@ -54,6 +54,7 @@ def _walk(name: str, state: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, list | tuple):
             below = enumerate(value)
         elif isinstance(value, torch.Tensor):
+            # Larger ones are weights, which differ by rounding, and cost time to read.
             is_number = value.numel() == 1 and value.layout == torch.strided
             if is_number and not value.is_complex() and not value.is_meta:
                 yield path, value

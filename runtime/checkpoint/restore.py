@@ -39,6 +39,7 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
             "name that was saved, or pass required=False for a new object",
         )
     stateful = entry.object
+    # Sharded optimizers and those of torch read each other's state.
     if isinstance(stateful, ZeroRedundancyOptimizer):
         _restore_sharded(entry.name, stateful, reader, by_number=kind != ZERO)
     elif kind == ZERO:
@@ -52,6 +53,8 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         if rank < reader.manifest.world_size:
             stateful.load_state_dict(read_tree(reader, entry.name, rank))
     elif isinstance(stateful, torch.nn.Module):
+        # A checkpoint has the names of the module, wrapped or not. torch would load what fits
+        # before it raises for the rest.
         module = stateful.module if isinstance(stateful, DistributedDataParallel) else stateful
         check_same_tensors(reader, (entry.name,), module.state_dict())
         module.load_state_dict(read_tree(reader, entry.name))

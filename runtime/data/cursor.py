@@ -278,6 +278,7 @@ def check_parts(parts: Sequence[Any]) -> None:
 
 
 def _check_passage(passage: dict[str, Any], most: int) -> None:
+    # Line by line, since each line reads what the one before has found to be of its type.
     runs = passage.get("runs")
     if (
         not isinstance(runs, list | tuple)

@@ -44,7 +44,7 @@ class UnreducedSteps:
         before = self._passes.get(optimizer, 0)
         self._passes[optimizer] = num_passes
         if before != num_passes:
-            return
+            return  # A pass has come since its last step, and reduced the gradients.
         self._num_steps += 1
         number, store = self._num_steps, PrefixStore(self._key, group._store)
         if number == 1:

@@ -69,6 +69,7 @@ def explain(
     absent: the ranks that have run out of data, as far as known. follows: whether Join follows
     groups. has_several: whether it lists several models.
     """
+    # An error with a remedy of its own knows more than this function.
     if isinstance(error, CollectiveMismatch) and error.remedy == SAME_ORDER:
         who = f"ranks {list(absent)}, which have" if absent else "a rank that has"
         error.remedy = (
@@ -87,6 +88,7 @@ def explain(
                 "issue the same collectives in the same order."
             )
         )
+        # With several models the order of their steps may be what differs.
         if has_several and not follows:
             error.remedy += f" {IN_TURN}."
         error.__post_init__()

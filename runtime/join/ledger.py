@@ -100,8 +100,10 @@ class JoinLedger:
             self.last_live = agreement.live
             for rank in agreement.live if is_step else ():
                 self.steps_taken[rank] += 1
+            # Outside an iteration, and without data, no step belongs to a batch of this rank.
             if is_step and self.batch is not None and (self.has_next or self._is_last_batch):
                 self.pattern.of_batch += 1
+        # No rank had data: those that ran the body once more know best what it has done.
         elif ran := [rank for rank, one in enumerate(agreement.standings) if one.passes]:
             self.last_live, self.ran_after_last_step = tuple(ran), True
 

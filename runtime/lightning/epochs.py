@@ -68,6 +68,7 @@ class Epochs(Callback):
         self._join.__enter__()
 
     def _check(self) -> None:
+        # A rank without data takes part in steps, and in nothing else that a batch does.
         trainer = self._trainer
         reason = None
         if not trainer.lightning_module.automatic_optimization:

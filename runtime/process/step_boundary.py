@@ -93,6 +93,7 @@ class Boundary:
         """All ranks have agreed on a step. ends_step: the step is counted, and applied next."""
         self._stop_is_agreed = self._stop_is_agreed or agreement.stop
         self.takes_in = agreement.says(Note.TAKES_IN) == group.size
+        # An agreement on a backward pass, or of ranks that are all out of data, is no step.
         if not (ends_step and agreement.live):
             return
         self._tell(agreement, group.rank)
@@ -113,6 +114,7 @@ class Boundary:
         live = agreement.live
         if rank != live[0] or not agreement.epochs:
             return
+        # Digests of generators are below 0; those above are of optimizers, which others compare.
         draws = {r: agreement.digests[r] for r in live if agreement.digests[r] < 0}
         alike = [r for r, one in draws.items() if [*draws.values()].count(one) > 1]
         epochs = {r: agreement.epochs[r] - 1 for r in live if agreement.epochs[r]}

@@ -161,6 +161,7 @@ class PlainSteps:
 
     def _why_not_stepped(self, model: ModelEngine) -> str:
         reducer = model.reducer
+        # The function runs again from the parameters of any surviving rank: so all have the same.
         if reducer.hook is not None and reducer.hook.trains_apart:
             return (
                 f"{_name(model)} has the communication hook {reducer.hook.name}, with which each "
@@ -171,6 +172,7 @@ class PlainSteps:
                 f"the ZeroRedundancyOptimizer of {_name(model)} gives each rank whole parameters, "
                 "as Muon needs them, and keeps no replicas of their state"
             )
+        # Only a registered optimizer is watched: of another nobody knows whether it has stepped.
         steps_it: dict[int, _Watched] = {}
         for watched in self._watched:
             optimizer = watched.optimizer()
@@ -193,6 +195,7 @@ class PlainSteps:
                     "them), so each rank has parameters of its own, and those of a lost rank are "
                     "gone"
                 )
+            # Only a closure runs a backward pass inside step().
             if stepping.inside:
                 return (
                     f"optimizer {stepping.name!r} was interrupted inside step(), after an earlier "

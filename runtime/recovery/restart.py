@@ -126,6 +126,7 @@ class RestartState:
         leader = leader_of(summaries)
         made = entry.object
         if isinstance(made, ZeroRedundancyOptimizer):
+            # Any rank may hold a part of it: the leader has only its own shards and replicas.
             if not any(entry.name in one.held for one in summaries):
                 return None
             return self._restore_optimizer(entry.name, made, summaries, group)
@@ -133,15 +134,17 @@ class RestartState:
             here = _tensors_of(made, committed=False)
             kept = self.tensors.get(entry.name, {})
             for name, tensor in here.items() if group.rank == leader else ():
-                if name in kept:
+                if name in kept:  # A module may have grown; what is new is the leader's own.
                     tensor.copy_(kept[name])
             broadcast_tensors(list(here.values()), leader, group)
             if isinstance(made, DistributedDataParallel):
+                # A rank without data takes part in the first steps as the others do.
                 habits = broadcast_object(group, self.habits.get(entry.name), leader)
                 if habits is not None:
                     engine_of(made).habits = habits
             return 0
         state = self.states.get(entry.name)
+        # Each rank has kept its own, such as the place in its data; else the leader's counts.
         if not entry.per_rank:
             state = copy.deepcopy(broadcast_object(group, state, leader))
         if state is None:

@@ -210,7 +210,9 @@ class DigestChecks:
             for where in shard_of(owner, group.size, contents)
         ]
         source_of = {owner: source for owner, rank, source in wrong if rank == group.rank}
+        # A rank hands out nothing that is wrong itself.
         right = shard.held(without=source_of)
+        # All ranks learn what the state consists of: the wrong one may lack entries.
         described: list[dict[int, Description]] = all_gather_object(group, right.described)
         everything = {number: one for of_rank in described for number, one in of_rank.items()}
         exchange(right, plan, shard.layout.travelling(everything), group)
@@ -223,6 +225,7 @@ class DigestChecks:
             if self._replace(mine, right, description):
                 changed[mine.range.owner].append(mine.piece.parameter)
         for owner, rank, source in wrong:
+            # The other ranks know that a rank was wrong, and not in which parameters.
             numbers = changed[owner] if rank == group.rank else ()
             self._corrected(rank, "optimizer state", source, numbers)
 
@@ -261,6 +264,7 @@ class DigestChecks:
                 "two copies of a reduced gradient differ, even when it is reduced once more",
             )
         before, after = [Digests.read(row) for row in first], [Digests.read(row) for row in again]
+        # The sums are alike now: whichever copy has changed was the wrong one.
         for owner in differing:
             for distance in range(len(before[owner].kept)):
                 rank = (owner + distance) % group.size
@@ -276,8 +280,9 @@ class DigestChecks:
         names = tuple(known.get(id(shard.parameters[n]), f"parameter {n}") for n in changed)
         face.corrections.append(Correction(face.num_steps, rank, what, source, names))
         if not is_here:
-            return
+            return  # All ranks record a correction, and one warns: the rank that is concerned.
         repair = "reduced once more" if source is None else f"copied from rank {source}"
+        # With wrong parameters the gradients of all ranks are wrong.
         repair += ", and the step was left out" if what == "parameters" else ""
         count = Counter(one.rank for one in face.corrections)[rank]
         advice = (

@@ -191,6 +191,7 @@ def check_passes(agreement: Agreement, num_ranks: int, names: Sequence[str]) -> 
     if not any(agreement.notes):
         return
     live = list(agreement.live)
+    # zero_grad() on some ranks only: their means would be of one pass, and those of others of two.
     if 0 < (continuing := agreement.says(Note.CONTINUES)) < len(live):
         raise RuntimeError(
             f"{continuing} of the ranks {live} add this backward pass to the gradients of the pass "
@@ -203,6 +204,7 @@ def check_passes(agreement: Agreement, num_ranks: int, names: Sequence[str]) -> 
             f"and others have cleared theirs, of {_named(unlike, names)}. All ranks with data must "
             "clear the same gradients between the same two passes"
         )
+    # A mean that is reduced once more stays the mean, if all ranks have it, and as much weight.
     if agreement.says(Note.MIXES) and (agreement.weight or len(live) < num_ranks):
         absent = [rank for rank in range(num_ranks) if rank not in live]
         why = f"ranks {absent} have run out of data" if absent else "losses are weighted"

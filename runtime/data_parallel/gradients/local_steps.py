@@ -323,6 +323,7 @@ def _difference(
     mine: Sequence[Any], theirs: Sequence[Any], compared: Mapping[int, Sequence[Any]]
 ) -> tuple[str, str]:
     """What differs, and the remedy. mine, theirs: of two ranks. compared: of all."""
+    # First the steps themselves: where their number differs, their options say nothing.
     if [(one[0], one[2]) for one in mine] != [(one[0], one[2]) for one in theirs]:
         each = ", ".join(f"{_counted(told)} on rank {rank}" for rank, told in compared.items())
         return (
@@ -342,6 +343,7 @@ def _difference(
                 "of the ranks drift apart",
                 _SAME_PASSES,
             )
+        # A group may have an option on one of the ranks alone.
         for label in (*options, *theirs_options):
             if options.get(label) != theirs_options.get(label):
                 each = ", ".join(

@@ -315,8 +315,10 @@ def _is_like(one: Any, other: Any, tolerance: float = 0.0) -> bool:
         ours, theirs = one.detach().reshape(-1), other.detach().reshape(-1)
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return False
+        # Counters must be equal; only floating point numbers may be rounded otherwise.
         if torch.equal(ours, theirs) or not ours.is_floating_point() or not ours.numel():
             return torch.equal(ours, theirs)
+        # Relative to the largest element: a small one may be the difference of two large ones.
         allowed = tolerance * float(torch.nan_to_num(ours).abs().max())
         return torch.allclose(ours, theirs, rtol=0, atol=allowed, equal_nan=True)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -328,7 +330,8 @@ def _is_like(one: Any, other: Any, tolerance: float = 0.0) -> bool:
             _is_like(ours, theirs, tolerance) for ours, theirs in zip(one, other, strict=True)
         )
     if isinstance(one, bool | int | float | complex | str | bytes | None):
-        return type(one) is type(other) and (one == other or one != one)
+        return type(one) is type(other) and (one == other or one != one)  # NaN is like NaN.
+    # What is left are objects and functions, which have no content to compare.
     return type(one) is type(other)
 
 
@@ -396,8 +399,10 @@ class _Trial:
         before = [_kept(optimizer)["attributes"] for optimizer, _ in made]
         steps: list[list[torch.Tensor]] = [[one.reshape(-1)] for one in self._start]
         for step in range(len(_SIZES)):
+            # The simulated ranks step in turn, each with its pieces of the same gradients.
             for (optimizer, tensors), pieces in zip(made, ranks, strict=True):
                 self._step(step, optimizer, tensors, pieces, closure)
+            # The pieces of a parameter are put together, so that any cut has the same form.
             for number in range(len(self.shapes)):
                 parts = self._of(number, made, ranks)
                 steps[number].append(torch.cat([part.detach().reshape(-1) for _, part in parts]))

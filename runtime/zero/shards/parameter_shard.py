@@ -151,6 +151,7 @@ class ParameterShard:
                 first_bucket_bytes=_BUCKET_BYTES,
             )
             return [plan.numbered_from(first_number) for plan in plans]
+        # Optimizers that look at whole parameters get whole ones, so ranks are balanced by size.
         plans = []
         for kind in dict.fromkeys(kinds):
             same = [number for number, other in enumerate(kinds) if other == kind]
@@ -385,11 +386,13 @@ class ParameterShard:
             for kept in bucket.ranges:
                 kept.publish_master()
             bucket.runs_ahead()
+        # The pieces are other tensors now, and an optimizer cannot exchange those that it has.
         self.optimizer = None
         pieces = [mine for of_bucket in self.pieces for mine in of_bucket]
         self._admit(pieces, groups)
         optimizer: torch.optim.Optimizer | None = self.optimizer
         for mine in pieces if optimizer is not None else ():
+            # No state: the parameter has not been stepped yet, and gets its state when it is.
             state = held.state_of(mine.piece.parameter, mine.where, mine.tensor)
             if state and optimizer is not None:
                 optimizer.state[mine.tensor] = state
@@ -431,6 +434,7 @@ class ParameterShard:
                 if mine.range.has_master:
                     master = held.cut(mine.where, MASTER, mine.tensor.detach().clone())
                     masters.append((mine, master))
+        # By the optimizer's own load_state_dict, which casts, and sets what a class derives.
         plain = optimizer.state_dict()["param_groups"]
         for options, ours in zip(plain, groups, strict=True):
             options.update(_options(ours))

@@ -78,6 +78,7 @@ def check_arguments(
     if group is not None and not isinstance(group, Group):
         raise TypeError(f"group must be a chorusline Group, got {type(group).__name__}")
     known = inspect.signature(optimizer_class).parameters
+    # By name alone: what such a class does with parameters is an error deep inside of it.
     first = next(iter(known), "")
     if first in _NO_PARAMETERS:
         raise TypeError(

@@ -60,6 +60,7 @@ def match_state(
     Raises ValueError if groups or parameters differ.
     """
     by_name = is_by_name(state_dict)
+    # Numbers mean the same groups in the same order, as in torch; names may be in other groups.
     saved = _by_our_groups(state_dict, groups, names) if by_name else state_dict["param_groups"]
     if len(saved) != len(groups):
         raise ValueError("loaded state dict has a different number of parameter groups")
@@ -73,6 +74,7 @@ def match_state(
         for parameter, key in zip(ours["params"], theirs["params"], strict=True):
             name = names.get(id(parameter))
             label = str(key) if by_name or name is None else f"{key} ({name})"
+            # No state: the parameter has had no gradient so far.
             found[id(parameter)] = (label, state_dict["state"].get(key, {}))
     options = [
         {k: copy.deepcopy(v) for k, v in theirs.items() if k != "params"} for theirs in saved
@@ -105,6 +107,7 @@ def _by_our_groups(
     for group in ours:
         options = options_of[group[0]] if group else {}
         for name in group:
+            # No single value would be right for a group that was two.
             if options_of[name] != options:
                 raise ValueError(
                     f"{group[0]} and {name} are in one parameter group, but were saved with "

@@ -83,9 +83,10 @@ class StateDigests:
         counters: list[dict[Any, list[torch.Tensor]]] = [defaultdict(list) for _ in tensors]
         constants = [0] * len(tensors)
         for distance, name, value in _entries(shard):
+            # Numbers are digested once, here; they are replaced when they change, which is seen.
             if not isinstance(value, torch.Tensor):
                 constants[distance] += factor_of(f"{name}={struct.pack('d', value).hex()}")
-            elif value.dim():
+            elif value.dim():  # Those of one name are digested in one kernel, if they lie in a row.
                 tensors[distance][name].append(value)
             else:
                 counters[distance][name, value.dtype, value.device].append(value)
@@ -132,6 +133,7 @@ def lay_side_by_side(shard: ParameterShard) -> None:
         for mine in pieces:
             state = shard.optimizer.state.get(mine.tensor, {})
             for name, value in state.items():
+                # Scalars are counted apart, and a digest adds whole words.
                 if isinstance(value, torch.Tensor) and value.dim() and _has_whole_words(value):
                     alike[id(mine.range), name, value.dtype].append(state)
         for (_, name, _), states in alike.items():
