@@ -11,17 +11,36 @@ reads only what its ranks have signed, and raises SecretMismatch for anything el
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..contract.deadlines import Seconds
-from ..operations.operations import Operations
+from ..contract.work import Work
+from ..operations.arguments import Array
+from ..stores.signed_store import Seal
 from .payloads import bytes_of, loads, opened, pickled, sealed, words_of
 
 
+class BytesGroup(Protocol):
+    """What a group (group.py) does for objects: it moves their bytes as tensors."""
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout_s: float
+    seal: Seal | None
+
+    def broadcast(self, tensor: Array, root: int) -> Work: ...
+    def all_gather(
+        self, output: Array, input: Array, *, timeout_s: Seconds | None = None
+    ) -> Work: ...
+    def gather(self, tensor: Array, output: Sequence[Array] | None, dst: int) -> Work: ...
+    def scatter(self, tensor: Array, input: Array | None, src: int) -> Work: ...
+
+
 def all_gather_row(
-    group: Operations, row: Sequence[int], timeout_s: Seconds | None = None
+    group: BytesGroup, row: Sequence[int], timeout_s: Seconds | None = None
 ) -> list[list[int]]:
     """The integers of all ranks, by rank. All ranks pass the same number of integers."""
     mine = torch.tensor(row, dtype=torch.int64, device=group.device)
@@ -32,7 +51,7 @@ def all_gather_row(
 
 
 def broadcast_object(
-    group: Operations, value: Any, root: int = 0, dumps: Callable[[Any], bytes] = pickled
+    group: BytesGroup, value: Any, root: int = 0, dumps: Callable[[Any], bytes] = pickled
 ) -> Any:
     """The value of rank `root` on every rank: the object itself on `root`, a copy elsewhere.
 
@@ -44,7 +63,7 @@ def broadcast_object(
     return value if is_root else loads(opened(group.seal, payload, root))
 
 
-def all_gather_object(group: Operations, value: Any) -> list[Any]:
+def all_gather_object(group: BytesGroup, value: Any) -> list[Any]:
     """The values of all ranks, by rank, on every rank."""
     payload = sealed(group.seal, pickled(value), group.rank)
     lengths = [length for (length,) in all_gather_row(group, [len(payload)])]
@@ -53,7 +72,7 @@ def all_gather_object(group: Operations, value: Any) -> list[Any]:
 
 
 def broadcast_bytes(
-    group: Operations, payload: bytes, root: int, length: int | None = None
+    group: BytesGroup, payload: bytes, root: int, length: int | None = None
 ) -> bytes:
     """The payload of rank `root`. length: in bytes, if all ranks know it."""
     if length is None:
@@ -65,7 +84,7 @@ def broadcast_bytes(
     return payload if group.rank == root else bytes_of(words, length)
 
 
-def all_gather_bytes(group: Operations, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
+def all_gather_bytes(group: BytesGroup, payload: bytes, lengths: Sequence[int]) -> list[bytes]:
     """The payloads of all ranks. lengths: by rank, in bytes."""
     words = words_of(payload, max(lengths)).to(group.device)
     everybody = words.new_empty(group.size * len(words))
@@ -75,7 +94,7 @@ def all_gather_bytes(group: Operations, payload: bytes, lengths: Sequence[int]) 
 
 
 def gather_bytes(
-    group: Operations, payload: bytes, root: int, lengths: Sequence[int]
+    group: BytesGroup, payload: bytes, root: int, lengths: Sequence[int]
 ) -> list[bytes] | None:
     """The payloads of all ranks on `root`, None elsewhere; for CPU groups. lengths: in bytes."""
     into = [words_of(b"", length) for length in lengths] if group.rank == root else None
@@ -85,7 +104,7 @@ def gather_bytes(
     return [bytes_of(words, length) for words, length in zip(into, lengths, strict=True)]
 
 
-def scatter_bytes(group: Operations, payloads: Sequence[bytes] | None, root: int) -> bytes:
+def scatter_bytes(group: BytesGroup, payloads: Sequence[bytes] | None, root: int) -> bytes:
     """This rank's element of `payloads`, which rank `root` passes; for groups between CPUs."""
     length = torch.zeros(1, dtype=torch.int64)
     lengths = None if payloads is None else torch.tensor([len(one) for one in payloads])

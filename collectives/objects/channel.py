@@ -39,9 +39,8 @@ from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import Kind, Operation
 from ..diagnosis.blame import tell_issued, usual_and_blamed
 from ..diagnosis.flight_recorder import FlightRecorder
-from ..operations.operations import Operations
 from ..stores.signed_store import Seal
-from .blocking import all_gather_row, broadcast_bytes
+from .blocking import BytesGroup, all_gather_row, broadcast_bytes
 from .payloads import MapLocation, loads, opened
 
 
@@ -67,7 +66,7 @@ class ObjectWork(PendingWork):
         self,
         operation: Operation,
         in_flight: InFlight[ObjectWork],
-        body: Callable[[Operations], dict[int, bytes]],
+        body: Callable[[BytesGroup], dict[int, bytes]],
         read: Callable[[dict[int, Any]], Any],
         map_location: MapLocation,
     ) -> None:
@@ -95,13 +94,13 @@ class ObjectChannel:
     """
 
     def __init__(
-        self, owner: Owner, connect: Callable[[Operation], tuple[Operations, RecorderOnBehalf]]
+        self, owner: Owner, connect: Callable[[Operation], tuple[BytesGroup, RecorderOnBehalf]]
     ) -> None:
         self._owner = owner
         self._connect = connect
         self._in_flight: InFlight[ObjectWork] = InFlight(owner.rank, owner.abort)
         self._next_sequence = 0
-        self._group: Operations | None = None  # made and used by the thread
+        self._group: BytesGroup | None = None  # made and used by the thread
         self._recorder: RecorderOnBehalf
         self._thread = threading.Thread(target=self._run, name="chorusline-objects", daemon=True)
         self._in_flight.worker = self._thread
@@ -114,7 +113,7 @@ class ObjectChannel:
         count: int,
         payload: bytes,
         timeout_s: float,
-        body: Callable[[Operations, list[int]], dict[int, bytes]],
+        body: Callable[[BytesGroup, list[int]], dict[int, bytes]],
         read: Callable[[dict[int, Any]], Any],
         map_location: MapLocation,
     ) -> ObjectWork:
@@ -131,7 +130,7 @@ class ObjectChannel:
         operation.caller, operation.caller_at = caller.f_code, caller.f_lasti
         header = (int(kind), root, count, len(payload))
 
-        def exchange(group: Operations) -> dict[int, bytes]:
+        def exchange(group: BytesGroup) -> dict[int, bytes]:
             table = all_gather_row(group, header)
             self._compare(operation, [tuple(row[:3]) for row in table])
             return body(group, [row[3] for row in table])
@@ -220,7 +219,7 @@ class ObjectChannel:
             raise CollectiveMismatch(str(operation), operation.generation, blamed, detail)
 
     def _unreadable(
-        self, operation: Operation, group: Operations, reason: str, trace: str
+        self, operation: Operation, group: BytesGroup, reason: str, trace: str
     ) -> PayloadUnreadable | None:
         """The error, with the first failed rank's reason, equal on all ranks; None for success."""
         lengths = [row[0] for row in all_gather_row(group, (len(reason),))]

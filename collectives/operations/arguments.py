@@ -25,6 +25,9 @@ from ..contract.modes import alias
 from ..contract.operation import Finish, ReduceOp
 from .wrappers import check_memory, unwrapped
 
+Array = Any
+"""A torch tensor, a numpy or CuPy array, or anything with DLPack."""
+
 
 class Finisher(NamedTuple):
     """A copy that ends an operation. into: the tensor that it writes."""

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 
 from ..contract.work import Work
-from .arguments import Finisher
-from .operations import Operations
 
 
 def host_numbers(
@@ -53,30 +51,3 @@ class Reading:
         """Wait on the host, and read. Raises what `work.wait()` raises."""
         self.work.wait_on_host()
         return self._on_host.tolist()
-
-
-class HostReads(Operations):
-    """Operations whose result the host reads, as a step does with its agreement. `part` is what it
-    reads: a contiguous part of the tensor, or the whole."""
-
-    def all_reduce_and_read(
-        self, tensor: torch.Tensor, part: torch.Tensor | None = None
-    ) -> Reading:
-        """`all_reduce` of a contiguous tensor; the sums of `part` are read."""
-        finishers: list[Finisher] = []
-        on_host = self._brought_down(tensor if part is None else part, finishers)
-        return Reading(self._all_reduce(tensor, finishers=finishers), on_host)
-
-    def broadcast_and_read(self, tensor: torch.Tensor, root: int) -> Reading:
-        """`broadcast` of a contiguous tensor, which is read."""
-        finishers: list[Finisher] = []
-        on_host = self._brought_down(tensor, finishers)
-        return Reading(self._broadcast(tensor, root, finishers=finishers), on_host)
-
-    def _brought_down(self, part: torch.Tensor, finishers: list[Finisher]) -> torch.Tensor:
-        """Where the host will find `part`. Adds the copy to `finishers`, if there is one."""
-        if part.device.type == "cpu":
-            return part
-        on_host = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
-        finishers.append(Finisher(part, lambda: on_host.copy_(part, non_blocking=True)))
-        return on_host

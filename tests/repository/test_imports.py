@@ -28,7 +28,7 @@ ORDER = {
         "shared_memory",
         "objects",
         "transports",
-        ("group", "subgroups", "family", "meeting", "neutral", "kept_results", "rehearsal"),
+        ("group", "family", "meeting", "neutral", "kept_results", "rehearsal"),
         "torch_backend",
         ("__init__",),
     ],
