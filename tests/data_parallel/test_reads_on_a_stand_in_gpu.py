@@ -90,7 +90,7 @@ WAITS: dict[tuple[str, str], Callable[[cl.Group], object] | str] = {
     ("runtime/commands/bench.py", "_row"): measure,
     ("runtime/commands/bench.py", "wrong"): measure,
     ("runtime/data_parallel/distributed_data_parallel.py", "_settle"): end_a_join_behind_others,
-    ("runtime/data_parallel/gradients/launcher.py", "wait"): "Reading.tolist waits as well",
+    ("runtime/data_parallel/gradients/reducer.py", "wait"): "Reading.tolist waits as well",
     ("runtime/data_parallel/gradients/micro_batch_sums.py", "wait"): (
         "before the exact norm of tests/steps/test_on_a_stand_in_gpu.py"
     ),

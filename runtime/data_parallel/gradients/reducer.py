@@ -2,7 +2,7 @@
 
 Gradients live in flat buckets; a parameter's `.grad` is a view of its bucket. When the backward
 pass has made the last gradient of a bucket, the reducer launches the bucket, in the same order on
-all ranks, and the network works while the pass continues (launcher.py). Buckets are reduced in one
+all ranks, and the network works while the pass continues. Buckets are reduced in one
 of three ways (reductions.py), which is chosen between two steps.
 
 After the first step the reducer lays out the buckets again, in the order in which the gradients
@@ -24,11 +24,13 @@ passes. Elsewhere it sends zeros, and its leftovers follow if they belong to the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from chorusline.collectives import Group
+from chorusline.actors.errors import ends_a_generation
+from chorusline.collectives import CollectiveError, Group
 from chorusline.collectives.operations.host_reads import device_numbers
 
 from ...join.explained import check_same_joins
@@ -49,17 +51,16 @@ from ...process.leftovers import ABSENT, HANDS_IN_NOW, Standing, belongs, sends_
 from ...process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .earlier_passes import EarlierPasses, Pass, check_passes
-from .gradient_bucket import GradientBucket
+from .gradient_bucket import GradientBucket, Gradients, why_not_changed
 from .gradient_watch import GradientWatch, why_not_between, why_not_twice
 from .held_gradients import HeldGradients
-from .launcher import Launcher
 from .local_steps import LocalSteps
 from .micro_batch_sums import Summing
-from .reductions import ByHook, ReduceScatter, why_not_sharded
-from .step_statistics import UnusedParameters
+from .reductions import AllReduce, ByHook, ReduceScatter, Reduction, why_not_sharded
+from .step_statistics import StepClock, UnusedParameters
 
 
-class Reducer(Launcher):
+class Reducer:
     """The gradients of one model on one rank.
 
     named: the parameters that require gradients, with their names, in the order of registration;
@@ -93,7 +94,19 @@ class Reducer(Launcher):
         steps_along: Callable[[], bool],
         cursors: Callable[[], Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(group, bucket_bytes)
+        self.gradients = Gradients(bucket_bytes)
+        self.group = group
+        self.parks = False
+        """Whether `wait`, not the launch, raises the error of a generation that has ended. Then
+        the optimizer's step can begin again in the next generation."""
+        self.clock: StepClock | None = None
+        """Times the steps; None below debug level INFO."""
+        self.on_launched: Callable[[int], None] | None = None
+        """Called with the number of each bucket that a pass launches."""
+        self._reduction: Reduction = AllReduce()
+        self._failure: CollectiveError | None = None
+        """The error of a launch that was parked, until `wait` raises it."""
+        self._num_launched = 0
         self.is_syncing = True
         """Whether the next backward pass launches the buckets; `no_sync` sets it to False."""
         self.launches_early = True
@@ -147,6 +160,34 @@ class Reducer(Launcher):
         """Whether gradients from no_sync are still to be sent."""
         self._watch = GradientWatch(self._on_gradient)
         self.add_parameters(named)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return self.gradients.parameters
+
+    @property
+    def buckets(self) -> list[GradientBucket]:
+        return self.gradients.buckets
+
+    @property
+    def hook(self) -> CommHook | None:
+        """The communication hook that reduces the buckets, if there is one."""
+        return self._reduction.hook
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank gets the sum for its shard only, and an optimizer finishes the step."""
+        return isinstance(self._reduction, ReduceScatter)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether at least one bucket of the step is launched."""
+        return self._num_launched > 0
+
+    @property
+    def has_launched(self) -> bool:
+        """Whether all buckets of the step are launched."""
+        return self._num_launched == len(self.buckets)
 
     def add_parameters(
         self, named: Sequence[tuple[str, torch.nn.Parameter]]
@@ -547,6 +588,59 @@ class Reducer(Launcher):
             self.lay_out(order)
         if self.on_new_order is not None:
             self.on_new_order()
+
+    # -- one bucket, from its launch to its sum -------------------------------------------------
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        number = self._num_launched
+        self._num_launched += 1
+        self._reduce(bucket, number)
+        if self.on_launched is not None:
+            self.on_launched(number)
+
+    def _reduce(self, bucket: GradientBucket, number: int) -> None:
+        bucket.launched_at = time.monotonic()
+        try:
+            self._reduction.launch(bucket, number, self.group)
+        except CollectiveError as error:
+            # The buckets are kept, so the pass continues, and the step can start again from them.
+            if not self.parks or not ends_a_generation(error):
+                raise
+            self._failure = error
+        bucket.launched_version = bucket.flat._version
+
+    def wait(self) -> None:
+        """Block until the works of all launched buckets are done."""
+        if self._failure is not None:
+            raise self._failure
+        operations = [bucket.work.operation for bucket in self.buckets if bucket.work is not None]
+        began_at = time.monotonic()
+        carrier = self._reduction.carrier
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                if bucket is carrier:
+                    bucket.work.wait_on_host()  # The host reads the vote after the gradients.
+                else:
+                    bucket.work.order_stream()  # The vote tells how it has ended.
+                bucket.work = None
+        waited_s = time.monotonic() - began_at
+        boundary().steps.waited_s += waited_s
+        if self.clock is not None and operations:
+            self.clock.buckets_are_reduced(operations, waited_s)
+
+    def kept(self) -> list[GradientBucket]:
+        """The buckets of a sharded step that are launched; empty if there is no such step."""
+        return self.buckets if self.is_sharded and self.has_launched else []
+
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if the program has changed gradients that are sent already."""
+        if why := self.why_changed():
+            raise RuntimeError(why)
+
+    def why_changed(self) -> str:
+        """Says what `check_unchanged` raises; empty if nothing was changed."""
+        changed = self.gradients.why_changed()
+        return why_not_changed(changed) if changed else ""
 
     # -- steps of several micro-batches (model_steps.py) ------------------------------------------
 
