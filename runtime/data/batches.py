@@ -119,11 +119,11 @@ class Batches(Dealt):
                     join.at_boundary = self._at_boundary
                 elif trains and between_runs().engines:
                     self._warn_without_join()
-                if join and not self._has_more():
+                if join and not self.has_more():
                     # This rank has no batch at all: it shadows from the first step.
-                    join.shadow(self._has_more, self._together)
+                    join.shadow(self.has_more, self._together)
                 number = 0
-                while self._has_more():
+                while self.has_more():
                     taken_before = self.taken
                     batch = self._take()
                     self.num_given = number + 1
@@ -144,10 +144,10 @@ class Batches(Dealt):
                     if passage is not None and self._at_boundary is not None:
                         self._at_boundary()
                     bound.stop_if_agreed()
-                    if join and not self._has_more():
+                    if join and not self.has_more():
                         # Shadow in here: a loss may give this rank samples, and the loop continues.
                         join.ledger.batch = number
-                        join.shadow(self._has_more, self._together)
+                        join.shadow(self.has_more, self._together)
             if passage is not None:
                 passage.is_over = True
             self._end()
@@ -200,7 +200,7 @@ class Batches(Dealt):
         # The last one that gives its part of the batch begins the step. Its vote tells the other
         # ranks whether this rank has a next one.
         if beside and all(one.num_given > number for one in beside):
-            join.begin_batch(number, beside, is_last=not all(one._has_more() for one in beside))
+            join.begin_batch(number, beside, is_last=not all(one.has_more() for one in beside))
 
     def _leave_together(self, join: Join) -> None:
         beside, self._together = self._together, []
@@ -243,7 +243,7 @@ class Batches(Dealt):
         """The number of this rank's remaining batches; None if unknown."""
 
     @abstractmethod
-    def _has_more(self) -> bool:
+    def has_more(self) -> bool:
         """Whether this rank has another batch; a loss may give it more later."""
 
     @abstractmethod

@@ -198,7 +198,7 @@ class Shard(Batches):
     def _num_left(self) -> int:
         return self._num_batches(len(self._hand) - self.taken)
 
-    def _has_more(self) -> bool:
+    def has_more(self) -> bool:
         return self._num_left() > 0
 
     def _take(self) -> Any:

@@ -245,7 +245,7 @@ class StreamShard(Batches):
     def _num_left(self) -> int | None:
         return None
 
-    def _has_more(self) -> bool:
+    def has_more(self) -> bool:
         return bool(self._ahead) or self._gone is not None
 
     def _take(self) -> Any:
@@ -357,7 +357,7 @@ class StreamShard(Batches):
                 self._num_unknown += sum(
                     1 if counted is None else counted for counted in cut.lost.values()
                 )
-        left.to_take[self._dealer.rank] = int(self._has_more())
+        left.to_take[self._dealer.rank] = int(self.has_more())
         return left
 
     def ids_by_counts(self, counts: Sequence[int]) -> Numbers:

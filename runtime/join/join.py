@@ -31,7 +31,7 @@ from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..process.agreement import Agreement, Note
 from ..process.running import Survival
-from ..process.step_boundary import Iteration, boundary
+from ..process.step_boundary import boundary
 from .conductor import Conductor
 from .explained import (
     DIVIDES_BY_ALL,
@@ -53,10 +53,12 @@ from .listed import check_groups, not_a_list, not_joinable
 from .pass_pattern import PassPattern
 
 
-class _Batches(Iteration, Protocol):
-    """An iteration over a shard (data/batches.py)."""
+class _Batches(Protocol):
+    """What a Join asks an iteration over a shard (data/batches.py)."""
 
-    def _has_more(self) -> bool: ...
+    taken: int
+
+    def has_more(self) -> bool: ...
 
 
 class Joinable(ABC):
@@ -302,7 +304,7 @@ class Join:
         out: more batches, or one from which it has taken no step of the iteration yet."""
         around = self.together[: self._num_around]
         return any(
-            beside is self._given_last or (beside and all(one._has_more() for one in beside))
+            beside is self._given_last or (beside and all(one.has_more() for one in beside))
             for beside in around
         )
 
