@@ -27,8 +27,8 @@ from .diagnosis.flight_recorder import FlightRecording
 _LOOK_S = 0.05
 
 
-class Known(Protocol):
-    """What a family knows of a group. ranks: the global number of each of its ranks."""
+class OpenGroup(Protocol):
+    """A group of the family. ranks: the global number of each of its ranks."""
 
     @property
     def name(self) -> str: ...
@@ -41,15 +41,11 @@ class Known(Protocol):
     @property
     def has_misled_here(self) -> bool: ...
 
-
-class Member(Known, Protocol):
-    """A group that is open."""
-
     def failure(self) -> CollectiveError | None: ...
     def end_with(self, error: CollectiveError) -> None: ...
 
 
-class _Left(NamedTuple):
+class ClosedGroup(NamedTuple):
     """What is left of a group that has failed and was closed since. The group itself refers to its
     family, so its memory would stay until garbage collection finds both."""
 
@@ -60,17 +56,20 @@ class _Left(NamedTuple):
     has_misled_here: bool
 
 
+Known = OpenGroup | ClosedGroup
+
+
 class Family:
     """The groups of one generation in this process."""
 
     def __init__(self) -> None:
-        self._members: list[Member] = []
+        self._members: list[OpenGroup] = []
         self._failed: list[tuple[Known, CollectiveError]] = []  # failures passed on to the others
         self._lock = threading.Lock()
         self._left = threading.Event()  # set when fewer than two members are left
         self._watcher: threading.Thread | None = None
 
-    def add(self, member: Member) -> None:
+    def add(self, member: OpenGroup) -> None:
         with self._lock:
             self._members.append(member)
             if len(self._members) == 2:
@@ -80,16 +79,16 @@ class Family:
                 )
                 self._watcher.start()
 
-    def remove(self, member: Member) -> None:
+    def remove(self, member: OpenGroup) -> None:
         with self._lock:
             if member in self._members:
                 self._members.remove(member)
-                left = _Left(*(getattr(member, field) for field in _Left._fields))
+                left = ClosedGroup(*(getattr(member, field) for field in ClosedGroup._fields))
                 self._failed = [(left if m is member else m, error) for m, error in self._failed]
             if len(self._members) < 2:
                 self._left.set()
 
-    def end(self, source: Member, error: CollectiveError) -> None:
+    def end(self, source: OpenGroup, error: CollectiveError) -> None:
         """End all other members, because `source` has failed with `error`."""
         with self._lock:
             if source in self._members and all(one is not source for one, _ in self._failed):
