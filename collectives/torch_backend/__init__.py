@@ -2,8 +2,7 @@
 
     registration.py       the backend's name, and its registration with torch
     options.py            the options of a process group
-    process_group.py      a process group: its identity, how it is made and ended
-    torch_operations.py   the operations, as torch calls them
+    process_group.py      a process group: its operations, as torch calls them; its making and end
     dispatcher.py         which calls go through torch's own binding, to wrappers and modes
     translation.py        torch's arguments, converted to those of `Group`
     depths.py             the group that an operation runs on
