@@ -180,7 +180,7 @@ class Injector:
         if "driver" in parts:
             pids |= actors("ray::Driver")
         if "reader" in parts:
-            pids |= actors("ray::RowReaderActor")
+            pids |= actors("ray::RowReader")
         return pids
 
     async def _newcomer(self, first: set[int]) -> set[int]:

@@ -189,7 +189,7 @@ class Soak:
         assert self._first is not None
         found = {"program": held_by(os.getpid()), "first worker": held_by(self._first)}
         found["driver"] = {**held_by(min(actors("ray::Driver"))), "keys": keys_in_store()}
-        found["reader"] = held_by(min(actors("ray::RowReaderActor")))
+        found["reader"] = held_by(min(actors("ray::RowReader")))
         others = []
         for _, pid in self._ranks():
             if pid != self._first:

@@ -19,7 +19,7 @@ would be given twice or lost. So the new reader refuses the first generation tha
 earlier ones, with `ReaderDied`: only these can have begun a reading before. The ranks then run
 again from the top in a later generation, and begin a reading without the rows that count.
 
-This file has no clock, and `RowReader` no Ray: the ranks' calls come one after another, in any
+`RowReader` has no clock, and no Ray: the ranks' calls come one after another, in any
 order.
 """
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,14 +159,14 @@ class RowReader:
 
     source: an iterable that can be iterated more than once, or a Dataset of Ray Data. If it has
         `set_epoch`, that is called before each reading.
-    has_died: whether this reader replaces one that has died.
+    has_died: called where the reader is made; whether it replaces one that has died.
 
     Every method with a `key` raises ReaderDied if a reader before this one may have begun that
     reading.
     """
 
-    def __init__(self, source: Any, has_died: bool = False) -> None:
-        self._has_died = has_died
+    def __init__(self, source: Any, has_died: Callable[[], bool]) -> None:
+        self._has_died = has_died()
         self._died_in: tuple[str, int] | None = None
         """The run in which the former reader died, and the last generation that it can have met."""
         self._source = source
@@ -339,13 +339,12 @@ def _goes_on(key: ReadingKey, reading: _Reading, later: ReadingKey, name: str | 
     return name is not None and reading.name == name and key[0] == later[0] and key[1] < later[1]
 
 
+def is_restarted() -> bool:
+    """Whether Ray has started this process in the place of one that has died."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
 def row_reader_class() -> Any:
     """The Ray class of RowReader. Ray restarts the actor if it dies. The actor mostly waits, so it
     reserves no CPU."""
-
-    class RowReaderActor(RowReader):
-        def __init__(self, source: Any) -> None:
-            runtime = ray.get_runtime_context()
-            super().__init__(source, runtime.was_current_actor_reconstructed)
-
-    return ray.remote(num_cpus=0, max_restarts=-1)(RowReaderActor)
+    return ray.remote(num_cpus=0, max_restarts=-1)(RowReader)

@@ -40,7 +40,7 @@ from .dealer import Cut, Dealer, Left
 from .fetching.collating import collated
 from .fetching.loader_rows import LoaderRows
 from .number_set import Numbers
-from .row_reader import ReaderDied, ReadingKey, Row, row_reader_class
+from .row_reader import ReaderDied, ReadingKey, Row, is_restarted, row_reader_class
 
 _log = logging.getLogger("chorusline")
 
@@ -134,7 +134,7 @@ class Stream:
             node_id = runtime.get_node_id()
             here = NodeAffinitySchedulingStrategy(node_id, soft=node_id in nodes_leaving())
             kind = row_reader_class().options(scheduling_strategy=here)
-            self._reader = kind.remote(self._source)
+            self._reader = kind.remote(self._source, is_restarted)
         return self._reader
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ def test_a_text_of_a_stream_takes_a_bit_for_each_row():
 
 def test_a_reader_and_a_rank_keep_some_bytes_for_a_batch_and_not_for_each_row():
     rows, batch = 64_000, 32
-    reader, key = RowReader(range(rows)), ("run", 0, 1)
+    reader, key = RowReader(range(rows), lambda: False), ("run", 0, 1)
     for holder in (0, 1):
         reader.begin(key, None, 0, 2, NumberSet(), {}, holder, [1])
     tracemalloc.start()

@@ -49,7 +49,7 @@ def begin(reader: RowReader, key: ReadingKey = FIRST, **kwargs: Any) -> list[int
 def test_every_row_counts_once_whoever_asks_and_whoever_is_lost(seed: int) -> None:
     chance = random.Random(seed)
     source = Rows(once=True)
-    reader = RowReader(source)
+    reader = RowReader(source, lambda: False)
     alive, taken, counted = [0, 1, 2, 3], {}, dict.fromkeys(range(4), 0)
     for holder in alive:
         begin(reader, num_holders=4, holder=holder)
@@ -86,7 +86,7 @@ def test_every_row_counts_once_whoever_asks_and_whoever_is_lost(seed: int) -> No
 
 
 def test_a_function_that_runs_again_goes_on_with_what_is_here() -> None:
-    reader = RowReader(Rows(once=True))
+    reader = RowReader(Rows(once=True), lambda: False)
     begin(reader)
     used = reader.take(FIRST, 0, 4, False, 0)
     reader.take(FIRST, 1, 4, False, 0)
@@ -100,7 +100,7 @@ def test_a_function_that_runs_again_goes_on_with_what_is_here() -> None:
 
 def test_a_run_that_goes_back_reads_the_rows_again() -> None:
     source = Rows()
-    reader = RowReader(source)
+    reader = RowReader(source, lambda: False)
     begin(reader)
     reader.take(FIRST, 0, 4, False, 0)
     reader.take(FIRST, 0, 4, False, 4)
@@ -113,7 +113,7 @@ def test_a_run_that_goes_back_reads_the_rows_again() -> None:
 
 def test_another_run_begins_anew_and_each_pass_is_told_its_epoch() -> None:
     source = Rows()
-    reader = RowReader(source)
+    reader = RowReader(source, lambda: False)
     begin(reader)
     reader.take(FIRST, 0, 4, False, 0)
     begin(reader, ("another", 3, 1), epoch=7)
@@ -122,7 +122,7 @@ def test_another_run_begins_anew_and_each_pass_is_told_its_epoch() -> None:
 
 
 def test_a_pass_that_was_left_in_its_middle_is_forgotten_when_all_have_left_it() -> None:
-    reader = RowReader(Rows())
+    reader = RowReader(Rows(), lambda: False)
     begin(reader)
     later = ("run", 3, 2)
     begin(reader, later, inside=[2])
@@ -133,7 +133,7 @@ def test_a_pass_that_was_left_in_its_middle_is_forgotten_when_all_have_left_it()
 
 
 def test_what_does_not_fill_a_batch_waits_for_more() -> None:
-    reader = RowReader(Rows())
+    reader = RowReader(Rows(), lambda: False)
     begin(reader)
     assert len(reader.take(FIRST, 0, 20, True, 0)) == 20
     assert reader.take(FIRST, 1, 20, True, 0) == []
@@ -142,7 +142,7 @@ def test_what_does_not_fill_a_batch_waits_for_more() -> None:
 
 
 def test_rows_that_were_not_kept_are_not_dealt_again_in_silence() -> None:
-    reader = RowReader(Rows())
+    reader = RowReader(Rows(), lambda: False)
     begin(reader)
     reader.take(FIRST, 2, 3, False, None)
     with pytest.raises(RuntimeError, match=r"rows \[0, 1, 2\] of a rank that was lost are no"):
@@ -155,7 +155,7 @@ def test_a_source_that_fails_has_not_ended() -> None:
             yield 1
             raise OSError("the disk is gone")
 
-    reader = RowReader(Broken())
+    reader = RowReader(Broken(), lambda: False)
     begin(reader)
     for _ in range(2):
         with pytest.raises(OSError, match="the disk is gone"):
@@ -172,7 +172,7 @@ def test_a_reader_in_the_place_of_one_that_died_refuses_what_that_one_may_have_b
     ]
     for first in asks:
         source = Rows()
-        reader = RowReader(source, has_died=True)
+        reader = RowReader(source, lambda: True)
         for ask in (first, *asks):
             with pytest.raises(
                 ReaderDied, match="no longer knows which rows were used in generation 3"
@@ -190,7 +190,7 @@ def test_a_reader_in_the_place_of_one_that_died_refuses_what_that_one_may_have_b
 
 
 def test_of_another_run_a_new_reader_refuses_nothing() -> None:
-    reader = RowReader(Rows(), has_died=True)
+    reader = RowReader(Rows(), lambda: True)
     with pytest.raises(ReaderDied):
         reader.end(FIRST, 0)
     begin(reader, ("another", 0, 1))
