@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Protocol
 
-from .call_site import padded_site, short_site
+from .call_site import SITE_BYTES, encoded, padded_site, short_site
 
 
 class ReduceOp(enum.IntEnum):
@@ -224,6 +224,10 @@ class OnBehalf(Operation):
 
     def place(self) -> str:
         return self.whole if isinstance(self.whole, str) else self.whole.place()
+
+    def padded_site(self) -> bytes:
+        """The place of `whole`, so that peers can show it."""
+        return encoded(self.place())[:SITE_BYTES].ljust(SITE_BYTES, b"\0")
 
 
 def describe(kind: int, sequence: int, numel: int, dtype: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..contract.call_site import SITE_BYTES, encoded
+from ..contract.call_site import encoded
 from ..contract.communicator import Communicator
 from ..contract.dtypes import DTYPE_INDEX
 from ..contract.errors import CollectiveError, CollectiveMismatch, GroupAborted, StoreTimeout
@@ -120,7 +120,7 @@ class ComparingCommunicator(Communicator):
     def _rows_of_all(self, operation: Operation, row: torch.Tensor) -> torch.Tensor:
         """row: (n,) int64. Returns (size, n)."""
         everybody = row.new_empty(self.size, len(row))
-        comparing = _Comparing(
+        comparing = OnBehalf(
             Kind.COMPARISON,
             self._num_compared,
             operation.generation,
@@ -171,13 +171,6 @@ abc.update_abstractmethods(ComparingCommunicator)  # type: ignore[type-abstract]
 def comparing(inner: Communicator, store: Store, generation: int, name: str) -> Communicator:
     """`inner`, with the comparison before each collective. name: the group's name."""
     return ComparingCommunicator(inner, store, generation, name)  # type: ignore[abstract]
-
-
-class _Comparing(OnBehalf):
-    """The exchange of descriptions. Its site is the place of `whole`, so that peers can show it."""
-
-    def padded_site(self) -> bytes:
-        return encoded(self.place())[:SITE_BYTES].ljust(SITE_BYTES, b"\0")
 
 
 # -- what is compared: pure ------------------------------------------------------------------------

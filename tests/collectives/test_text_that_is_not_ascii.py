@@ -13,12 +13,11 @@ import torch
 import chorusline as cl
 from chorusline.collectives import CollectiveMismatch, PayloadUnreadable
 from chorusline.collectives.contract.call_site import SITE_BYTES, padded_site
-from chorusline.collectives.contract.operation import Kind
+from chorusline.collectives.contract.operation import Kind, OnBehalf
 from chorusline.collectives.shared_memory.segment import _started_at
 from chorusline.collectives.transports.comparing import (
     _WORDS,
     Description,
-    _Comparing,
     _packed,
     _unpacked,
 )
@@ -41,7 +40,7 @@ def test_a_call_site_fits_its_place_and_keeps_its_line(name: str) -> None:
     site = padded_site(code, len(code.co_code) - 2)
     assert len(site) == SITE_BYTES
     assert site.rstrip(b"\0").decode(errors="replace").endswith(".py:1")
-    comparison = _Comparing(Kind.COMPARISON, 0, 0, 1, 0, -1, 1.0)
+    comparison = OnBehalf(Kind.COMPARISON, 0, 0, 1, 0, -1, 1.0)
     comparison.whole = f"all_reduce #1, {name}.py:7"
     assert len(comparison.padded_site()) == SITE_BYTES
 
