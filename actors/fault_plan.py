@@ -27,7 +27,7 @@ VARIABLE = "CHORUSLINE_FAULT_PLAN"
 
 
 class Instant(enum.Enum):
-    """Of the step of a ZeroRedundancyOptimizer (runtime/zero/engine.py), and of a recovery
+    """Of the step of a ZeroRedundancyOptimizer, and of a recovery
     (runtime/recovery/in_place.py)."""
 
     REDUCE = "reduce"

@@ -26,8 +26,8 @@ from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..checkpoint.config import CheckpointConfig
 from ..process.registry import Registered
-from ..zero.engine import OptimizerEngine
 from ..zero.shards.shard_state import ShardState
+from ..zero.zero_redundancy_optimizer import OptimizerEngine
 from . import last_checkpoint, waiting_steps
 from .last_checkpoint import Saveable
 from .live_objects import LiveObjects

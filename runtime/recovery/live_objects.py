@@ -21,7 +21,7 @@ from ..data_parallel.engine import ModelEngine
 from ..join import active
 from ..process.registry import Registry
 from ..process.step_boundary import boundary
-from ..zero.engine import OptimizerEngine
+from ..zero.zero_redundancy_optimizer import OptimizerEngine
 from .plain_optimizer_steps import OnTaken, PlainSteps
 from .rank_state import Facts
 

@@ -31,7 +31,7 @@ from chorusline.collectives import Group, GroupAborted, GroupClosed
 
 from ..data_parallel.engine import ModelEngine
 from ..process.registry import Registered
-from ..zero.engine import OptimizerEngine
+from ..zero.zero_redundancy_optimizer import OptimizerEngine
 from .arrivals import Arrivals
 from .from_the_top import FromTheTop
 from .in_place import InPlace

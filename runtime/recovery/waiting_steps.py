@@ -26,9 +26,12 @@ from chorusline.collectives.objects.blocking import all_gather_object, broadcast
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..partition.resharding import Range, plan_transfers
 from ..process.registry import Registry
-from ..zero.engine import OptimizerEngine
 from ..zero.shards.shard_state import Layout, ShardState, exchange
-from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
+from ..zero.zero_redundancy_optimizer import (
+    OptimizerEngine,
+    ZeroRedundancyOptimizer,
+    optimizer_engine_of,
+)
 from .restart import RestartState
 
 

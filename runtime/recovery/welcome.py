@@ -31,7 +31,6 @@ from ..data_parallel.same_model import broadcast_tensors
 from ..process.random_state import RandomState
 from ..process.registry import Registered
 from ..process.step_boundary import boundary
-from ..zero.engine import Face
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .live_objects import LiveObjects
 
@@ -44,7 +43,7 @@ class Options:
     groups: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, optimizer: Face) -> Options:
+    def of(cls, optimizer: ZeroRedundancyOptimizer) -> Options:
         return cls(
             optimizer.num_steps,
             [
@@ -53,7 +52,7 @@ class Options:
             ],
         )
 
-    def load(self, optimizer: Face) -> None:
+    def load(self, optimizer: ZeroRedundancyOptimizer) -> None:
         optimizer.num_steps = self.num_steps
         for ours, theirs in zip(optimizer.param_groups, self.groups, strict=True):
             ours.update(theirs)

@@ -76,7 +76,7 @@ class Correction:
 
 
 class Checked(Protocol):
-    """The optimizer's engine (engine.py), as far as it is used here."""
+    """The optimizer's engine, as far as it is used here."""
 
     shard: ParameterShard
     reducer: Reducer | None

@@ -3,7 +3,7 @@
 A rank has the state of its own pieces only, so no rank can read or write that of a parameter. It
 can be dropped, as programs do to reset the moments: each rank drops its pieces at once. A
 rank that has run out of data drops them before the next step is applied; it hears of it when the
-ranks vote on that step (engine.py).
+ranks vote on that step.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class StateChanges:
 
 
 class _Owner(Protocol):
-    """The optimizer's engine (engine.py), as far as it is used here."""
+    """The optimizer's engine, as far as it is used here."""
 
     shard: ParameterShard
 

@@ -1,9 +1,9 @@
 """A sharded optimizer in the steps of `ctx.steps` (data/steps.py).
 
-There a step has two halves. Phases (1) to (3) of engine.py come at the end of the loop over the
-step's batches: a rank that is lost until then brings the others its micro-batches, in the same
-loop. Phases (4) and (5) come in `step()`, after the loop. If a rank is lost between the halves,
-the others apply the step where they are, and `step()` has nothing left to do.
+There a step has two halves. Phases (1) to (3) (zero_redundancy_optimizer.py) come at the end of the
+loop over the step's batches: a rank that is lost until then brings the others its micro-batches, in
+the same loop. Phases (4) and (5) come in `step()`, after the loop. If a rank is lost between the
+halves, the others apply the step where they are, and `step()` has nothing left to do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .state_changes import StateChanges
 
 
 class Stepping(Protocol):
-    """The optimizer's engine (engine.py), as far as it is used here."""
+    """The optimizer's engine, as far as it is used here."""
 
     model: ModelEngine | None
     reducer: Reducer | None

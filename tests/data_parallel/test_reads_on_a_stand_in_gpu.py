@@ -104,8 +104,14 @@ WAITS: dict[tuple[str, str], Callable[[cl.Group], object] | str] = {
     ("runtime/zero/shards/optimizer_state.py", "_gather_bucket"): step_and_gather_state,
     ("runtime/data_parallel/buffers.py", "tensors"): "learns whether buffers are whole",
     ("runtime/data_parallel/same_model.py", "broadcast_tensors"): "before tensors are changed",
-    ("runtime/zero/engine.py", "_end_step"): "what the program reads behind step()",
-    ("runtime/zero/engine.py", "apply_and_gather"): "what the program reads behind step()",
+    (
+        "runtime/zero/zero_redundancy_optimizer.py",
+        "_end_step",
+    ): "what the program reads behind step()",
+    (
+        "runtime/zero/zero_redundancy_optimizer.py",
+        "apply_and_gather",
+    ): "what the program reads behind step()",
     (
         "runtime/zero/shards/parameter_shard.py",
         "gather",

@@ -21,9 +21,8 @@ from benchmarks.chaos_training import loss_of, network, take_step
 from chorusline.actors.errors import StateLost, WorkerLost
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.zero.digest_checks import Correction
-from chorusline.runtime.zero.engine import OptimizerEngine
 from chorusline.runtime.zero.shards.parameter_shard import ParameterShard
-from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.runtime.zero.zero_redundancy_optimizer import OptimizerEngine, optimizer_engine_of
 from tests.references.killed_runs import PHASES, DiesAtALine, wrap
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
