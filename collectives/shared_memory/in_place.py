@@ -25,7 +25,7 @@ from ..contract.arithmetic import reduce_into
 from ..contract.operation import ReduceOp
 from .lane import Body
 from .segment import SharedSegment
-from .symmetric_memory import NOWHERE, Place, mapped, place_of
+from .symmetric_memory import NOWHERE, MemoryPlace, mapped, place_of
 
 _TILE_BYTES = 256 << 10
 """More than two tensors are added by pieces of this size, which stay in the processor's cache."""
@@ -83,7 +83,7 @@ class Sharing:
         else:
             body = through(tick)
             yield next(body)
-        places = [Place(*segment.shown(tick, r)) for r in range(segment.size)]
+        places = [MemoryPlace(*segment.shown(tick, r)) for r in range(segment.size)]
         if body is not None and not any(p.inode for p in places):
             yield from body
             return
@@ -102,7 +102,7 @@ class Sharing:
         yield from in_place(tick, tensors)
 
     def _files(
-        self, tick: int, places: Sequence[Place]
+        self, tick: int, places: Sequence[MemoryPlace]
     ) -> Generator[int, None, tuple[int, Files | None]]:
         """The next tick, and the files of all ranks; None if a rank cannot map them, which costs
         the tick in which they say so."""
@@ -119,7 +119,7 @@ class Sharing:
             return tick, None
         return tick, [self._mapped.get((r, inode)) for r, inode in enumerate(key)]
 
-    def _can_map(self, places: Sequence[Place]) -> bool:
+    def _can_map(self, places: Sequence[MemoryPlace]) -> bool:
         """Map the files of the other ranks that are not mapped yet."""
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()

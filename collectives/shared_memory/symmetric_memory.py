@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 
 
-class Place(NamedTuple):
+class MemoryPlace(NamedTuple):
     """Where a tensor lies, as one rank shows it to the others. inode 0: where none can map it.
 
     descriptor: of the file, in the process of the rank. inode: of the file, since numbers of
@@ -36,7 +36,7 @@ class Place(NamedTuple):
     offset: int
 
 
-NOWHERE = Place(0, 0, 0)
+NOWHERE = MemoryPlace(0, 0, 0)
 
 
 class SymmetricMemory:
@@ -50,13 +50,13 @@ class SymmetricMemory:
         self._nbytes = nbytes
         self._inode = os.fstat(descriptor).st_ino
 
-    def place_of(self, tensor: torch.Tensor) -> Place:
+    def place_of(self, tensor: torch.Tensor) -> MemoryPlace:
         if os.getpid() != self._pid:
             return NOWHERE  # A fork: the descriptor's number is another file's, or will be.
         if tensor.untyped_storage().data_ptr() != self._address:
             return NOWHERE  # The storage has moved, as by `share_memory_`.
         offset = int(tensor.storage_offset()) * tensor.element_size()
-        return Place(self._descriptor, self._inode, offset)
+        return MemoryPlace(self._descriptor, self._inode, offset)
 
     def __del__(self) -> None:
         if os.getpid() == self._pid:  # In a fork the memory is its parent's.
@@ -97,13 +97,13 @@ def make_symmetric(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return tensor.view(dtype)
 
 
-def place_of(tensor: torch.Tensor) -> Place:
+def place_of(tensor: torch.Tensor) -> MemoryPlace:
     """Where `tensor`, contiguous, lies; NOWHERE if its memory is ordinary."""
     memory = getattr(tensor.untyped_storage(), _ON_STORAGE, None)
     return memory.place_of(tensor) if memory is not None else NOWHERE
 
 
-def mapped(pid: int, place: Place) -> torch.Tensor:
+def mapped(pid: int, place: MemoryPlace) -> torch.Tensor:
     """The whole file of a tensor in process `pid`, as (nbytes,) uint8; without a descriptor of its
     own. Raises OSError."""
     descriptor = os.open(f"/proc/{pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)

@@ -91,7 +91,7 @@ class ComparingCommunicator(Communicator):
         table: of an exchange, elements to each rank, then from each; pairs of ranks must agree.
         """
         shapes = [list(shape) for shape in operation.shapes] if has_same_shapes else None
-        mine = Description(
+        mine = OperationDescription(
             named(operation),
             shapes,
             self.device.type,
@@ -177,7 +177,7 @@ def comparing(inner: Communicator, store: Store, generation: int, name: str) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class OperationDescription:
     """The operation that one rank is about to run.
 
     operation: its name with sequence, size, dtype, and reduce op or root.
@@ -204,7 +204,7 @@ class Description:
 
 
 def mismatch(
-    operation: Operation, descriptions: Sequence[Description]
+    operation: Operation, descriptions: Sequence[OperationDescription]
 ) -> CollectiveMismatch | None:
     """The error if the ranks' operations differ; every rank computes the same error.
 
@@ -219,14 +219,16 @@ def mismatch(
     return CollectiveMismatch(name, operation.generation, blamed, detail)
 
 
-def _with_sites(error: CollectiveMismatch, said: Sequence[Description]) -> CollectiveMismatch:
+def _with_sites(
+    error: CollectiveMismatch, said: Sequence[OperationDescription]
+) -> CollectiveMismatch:
     """The same error with the calling lines of the ranks that it blames."""
     at = ", ".join(f"rank {r} is at {said[r].site}" for r in error.ranks if said[r].site)
     detail = f"{error.detail}; {at}" if at else error.detail
     return CollectiveMismatch(error.operation, error.generation, error.ranks, detail, error.remedy)
 
 
-def _packed(description: Description) -> torch.Tensor:
+def _packed(description: OperationDescription) -> torch.Tensor:
     """(_WORDS,) int64. A description that is too long loses the ends of its texts."""
     d = description
     fields: list[Any] = [d.operation, d.shapes, d.device, d.group[:100], d.site[-100:]]
@@ -239,5 +241,5 @@ def _packed(description: Description) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(8 * _WORDS)), dtype=torch.int64)
 
 
-def _unpacked(words: torch.Tensor) -> Description:
-    return Description(*json.loads(words.numpy().tobytes().decode()))
+def _unpacked(words: torch.Tensor) -> OperationDescription:
+    return OperationDescription(*json.loads(words.numpy().tobytes().decode()))

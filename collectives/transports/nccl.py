@@ -36,7 +36,7 @@ from .liveness import LOOK_S, RollCall
 from .nccl_codes import DTYPE_CODES, REDUCE_OP_CODES, as_moved, described, lacks
 from .nccl_connecting import Attempt
 from .nccl_works import ABORT_AFTER_S, LONGEST_PAUSE_S, NcclWork, Watcher
-from .shared_gpus import MAY_SHARE, Place, environment_for
+from .shared_gpus import MAY_SHARE, GpuPlace, environment_for
 
 CLOSE_TIMEOUT_S = 5.0  # for the other ranks to close as well
 _NO_ID = b"no id: "
@@ -84,7 +84,7 @@ def connect(
 
     # 1. Where the ranks are. NCCL reads its environment once, already for the unique id.
     place = json.dumps(_place(index))
-    places = [Place(*json.loads(one)) for one in store.gather("place", rank, size, place)]
+    places = [GpuPlace(*json.loads(one)) for one in store.gather("place", rank, size, place)]
     for name, value in environment_for(places, rank, nccl.get_version()).items():
         os.environ.setdefault(name, value)
 
@@ -111,7 +111,7 @@ def connect(
 _PROCESS = uuid.uuid4().hex
 
 
-def _place(index: int) -> Place:
+def _place(index: int) -> GpuPlace:
     from cupy.cuda import runtime
 
     # CUDA shows a process one part of a GPU, whatever else the list names.
@@ -120,7 +120,7 @@ def _place(index: int) -> Place:
     # A process that is forked after its import has an id of its own by its number.
     process = f"{_PROCESS}-{os.getpid()}"
     may_share = os.environ.get(MAY_SHARE) == "1"
-    return Place(host_identity(), runtime.deviceGetPCIBusId(index), part, process, may_share)
+    return GpuPlace(host_identity(), runtime.deviceGetPCIBusId(index), part, process, may_share)
 
 
 class _Launch(NamedTuple):

@@ -31,7 +31,7 @@ MAY_SHARE = "CHORUSLINE_SHARES_GPU"
 """The variable of a process whose GPU is dealt in parts, so that ranks on it may come later."""
 
 
-class Place(NamedTuple):
+class GpuPlace(NamedTuple):
     """Where a rank runs.
 
     host: equal for ranks of one host.
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     may_share: bool = False
 
 
-def environment_for(places: Sequence[Place], rank: int, version: int) -> dict[str, str]:
+def environment_for(places: Sequence[GpuPlace], rank: int, version: int) -> dict[str, str]:
     """Variables that `rank` needs before its process first uses NCCL; empty if it needs none.
 
     places: of all ranks of the group. version: of NCCL, as it counts: 23007 is 2.30.7.

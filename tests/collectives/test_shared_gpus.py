@@ -9,7 +9,7 @@ import torch
 
 import chorusline as cl
 from chorusline.collectives.contract.errors import CollectiveError
-from chorusline.collectives.transports.shared_gpus import MAY_SHARE, Place, environment_for
+from chorusline.collectives.transports.shared_gpus import MAY_SHARE, GpuPlace, environment_for
 from chorusline.runtime.commands import doctor
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl
@@ -19,10 +19,10 @@ OLD, NEW, NEWER = 22809, 23007, 23102
 SMALL, TOGETHER = {"NCCL_MAX_CTAS": "2"}, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 NO_NVLS = {"NCCL_NVLS_ENABLE": "0"}
 LOCAL = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-A, B = Place("host", "01", "", "a"), Place("host", "01", "", "b")
-OTHER_GPU, ELSEWHERE = Place("host", "02", "", "c"), Place("another host", "01", "", "d")
-PART, OTHER_PART = Place("host", "03", "MIG-1", "e"), Place("host", "03", "MIG-2", "f")
-LATER = Place("host", "04", "", "h", may_share=True)
+A, B = GpuPlace("host", "01", "", "a"), GpuPlace("host", "01", "", "b")
+OTHER_GPU, ELSEWHERE = GpuPlace("host", "02", "", "c"), GpuPlace("another host", "01", "", "d")
+PART, OTHER_PART = GpuPlace("host", "03", "MIG-1", "e"), GpuPlace("host", "03", "MIG-2", "f")
+LATER = GpuPlace("host", "04", "", "h", may_share=True)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ LATER = Place("host", "04", "", "h", may_share=True)
     ],
 )
 def test_a_rank_gets_what_nccl_needs_of_its_version(
-    places: list[Place], version: int, expected: dict[str, str]
+    places: list[GpuPlace], version: int, expected: dict[str, str]
 ) -> None:
     assert environment_for(places, 0, version) == expected
 

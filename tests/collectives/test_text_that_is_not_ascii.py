@@ -17,7 +17,7 @@ from chorusline.collectives.contract.operation import Kind, OnBehalf
 from chorusline.collectives.shared_memory.segment import _started_at
 from chorusline.collectives.transports.comparing import (
     _WORDS,
-    Description,
+    OperationDescription,
     _packed,
     _unpacked,
 )
@@ -48,7 +48,9 @@ def test_a_call_site_fits_its_place_and_keeps_its_line(name: str) -> None:
 @EVERY_NAME
 @pytest.mark.parametrize("num_dimensions", [0, 2, 200])
 def test_a_description_comes_as_it_was_sent_where_it_fits(name: str, num_dimensions: int) -> None:
-    sent = Description("all_reduce #3", [[1] * num_dimensions], "cpu", name, f"{name}.py:7")
+    sent = OperationDescription(
+        "all_reduce #3", [[1] * num_dimensions], "cpu", name, f"{name}.py:7"
+    )
     words = _packed(sent)
     assert words.shape == (_WORDS,)
     come = _unpacked(words)
