@@ -32,7 +32,7 @@ class Readiness(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ReplayLog:
     """What a worker rehearses with. payload: pickled by a rank's runtime; empty if that rank cannot
     give it. why_not: why."""
 

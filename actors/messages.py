@@ -178,7 +178,7 @@ def numbers_of(values: Mapping[str, Any], within: str = "") -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class OptimizerProgress:
     """How far one optimizer is.
 
     ballots: how many ballots it has seen.
@@ -189,7 +189,7 @@ class Progress:
     payload: tuple[float, ...] = ()
 
 
-DROPPED = Progress(-1)
+DROPPED = OptimizerProgress(-1)
 """The progress of an optimizer that the function has let go of: no rank waits for it."""
 
 
@@ -222,7 +222,7 @@ class Frozen:
 
     rank: int
     generation: int
-    progress: tuple[Progress, ...]
+    progress: tuple[OptimizerProgress, ...]
     error: CollectiveError
     entered: int = 0
     is_parked: bool = True
@@ -289,7 +289,7 @@ class Resumption:
 
     assignment: Assignment
     former: FormerRanks
-    progress: tuple[Progress, ...]
+    progress: tuple[OptimizerProgress, ...]
     entered: int = 0
     restarts: bool = False
     leaving: tuple[int, ...] = ()

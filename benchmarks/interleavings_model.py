@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from chorusline.actors.driver.regeneration import Regeneration, what_counts
-from chorusline.actors.messages import Frozen, Progress
+from chorusline.actors.messages import Frozen, OptimizerProgress
 from chorusline.collectives.contract.errors import PeerLost
 
 _ERROR = PeerLost("all_reduce #1", 0, [0], "gone")
@@ -231,7 +231,7 @@ class Search:
 
 def frozen(rank: int, report: tuple[int, int, int]) -> Frozen:
     generation, ballots, payload = report
-    return Frozen(rank, generation, (Progress(ballots, (float(payload),)),), _ERROR)
+    return Frozen(rank, generation, (OptimizerProgress(ballots, (float(payload),)),), _ERROR)
 
 
 def _told(what: str, world: World, before: dict[World, World | None]) -> str:
@@ -264,7 +264,7 @@ class _AcceptsAnOldRound(Regeneration):
         return True
 
 
-def _goes_by_the_slowest(frozen: Mapping[int, Frozen]) -> tuple[Progress, ...]:
+def _goes_by_the_slowest(frozen: Mapping[int, Frozen]) -> tuple[OptimizerProgress, ...]:
     return (min((word.progress[0] for word in frozen.values()), key=lambda one: one.ballots),)
 
 

@@ -47,7 +47,7 @@ from chorusline.actors.driver.instructions import (
     StartRank,
 )
 from chorusline.actors.driver.membership import Membership
-from chorusline.actors.messages import Frozen, Progress, RunSucceeded, Success, WorkerInfo
+from chorusline.actors.messages import Frozen, OptimizerProgress, RunSucceeded, Success, WorkerInfo
 from chorusline.collectives.contract.errors import CollectiveError
 
 _RANKS_PER_NODE = 8
@@ -81,7 +81,7 @@ def simulated_worker(seat: int) -> WorkerInfo:
 
 def simulated_report(rank: int, generation: int, steps: int, error: CollectiveError) -> Frozen:
     """Of a rank that waits inside a step, and goes on there."""
-    progress = (Progress(steps, (0.0,) * 32),) * _OPTIMIZERS
+    progress = (OptimizerProgress(steps, (0.0,) * 32),) * _OPTIMIZERS
     return Frozen(rank, generation, progress, error, generation)
 
 

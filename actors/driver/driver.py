@@ -24,7 +24,7 @@ from chorusline.collectives.stores.signed_store import new_secret
 
 from .. import messages
 from ..actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
-from ..arrivals import Readiness, Score, Ticket
+from ..arrivals import Readiness, ReplayLog, Ticket
 from ..calls import (
     Actor,
     ActorGone,
@@ -470,9 +470,9 @@ class _Errands:
         try:
             # The rank gives it between two steps.
             call = self._remote(one.source, "score", self._request.run)
-            score: Score = await answer(call, self._request.timeout_s)
+            score: ReplayLog = await answer(call, self._request.timeout_s)
         except (ActorGone, NoAnswer) as error:
-            score, is_final = Score(why_not=error.detail), False
+            score, is_final = ReplayLog(why_not=error.detail), False
         else:
             is_final = not score.payload
         if not score.payload:

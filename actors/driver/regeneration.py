@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ..messages import DROPPED, Frozen, Progress
+from ..messages import DROPPED, Frozen, OptimizerProgress
 
 
 class Regeneration:
@@ -61,7 +61,7 @@ class Regeneration:
         return frozen.generation == self.generation
 
 
-def what_counts(frozen: Mapping[int, Frozen]) -> tuple[Progress, ...]:
+def what_counts(frozen: Mapping[int, Frozen]) -> tuple[OptimizerProgress, ...]:
     """What holds for all ranks, by optimizer: the most ballots that any rank has seen, and the
     payload of the last one.
 

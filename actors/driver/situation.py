@@ -9,7 +9,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..messages import Frozen, MemberState, Progress
+from ..messages import Frozen, MemberState, OptimizerProgress
 from .arrivals import Rehearsals
 from .regeneration import what_counts
 from .run_state import Member, RunState, in_rank_order
@@ -50,7 +50,7 @@ class Plan:
 
     members: tuple[Member, ...]
     former: tuple[int, ...]
-    progress: tuple[Progress, ...]
+    progress: tuple[OptimizerProgress, ...]
     restarts: bool
     dismissed: tuple[Member, ...] = ()
     leaving: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ import ray
 
 from chorusline.collectives.contract.errors import CollectiveError, GroupAborted, fresh_copy
 
-from ..arrivals import Invitation, Score, Ticket
+from ..arrivals import Invitation, ReplayLog, Ticket
 from ..calls import Actor
 from ..errors import ends_a_generation
 from ..fault_plan import Faults, Instant
@@ -37,7 +37,7 @@ _HELD_S = 0.3
 class AdmittingRank(Protocol):
     """What the control loop asks of a rank to which a worker comes (recovery/arrivals.py)."""
 
-    def give_score(self) -> concurrent.futures.Future[Score]: ...
+    def give_score(self) -> concurrent.futures.Future[ReplayLog]: ...
 
     def invite(self, invitation: Invitation) -> None: ...
 

@@ -38,7 +38,7 @@ from chorusline.collectives.diagnosis.debug import get_debug_level, set_debug_le
 
 from .. import outcomes
 from ..actor_store import ActorStore
-from ..arrivals import Invitation, Readiness, Score
+from ..arrivals import Invitation, Readiness, ReplayLog
 from ..calls import Actor, actor_class
 from ..errors import ends_a_generation
 from ..journal import Journal, Pulled
@@ -471,12 +471,12 @@ class Worker:
             await asyncio.wrap_future(here.lifeline.hold())
 
     @ray.method(concurrency_group="control")
-    async def score(self, run: int) -> Score:
+    async def score(self, run: int) -> ReplayLog:
         """What a worker needs that is to rehearse the function; when this rank is between two of
         its steps."""
         arrivals = self._arrivals_of(run)
         if arrivals is None:
-            return Score(why_not="the function has not started here")
+            return ReplayLog(why_not="the function has not started here")
         return await asyncio.wrap_future(arrivals.give_score())
 
     @ray.method(concurrency_group="control")

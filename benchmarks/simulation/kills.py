@@ -30,7 +30,7 @@ from benchmarks.recovery_training import Log
 from chorusline.actors.calls import Actor
 from chorusline.actors.driver.driver import driver_class
 from chorusline.actors.errors import ends_a_generation
-from chorusline.actors.messages import Progress, RunRequest, RunSucceeded
+from chorusline.actors.messages import OptimizerProgress, RunRequest, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.versions import versions_here
 from chorusline.actors.worker.worker import worker_class
@@ -121,7 +121,7 @@ class Keeping:
             log.note("frozen", 0)
             began_s = time.thread_time()
             frozen = lifeline.leave_generation(error)
-            progress = (Progress(steps, (0.0,) * BALLOT),)
+            progress = (OptimizerProgress(steps, (0.0,) * BALLOT),)
             resumption = lifeline.regenerate(
                 replace(frozen, progress=progress, entered=entered, spare=1)
             )

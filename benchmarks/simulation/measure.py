@@ -32,7 +32,13 @@ from benchmarks.simulation.kills import (
 )
 from chorusline.actors.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
 from chorusline.actors.calls import ActorGone, actor_class, answer
-from chorusline.actors.messages import Assignment, FormerRanks, Frozen, Progress, Resumption
+from chorusline.actors.messages import (
+    Assignment,
+    FormerRanks,
+    Frozen,
+    OptimizerProgress,
+    Resumption,
+)
 from chorusline.collectives.contract.errors import PeerLost
 
 _CALLS, _ROUNDS = 400, 3
@@ -45,12 +51,14 @@ _CARD = b"x" * 120
 
 def _payload() -> Resumption:
     assignment = Assignment(1, 3, 8, 3, 8, 0)
-    return Resumption(assignment, FormerRanks.of(range(8)), (Progress(100, (0.0,) * 32),), 0)
+    return Resumption(
+        assignment, FormerRanks.of(range(8)), (OptimizerProgress(100, (0.0,) * 32),), 0
+    )
 
 
 def _report() -> Frozen:
     error = PeerLost("all_reduce", 0, [2], "process 100 ended")
-    return Frozen(3, 0, (Progress(100, (0.0,) * 32),), error)
+    return Frozen(3, 0, (OptimizerProgress(100, (0.0,) * 32),), error)
 
 
 class Meter:

@@ -29,7 +29,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from chorusline.actors.arrivals import Invitation, Score as GivenScore, Ticket
+from chorusline.actors.arrivals import Invitation, ReplayLog, Ticket
 from chorusline.actors.errors import ends_a_generation
 from chorusline.actors.messages import Resumption
 from chorusline.actors.worker.lifeline import Lifeline
@@ -69,7 +69,7 @@ class Arrivals:
         self._steps_in: object = None
         """The call of the function in which a step was taken with `ctx.steps`."""
         self._lock = threading.Lock()
-        self._asked: list[concurrent.futures.Future[GivenScore]] = []
+        self._asked: list[concurrent.futures.Future[ReplayLog]] = []
         self._invitation: Invitation | None = None
         self._has_told = False
         self._kept = KeptResults()
@@ -77,9 +77,9 @@ class Arrivals:
 
     # -- for the control loop --------------------------------------------------------------------
 
-    def give_score(self) -> concurrent.futures.Future[GivenScore]:
+    def give_score(self) -> concurrent.futures.Future[ReplayLog]:
         """(1) Filled in between two steps."""
-        asked: concurrent.futures.Future[GivenScore] = concurrent.futures.Future()
+        asked: concurrent.futures.Future[ReplayLog] = concurrent.futures.Future()
         with self._lock:
             self._asked.append(asked)
         return asked
@@ -196,7 +196,7 @@ class Arrivals:
         if why:
             tell_why_not(why)
         for one in asked:
-            one.set_result(GivenScore(payload, why))
+            one.set_result(ReplayLog(payload, why))
 
     # -- on a worker that comes ------------------------------------------------------------------
 

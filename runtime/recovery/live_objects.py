@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from chorusline.actors.messages import DROPPED, Assignment, Progress
+from chorusline.actors.messages import DROPPED, Assignment, OptimizerProgress
 from chorusline.collectives import Group
 from chorusline.collectives.contract.operation import State
 
@@ -143,7 +143,7 @@ class LiveObjects:
             return "it has not registered its model and its ZeroRedundancyOptimizer (ctx.register)"
         return self.plain.why_not_again(self.call.registry, models)
 
-    def catch_up(self, progress: Sequence[Progress]) -> None:
+    def catch_up(self, progress: Sequence[OptimizerProgress]) -> None:
         """Take the steps whose ballots other ranks have seen. progress: of the optimizers, as
         decided by the driver."""
         for number, optimizer in self.optimizers().items():

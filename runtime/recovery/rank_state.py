@@ -18,7 +18,14 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from chorusline.actors.messages import DROPPED, NOWHERE, Frozen, Progress, Readiness, Resumption
+from chorusline.actors.messages import (
+    DROPPED,
+    NOWHERE,
+    Frozen,
+    OptimizerProgress,
+    Readiness,
+    Resumption,
+)
 
 
 class Stage(enum.Enum):
@@ -83,7 +90,7 @@ class Facts:
     keeps_checkpoints: the session has a place for checkpoints.
     """
 
-    progress: tuple[Progress, ...] = ()
+    progress: tuple[OptimizerProgress, ...] = ()
     missing: str = ""
     plain_steps: int = 0
     has_plain_steps: bool = False
@@ -174,7 +181,7 @@ class RankState:
             return Readiness.PARKS
         return Readiness.NOT_YET
 
-    def _progress(self, facts: Facts) -> tuple[Progress, ...]:
+    def _progress(self, facts: Facts) -> tuple[OptimizerProgress, ...]:
         match self.stage:
             case Stage.FRESH | Stage.RUNNING:
                 return facts.progress

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from chorusline.actors.messages import Progress
+from chorusline.actors.messages import OptimizerProgress
 from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
@@ -40,7 +40,7 @@ class RetainedOptimizer:
     options are equal on all ranks."""
 
     held: ShardState
-    progress: Progress
+    progress: OptimizerProgress
     num_steps: int
     options: list[dict[str, Any]]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from chorusline.actors.messages import Progress
+from chorusline.actors.messages import OptimizerProgress
 from chorusline.collectives import Group
 from chorusline.collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
 from chorusline.collectives.objects.blocking import broadcast_object
@@ -137,7 +137,7 @@ def digest_of(objects: LiveObjects) -> str:
 class OptimizerPlace:
     """progress, last_live: as in its engine."""
 
-    progress: Progress
+    progress: OptimizerProgress
     last_live: tuple[int, ...]
     options: Options
 

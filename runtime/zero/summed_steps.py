@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from chorusline.actors.fault_plan import Faults, Instant
-from chorusline.actors.messages import Progress
+from chorusline.actors.messages import OptimizerProgress
 from chorusline.collectives import CollectiveError
 
 from ..data_parallel.engine import ModelEngine
@@ -37,7 +37,7 @@ class Stepping(Protocol):
     state_changes: StateChanges
     face: Any
     last_live: tuple[int, ...]
-    _seen: Progress
+    _seen: OptimizerProgress
     _ballot_of_step: int
 
     @property
@@ -166,7 +166,7 @@ class SummedSteps:
         engine.faults.reach(Instant.STEPPED)
         engine.has_stepped()
 
-    def take_place(self, progress: Progress, last_live: tuple[int, ...]) -> None:
+    def take_place(self, progress: OptimizerProgress, last_live: tuple[int, ...]) -> None:
         """This rank comes to others between two steps, and is where they are."""
         engine = self._engine
         engine._seen, engine.last_live = progress, last_live

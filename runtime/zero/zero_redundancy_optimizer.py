@@ -36,7 +36,7 @@ import torch
 
 from chorusline.actors.errors import ends_a_generation
 from chorusline.actors.fault_plan import Faults, Instant
-from chorusline.actors.messages import Progress
+from chorusline.actors.messages import OptimizerProgress
 from chorusline.collectives import CollectiveError, CollectiveMismatch, Group
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 from chorusline.collectives.contract.call_site import users_level
@@ -557,7 +557,7 @@ class OptimizerEngine:
         self._why_not = ""
         """What keeps this rank from taking the step under way; empty if nothing does."""
         self._early: EarlyUpdate | None = None
-        self._seen = Progress(0)
+        self._seen = OptimizerProgress(0)
         """The number and content of the last ballot that this rank has seen."""
         self._ballot_of_step = 0
         """The ballot of the current step, or of the last one."""
@@ -929,7 +929,7 @@ class OptimizerEngine:
         live = outcome.agreement.live
         names = sorted(self.face.defaults)
         check_same_options(outcome, self.face.param_groups, names, self.group.generation)
-        self._seen = Progress(self._seen.ballots + 1, payload)
+        self._seen = OptimizerProgress(self._seen.ballots + 1, payload)
         self.last_live = live
         if live:
             self.state_changes.forget()
@@ -1080,11 +1080,11 @@ class OptimizerEngine:
     # -- recovery (recovery/recovery.py) ---------------------------------------------------------
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> OptimizerProgress:
         return self._seen
 
     @torch.no_grad()
-    def catch_up(self, decided: Progress) -> None:
+    def catch_up(self, decided: OptimizerProgress) -> None:
         """Take the step whose ballot other ranks have seen, as far as this rank can alone."""
         # No rank can have seen a ballot that this one has not come to: an optimizer that was just
         # made again is not late, it has yet to get its state.
@@ -1113,7 +1113,7 @@ class OptimizerEngine:
         self,
         held: ShardState,
         inventories: Sequence[Inventory],
-        progress: Progress,
+        progress: OptimizerProgress,
         num_steps: int,
         options: Sequence[Mapping[str, Any]],
     ) -> int:

@@ -16,14 +16,21 @@ from chorusline.actors.driver.events import Event
 from chorusline.actors.driver.instructions import Instruction
 from chorusline.actors.driver.membership import Membership
 from chorusline.actors.driver.run_state import Phase
-from chorusline.actors.messages import Failure, Frozen, MemberState, Progress, RunSucceeded, Success
+from chorusline.actors.messages import (
+    Failure,
+    Frozen,
+    MemberState,
+    OptimizerProgress,
+    RunSucceeded,
+    Success,
+)
 from tests.references.driver_events import GONE, death, resumptions, worker
 
 HERE = Ticket("0/0/steps#0", "objects")
 
 
 def froze(rank: int, generation: int, *, at_boundary: bool) -> events.RankFroze:
-    word = Frozen(rank, generation, (Progress(5, (5.0,)),), GONE, generation, True, True)
+    word = Frozen(rank, generation, (OptimizerProgress(5, (5.0,)),), GONE, generation, True, True)
     return events.RankFroze(replace(word, takes_in=True, is_at_boundary=at_boundary))
 
 

@@ -37,7 +37,7 @@ from chorusline.actors.messages import (
     Failure,
     Frozen,
     Loss,
-    Progress,
+    OptimizerProgress,
     RunFailed,
     Stand,
     Success,
@@ -50,7 +50,7 @@ PLACE = "/place/step-00000005-0123abcd-0"
 
 
 def froze(rank: int, ballots: int = 5, generation: int = 0, **more: object) -> RankFroze:
-    progress = (Progress(ballots, (float(ballots),)),)
+    progress = (OptimizerProgress(ballots, (float(ballots),)),)
     word = Frozen(rank, generation, progress, GONE, 0, can_restart=True, can_save=True)
     return RankFroze(replace(word, **more))  # type: ignore[arg-type]
 
@@ -95,7 +95,7 @@ def test_the_survivors_leave_their_functions_and_save_up_to_the_last_step_that_c
     words = resumptions(told)
     assert set(words) == {"worker-0-0", "worker-2-0"}
     for word in words.values():
-        assert word.restarts and word.progress == (Progress(5, (5.0,)),)
+        assert word.restarts and word.progress == (OptimizerProgress(5, (5.0,)),)
         assert word.former_ranks == (0, 2)
         assert isinstance(word.gives_up, Loss)
         assert "no new workers started, and fewer than 3 are left" in word.gives_up.detail

@@ -43,7 +43,7 @@ from chorusline.actors.messages import (
     FormerRanks,
     Frozen,
     Loss,
-    Progress,
+    OptimizerProgress,
     Resumption,
     RunFailed,
     RunSucceeded,
@@ -66,7 +66,7 @@ def running(
 
 
 def froze(rank: int, ballots: int = 0, generation: int = 0, **more: bool | int | str) -> RankFroze:
-    progress = (Progress(ballots, (float(ballots),)),)
+    progress = (OptimizerProgress(ballots, (float(ballots),)),)
     word = Frozen(rank, generation, progress, GONE, generation)
     return RankFroze(replace(word, **more))  # type: ignore[arg-type]
 
@@ -82,7 +82,7 @@ def test_survivors_go_on_with_the_last_ballot_that_anybody_saw(events: tuple[Eve
     resumed = resumptions(told)
     assert set(resumed) == {"worker-0-0", "worker-2-0"}
     for word in resumed.values():
-        assert word.progress == (Progress(5, (5.0,)),)
+        assert word.progress == (OptimizerProgress(5, (5.0,)),)
         assert word.former_ranks == (0, 2)
         assert word.assignment.generation == 1
         assert not word.restarts
@@ -469,7 +469,9 @@ def test_another_driver_tells_those_who_have_not_heard_of_the_decision() -> None
     membership = Membership()
     for seat in (0, 2):
         membership.handle(WorkerRegistered(worker(seat), 1))
-    decided = Resumption(Assignment(1, 0, 2, 0, 2, 0), FormerRanks.of((0, 2)), (Progress(5),), 0)
+    decided = Resumption(
+        Assignment(1, 0, 2, 0, 2, 0), FormerRanks.of((0, 2)), (OptimizerProgress(5),), 0
+    )
     stands = (
         stand(0, decided.assignment, decided),
         stand(2, Assignment(0, 2, 3, 2, 3, 0)),
@@ -479,7 +481,7 @@ def test_another_driver_tells_those_who_have_not_heard_of_the_decision() -> None
     resumed = resumptions(told)
     assert set(resumed) == {"worker-2-0"}
     assert resumed["worker-2-0"].assignment == Assignment(1, 1, 2, 1, 2, 0)
-    assert resumed["worker-2-0"].progress == (Progress(5),)
+    assert resumed["worker-2-0"].progress == (OptimizerProgress(5),)
 
 
 def test_a_worker_that_died_with_the_driver_is_lost() -> None:

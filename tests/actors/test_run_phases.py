@@ -22,7 +22,7 @@ from chorusline.actors.messages import (
     Frozen,
     Loss,
     MemberState,
-    Progress,
+    OptimizerProgress,
     RunFailed,
     RunSucceeded,
     Stand,
@@ -32,7 +32,9 @@ from tests.references.driver_events import GONE, death, worker
 
 
 def froze(rank: int, generation: int = 0, **more: object) -> events.RankFroze:
-    word = Frozen(rank, generation, (Progress(5, (5.0,)),), GONE, 0, True, True, can_save=True)
+    word = Frozen(
+        rank, generation, (OptimizerProgress(5, (5.0,)),), GONE, 0, True, True, can_save=True
+    )
     return events.RankFroze(replace(word, **more))  # type: ignore[arg-type]
 
 

@@ -25,7 +25,7 @@ from chorusline.actors.messages import (
     Assignment,
     FormerRanks,
     Frozen,
-    Progress,
+    OptimizerProgress,
     Readiness,
     Resumption,
     WorkerInfo,
@@ -47,7 +47,7 @@ def began(rank: int = 0, generation: int = 0) -> Frozen:
 
 def facts(ballots: int = 1, **more: object) -> Facts:
     """Of a function whose sharded optimizer has seen so many ballots."""
-    progress = (Progress(ballots, (float(ballots),)),)
+    progress = (OptimizerProgress(ballots, (float(ballots),)),)
     return replace(Facts(progress, spare=1, keeps_checkpoints=True), **more)  # type: ignore[arg-type]
 
 
@@ -326,9 +326,9 @@ def again(ballots: int) -> RankState:
 @pytest.mark.parametrize("num_made", [0, 1])
 def test_an_optimizer_that_was_made_again_is_where_the_kept_one_was(num_made: int) -> None:
     """Before it is registered it has seen no ballot, and a failure may come in between."""
-    made = Facts((Progress(0),) * num_made, missing="it is not registered", spare=1)
+    made = Facts((OptimizerProgress(0),) * num_made, missing="it is not registered", spare=1)
     word = again(5).report(began(), made, Where.OUTSIDE)
-    assert word.progress == (Progress(5, (5.0,)),)
+    assert word.progress == (OptimizerProgress(5, (5.0,)),)
     assert word.can_restart
 
 
@@ -342,7 +342,7 @@ def test_ranks_that_are_interrupted_at_different_places_of_their_constructors_go
     membership.handle(RunStarted(0, 1, None))
     newcomer = RankState(0)
     newcomer.is_new()
-    made = Facts((Progress(0),), missing="it is not registered", spare=1)
+    made = Facts((OptimizerProgress(0),), missing="it is not registered", spare=1)
     words = [
         again(ballots).report(began(0), Facts(missing="nothing is registered"), Where.OUTSIDE),
         again(ballots).report(began(1), made, Where.OUTSIDE),
@@ -353,7 +353,9 @@ def test_ranks_that_are_interrupted_at_different_places_of_their_constructors_go
     resumed = resumptions(told)
     assert len(resumed) == 3
     assert all(one.restarts for one in resumed.values())
-    assert {one.progress for one in resumed.values()} == {(Progress(ballots, (float(ballots),)),)}
+    assert {one.progress for one in resumed.values()} == {
+        (OptimizerProgress(ballots, (float(ballots),)),)
+    }
 
 
 def test_a_rank_is_ready_for_the_end_of_its_generation_when_it_could_go_on() -> None:

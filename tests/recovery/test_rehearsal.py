@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.actors.arrivals import Score, Ticket
+from chorusline.actors.arrivals import ReplayLog, Ticket
 from chorusline.actors.journal import Journal
 from chorusline.actors.messages import Assignment, RunRequest
 from chorusline.actors.run_status import RunStatus
@@ -33,7 +33,7 @@ class Points:
         return torch.full((4,), float(number))
 
 
-def train(ctx: cl.Context) -> tuple[list[Any], Score, Ticket]:
+def train(ctx: cl.Context) -> tuple[list[Any], ReplayLog, Ticket]:
     """Takes the score in its second epoch."""
     HEARD[:] = [ctx.broadcast({"seed": 3 + ctx.rank}), ctx.reduce(2.0 * ctx.rank), ctx.step]
     ctx.barrier()
