@@ -15,7 +15,7 @@ from ..zero.shards.parameter_bucket import in_format_of
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .contents import PER_RANK, ZERO, is_dense, leaves_of, tree_of
 from .format.errors import CheckpointCorrupted, CheckpointMismatch
-from .format.manifest import Entry, dtype_name, name_of
+from .format.manifest import ManifestEntry, dtype_name, name_of
 from .format.pieces import Path
 from .format.reader import CheckpointReader
 from .sharded_state import GROUPS, NUM_STEPS, STATE, SavedOptimizer
@@ -213,7 +213,7 @@ def _saved_groups(name: str, reader: CheckpointReader) -> list[dict[str, Any]]:
     raise _unlike(reader, entry or plain)
 
 
-def _unlike(reader: CheckpointReader, entry: Entry | None) -> CheckpointCorrupted:
+def _unlike(reader: CheckpointReader, entry: ManifestEntry | None) -> CheckpointCorrupted:
     what = name_of(entry.path) if entry is not None else "it"
     return CheckpointCorrupted(reader.path, f"{what} is not what an optimizer saves")
 

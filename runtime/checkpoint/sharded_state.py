@@ -16,12 +16,12 @@ from typing import Any, Self
 import torch
 
 from ..partition.resharding import Range
-from ..zero.shards.optimizer_trial import Verdict
+from ..zero.shards.optimizer_trial import Shardability
 from ..zero.shards.shard_state import MASTER, Layout, ShardState, is_per_element
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .contents import add_leaf, pickled
 from .format.errors import CheckpointCorrupted, CheckpointMismatch
-from .format.manifest import Entry, name_of
+from .format.manifest import ManifestEntry, name_of
 from .format.pieces import Contents, Path, TensorRange
 from .format.reader import CheckpointReader
 
@@ -43,7 +43,7 @@ class SavedOptimizer:
     parameters: Sequence[str]
     layout: Layout
     groups: list[dict[str, Any]]
-    verdict: Verdict
+    verdict: Shardability
 
     @classmethod
     def of(cls, name: str, optimizer: ZeroRedundancyOptimizer) -> Self:
@@ -97,7 +97,7 @@ class SavedOptimizer:
 
         Raises CheckpointMismatch if the shape or dtype of a parameter was another one.
         """
-        below: dict[str | int, list[Entry]] = {}
+        below: dict[str | int, list[ManifestEntry]] = {}
         for entry in reader.below(self.name, STATE):
             if len(entry.path) < 4:
                 raise CheckpointCorrupted(
@@ -115,7 +115,7 @@ class SavedOptimizer:
     def _read_piece(
         self,
         reader: CheckpointReader,
-        entries: Sequence[Entry],
+        entries: Sequence[ManifestEntry],
         number: int,
         start: int,
         where: Range,

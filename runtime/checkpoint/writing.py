@@ -21,7 +21,7 @@ from .format.errors import CheckpointError, CheckpointWriteFailed
 from .format.manifest import (
     METADATA,
     Manifest,
-    Part,
+    RankManifest,
     is_whole,
     merged,
     name_of,
@@ -77,7 +77,7 @@ class Writing:
     run_id: str
     site: str
     call_by: float
-    write: Callable[[], Part]
+    write: Callable[[], RankManifest]
     kinds: dict[str, str]
     world_size: int
     told_saves: list[str]
@@ -95,7 +95,7 @@ class Writing:
         """Phases (3) to (8); ends the Saving in any case."""
         began_at = time.monotonic()
         rank = self.group.rank
-        part: Part | None = None
+        part: RankManifest | None = None
         trouble: str | None = None
         try:
             store = PrefixStore(f"checkpoint/{self.key_prefix}", self.group._store)
@@ -126,7 +126,7 @@ class Writing:
             self.saving.end(CheckpointWriteFailed(self.saving.path, detail, (rank,)))
 
     def _agree(
-        self, store: PrefixStore, part: Part | None, trouble: str | None
+        self, store: PrefixStore, part: RankManifest | None, trouble: str | None
     ) -> CheckpointError | None:
         """Phases (4) to (8). Returns the error, or None if the checkpoint is whole.
 
@@ -244,7 +244,7 @@ class Writing:
                 stacklevel=2,
             )
 
-    def _check(self, parts: Sequence[Part]) -> None:
+    def _check(self, parts: Sequence[RankManifest]) -> None:
         """Check that all files are there: another run may have swept the storage meanwhile."""
         steps = [part.step for part in parts]
         if len(set(steps)) > 1:

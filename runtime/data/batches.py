@@ -18,7 +18,7 @@ from ..join.active import active_join
 from ..join.join import Join
 from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
-from .cursor import Cursor, Passage, Rest
+from .cursor import Cursor, Passage, Remainder
 from .dealer import Dealer, Dealt
 from .fetching.on_device import ToDevice
 
@@ -99,7 +99,7 @@ class Batches(Dealt):
         join: Join | None = None
         steps, is_place = bound.steps, bound.is_place
         if is_place:
-            goes_on = steps.epoch == self.epoch and self._rest != Rest()
+            goes_on = steps.epoch == self.epoch and self._rest != Remainder()
             steps.batches_before = steps.place_in_epoch if goes_on else 0
             steps.batches_taken = steps.batches_shadowed = 0
         try:
@@ -220,10 +220,10 @@ class Batches(Dealt):
                 stacklevel=3,
             )
 
-    def _coming(self) -> Rest:
+    def _coming(self) -> Remainder:
         """The rest of the coming iteration: everything, unless the run resumes inside it."""
         if self._cursor is None or not torch.is_grad_enabled():
-            return Rest()
+            return Remainder()
         return self._cursor.rest_of(self._key)
 
     @property

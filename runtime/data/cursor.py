@@ -34,7 +34,7 @@ Run = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class Remainder:
     """What is left of an iteration over data that earlier runs have begun.
 
     runs: the earlier runs, oldest first. given: further sample numbers that must not be given
@@ -111,7 +111,7 @@ class Passage:
     name: stays the same when the function runs again from the top; None before the first begin.
     """
 
-    rest: Rest = field(default_factory=Rest)
+    rest: Remainder = field(default_factory=Remainder)
     shard: Dealt | None = None
     is_over: bool = False
     name: str | None = None
@@ -189,10 +189,10 @@ class Cursor:
         the place where it resumes, that place."""
         return max((self._loop, self._epoch or 0), self._resumed)
 
-    def rest_of(self, key: str) -> Rest:
+    def rest_of(self, key: str) -> Remainder:
         """What is left of the coming iteration over the data that `key` identifies."""
         passage = self._passages.get(f"{key}#{self._seen.get(key, 0)}")
-        return passage.rest if passage else Rest()
+        return passage.rest if passage else Remainder()
 
     def begin(self, key: str, shard: Dealt | None = None) -> Passage:
         """Begin an iteration. Each iteration of an epoch over the same data has its own passage.
@@ -221,7 +221,7 @@ class Cursor:
         for name, passage in self._passages.items():
             before = name.partition("/")[0]
             is_this = passage.name is None and name == f"{before}/{rest}#{number}"
-            if is_this and before != length and passage.rest != Rest():
+            if is_this and before != length and passage.rest != Remainder():
                 raise ValueError(
                     f"the dataset has {length} samples, and had {before} when this epoch started, "
                     "so it is not known which samples are left. Restore the dataset, and change "
@@ -319,13 +319,13 @@ def most_of(key: str) -> int:
     return min(int(length), MOST) if length.isdecimal() and len(length) < 20 else MOST
 
 
-def _rest(parts: Sequence[dict[str, Any] | None], most: int) -> Rest:
+def _rest(parts: Sequence[dict[str, Any] | None], most: int) -> Remainder:
     """What is left of an iteration. parts: by rank; None: the rank has not begun it. most: as in
     `most_of`."""
     begun = [part for part in parts if part is not None]
     runs = tuple((size, tuple(counts)) for size, counts in begun[0]["runs"])
     if all(part["is_over"] for part in begun):
-        return Rest(runs, None)
+        return Remainder(runs, None)
     if any(part["ids"] is not None for part in begun):  # Counts identify no samples.
         given = functools.reduce(operator.or_, (set_of(part["ids"], most) for part in begun))
         missing = max(part.get("num_ids", 0) for part in begun) - len(given)
@@ -335,6 +335,6 @@ def _rest(parts: Sequence[dict[str, Any] | None], most: int) -> Rest:
                 f"Of those, {missing} belong to steps that count, but it is no longer known "
                 "which. Run the epoch again, or resume from a checkpoint",
             )
-        return Rest(runs, given)
+        return Remainder(runs, given)
     counts = tuple(0 if part is None else part["given"] for part in parts)
-    return Rest((*runs, (len(parts), counts)))
+    return Remainder((*runs, (len(parts), counts)))

@@ -15,7 +15,7 @@ from chorusline.collectives.contract.argument_kinds import (
 from chorusline.collectives.contract.articles import with_article
 
 from .batches import Batches
-from .cursor import Cursor, Rest
+from .cursor import Cursor, Remainder
 from .dealer import Cut, Dealer, Left
 from .dealing import Hands, dealt_hands, redeal
 from .fetching.fetcher import Fetcher, Fetching, loader_seed
@@ -144,7 +144,7 @@ class Shard(Batches):
         )
         self._round_up = 0 if drop_last else batch_size - 1
         self._take_hand(self._dealt(world_size), rank)
-        whole = self._hands if self._rest == Rest() else self._whole(world_size)
+        whole = self._hands if self._rest == Remainder() else self._whole(world_size)
         self.num_steps = max(map(self._num_batches, map(len, whole)))
 
     def __len__(self) -> int:

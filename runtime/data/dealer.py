@@ -133,7 +133,7 @@ def cuts_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SamplesPlace:
     """Where the ranks are in the samples of a function's call, in the one iteration that they have
     begun and not ended: what a worker needs that comes to them.
 
@@ -317,9 +317,9 @@ class Dealer:
         self.num_holders += 1
         return self.num_holders - 1
 
-    def place_in(self, shard: Dealt) -> Place:
+    def place_in(self, shard: Dealt) -> SamplesPlace:
         """For a worker that comes to the ranks in this iteration."""
-        return Place(
+        return SamplesPlace(
             self.call_key,
             tuple(self.holders),
             self.num_holders,
@@ -330,7 +330,7 @@ class Dealer:
             shard.settled,
         )
 
-    def take_place(self, shard: Dealt, place: Place) -> None:
+    def take_place(self, shard: Dealt, place: SamplesPlace) -> None:
         """This rank has come to the others, and has begun the iteration in which they are; `redeal`
         follows, as on all ranks."""
         self.call_key, self.holders = place.call_key, list(place.holders)

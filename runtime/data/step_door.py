@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from .cursor import Rest
-from .dealer import Cut, Place
+from .cursor import Remainder
+from .dealer import Cut, SamplesPlace
 
 
 class StepsUnderWay(Protocol):
@@ -53,11 +53,11 @@ class StepsPlace:
     """
 
     first: int
-    rest: Rest
+    rest: Remainder
     taken: int
     agreed: int
     paces: tuple[float, ...]
-    place: Place
+    place: SamplesPlace
 
 
 def is_within_step(cut: Cut) -> bool:

@@ -10,7 +10,7 @@ import torch
 from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.operations.host_reads import device_numbers
 
-from ..process.micro_batches import StepPlan, Summing
+from ..process.micro_batches import StepPlan, SummableModel
 
 _FORGETTING = 0.5
 """The part of a rank's pace that its last step makes; the rest is of the steps before."""
@@ -34,14 +34,14 @@ class StepEnd:
         self._weights: dict[int, dict[int, float]] = {}  # by id() of a model, by micro-batch
         self._seconds: list[float] = []
 
-    def note(self, number: int, models: Sequence[Summing], seconds: float) -> None:
+    def note(self, number: int, models: Sequence[SummableModel], seconds: float) -> None:
         """This rank has computed a micro-batch."""
         self._seconds.append(seconds)
         for model in models:
             if model.weight is not None:
                 self._weights.setdefault(id(model), {})[number] = model.weight
 
-    def meet(self, group: Group, models: Sequence[Summing], paces: Sequence[float]) -> None:
+    def meet(self, group: Group, models: Sequence[SummableModel], paces: Sequence[float]) -> None:
         """(2) Raises CollectiveMismatch, on all ranks, if they are at different steps."""
         num = self.plan.num_micro_batches
         told = [float(self.plan.number), float(self.plan.number) ** 2]

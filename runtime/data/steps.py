@@ -30,10 +30,10 @@ from chorusline.collectives.diagnosis.debug import logger
 from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..process.between_runs import between_runs
-from ..process.micro_batches import StepPlan, Summing, in_common
+from ..process.micro_batches import StepPlan, SummableModel, in_common
 from ..process.random_state import mixed, seed_all
 from ..process.step_boundary import boundary
-from .cursor import Cursor, Passage, Rest
+from .cursor import Cursor, Passage, Remainder
 from .dealer import Cut, Dealer, Dealt, Left
 from .fetching.on_device import ToDevice
 from .micro_batch_dealing import deal_again, deal_micro_batches, sizes_of_step
@@ -148,7 +148,7 @@ class Steps(Dealt):
         self._first = self._coming_step()
         self._paces: list[float] = []
         self._sizes: tuple[int, list[int]] | None = None
-        self._together: list[Summing] | None = None
+        self._together: list[SummableModel] | None = None
         """The models that all ranks have; None: not known yet."""
         self._dealt: dict[int, list[int]] = {}
         """By number of a step, its holders, where ranks were lost before it was agreed on."""
@@ -173,7 +173,7 @@ class Steps(Dealt):
 
     def _coming_step(self) -> int:
         """The first step that is left."""
-        rest = self._cursor.rest_of(self._key) if self._cursor is not None else Rest()
+        rest = self._cursor.rest_of(self._key) if self._cursor is not None else Remainder()
         if rest.given is None:
             return _OVER
         by_count = sum(max(counts, default=0) for _, counts in rest.runs)
@@ -222,10 +222,10 @@ class Steps(Dealt):
             for model in self._models():
                 model.leave_steps()
 
-    def _models(self) -> list[Summing]:
+    def _models(self) -> list[SummableModel]:
         return [engine.steps for engine in between_runs().models_of(self._group())]
 
-    def _in_common(self, models: Sequence[Summing]) -> list[Summing]:
+    def _in_common(self, models: Sequence[SummableModel]) -> list[SummableModel]:
         """Those that all ranks have: asked in the first step, and again when ranks are lost."""
         if self._together is None:
             here = [model.signature for model in models]
@@ -323,7 +323,7 @@ class Steps(Dealt):
                 holders = deal_micro_batches(len(sizes), self._paces) if sizes else []
             left = [one for one, holder in enumerate(holders) if holder == rank]
 
-    def _ends(self, models: Sequence[Summing], end: StepEnd) -> bool:
+    def _ends(self, models: Sequence[SummableModel], end: StepEnd) -> bool:
         """(2) and (3). Returns whether the step is agreed on; if not, ranks were lost."""
         try:
             models = self._in_common(models)
@@ -361,7 +361,7 @@ class Steps(Dealt):
 
     def place(self) -> StepsPlace:
         """This rank's place in the pass under way, between two steps."""
-        rest = self._passage.rest if self._passage is not None else Rest()
+        rest = self._passage.rest if self._passage is not None else Remainder()
         dealt = self._dealer.place_in(self)
         return StepsPlace(self._first, rest, self.taken, self.agreed, tuple(self._paces), dealt)
 
@@ -431,7 +431,7 @@ def _check_place(joins: Sequence[object]) -> None:
         )
 
 
-def _check_models(models: Sequence[Summing]) -> None:
+def _check_models(models: Sequence[SummableModel]) -> None:
     if not models:
         raise RuntimeError(
             "ctx.steps sums the gradients of a DistributedDataParallel of the run's group, and "
@@ -440,7 +440,7 @@ def _check_models(models: Sequence[Summing]) -> None:
         )
 
 
-def _check_together(models: Sequence[Summing]) -> None:
+def _check_together(models: Sequence[SummableModel]) -> None:
     """models: those with a gradient in the step."""
     if len(models) > 1 and any(model.can_wait for model in models):
         raise RuntimeError(

@@ -24,7 +24,7 @@ from .same_model import broadcast_tensors
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _BuffersCopy:
     """after, before: copies of the buffers after and before the operation that brought those
     of another rank. work: this operation, where it is not known whether it has succeeded."""
 
@@ -57,13 +57,13 @@ class Buffers:
         self.synced_step = 0
         """The number of steps whose buffers this rank has synchronised."""
         self._shapes = {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
-        self._kept = _Copy()
-        self._agreed = _Copy()
+        self._kept = _BuffersCopy()
+        self._agreed = _BuffersCopy()
 
     def begin_forward(self) -> None:
         """Before the first step: copy the buffers that the forward pass is about to change."""
         if self.is_kept and not self._kept.after:
-            self._kept = _Copy(self._copied())
+            self._kept = _BuffersCopy(self._copied())
 
     def sync(self, root: int | None, group: Group, *, on_host: bool = False) -> bool:
         """Copy the buffers of rank `root` after a step; None: no rank took the step.
@@ -129,7 +129,7 @@ class Buffers:
 
     def _have_synced(self, before: Sequence[torch.Tensor] = (), work: Work | None = None) -> None:
         self.synced_step += 1
-        self._agreed = _Copy(self._copied(), [*before], work)
+        self._agreed = _BuffersCopy(self._copied(), [*before], work)
         if self.count_when_agreed:
             self.keep_agreed()
 
@@ -140,7 +140,7 @@ class Buffers:
     def drop_kept(self) -> None:
         """Stop keeping copies, at the end of the run."""
         self.is_kept = False
-        self._kept = self._agreed = _Copy()
+        self._kept = self._agreed = _BuffersCopy()
 
     def committed(self) -> dict[str, torch.Tensor]:
         """By name, the buffers after the last step that counts; present ones before any step."""

@@ -350,7 +350,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "would replace all others. Give all ranks the same number of batches, without "
                 "Join"
             )
-        return _Hook(self)
+        return _ModelHook(self)
 
     def _ends_step(self) -> bool:
         return not self._reducer.is_sharded
@@ -412,7 +412,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         return self._divisor(agreement)
 
 
-class _Hook(JoinHook):
+class _ModelHook(JoinHook):
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
 

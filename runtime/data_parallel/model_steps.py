@@ -20,7 +20,7 @@ from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..partition.shards import padded_numel, shard_numel
 from ..process.micro_batches import StepPlan
-from .gradients.micro_batch_sums import MicroBatchSums, Summing
+from .gradients.micro_batch_sums import MicroBatchSums, SumPhase
 from .gradients.reducer import Reducer
 from .step_buffers import StepBuffers
 from .sync_batch_norm import SyncBatchNorm
@@ -44,7 +44,7 @@ class StepEnder(Protocol):
 
 
 class ModelSteps:
-    """One model in the steps of `ctx.steps`, on one rank (process/micro_batches.py, Summing).
+    """One model in the steps of `ctx.steps`, on one rank (process/micro_batches.py, SummableModel).
 
     ender: the sharded optimizer of the model, if there is one.
     """
@@ -156,7 +156,7 @@ class ModelSteps:
             return
         assert self.plan is not None
         self._takes_part = True
-        self._reducer.summing = Summing.ADDING
+        self._reducer.summing = SumPhase.ADDING
         self._reducer.weight = None
         self._sums.begin_step(self.plan)
         self.buffers.begin_step()
@@ -215,7 +215,7 @@ class ModelSteps:
             self.ender.end_summed_step()
         else:
             self._reduce_whole()
-        self._reducer.summing = Summing.ENDED
+        self._reducer.summing = SumPhase.ENDED
 
     def _reduce_whole(self) -> None:
         reducer, group = self._reducer, self._reducer.group
@@ -232,7 +232,7 @@ class ModelSteps:
 
     def leave_steps(self) -> None:
         self.plan, self._takes_part, self._is_open = None, False, False
-        self._reducer.summing = Summing.NO
+        self._reducer.summing = SumPhase.NO
         self._reducer.gradients.lead_home()
 
     def wait_for_next_generation(self, error: BaseException) -> bool:
@@ -240,5 +240,5 @@ class ModelSteps:
         self._sums.forget_launch()
         is_agreed = self.ender.wait_for_next_generation(error)
         if is_agreed:
-            self._reducer.summing = Summing.ENDED
+            self._reducer.summing = SumPhase.ENDED
         return is_agreed

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from chorusline.collectives import Group
 
-from .leftovers import HANDS_IN_NOW, Standing, read_standings
+from .leftovers import HANDS_IN_NOW, LeftoverVote, read_standings
 
 MAX_ITERATIONS = 4
 """The most iterations over shards that a rank can be in at once: the vote of a step whose samples
@@ -80,7 +80,7 @@ class Agreement:
     stop: bool = False
     cursors: tuple[tuple[int, ...], ...] = ()
     notes: tuple[int, ...] = ()
-    standings: tuple[Standing, ...] = ()
+    standings: tuple[LeftoverVote, ...] = ()
     joins: tuple[int, ...] = ()
     epochs: tuple[int, ...] = ()
     digests: tuple[int, ...] = ()
@@ -118,7 +118,7 @@ def vote_of(
     rank: int,
     num_ranks: int,
     *,
-    standing: Standing | tuple[float, float, float],
+    standing: LeftoverVote | tuple[float, float, float],
     has_next: bool,
     used: Sequence[bool],
     weight: float | None,
@@ -148,7 +148,7 @@ def vote_of(
     vote = [0.0] * vote_numel(num_ranks, len(used), num_cursors)
     vote[_VOTES] = 1.0
     own_at = _HEAD + 3 * rank
-    if isinstance(standing, Standing):
+    if isinstance(standing, LeftoverVote):
         vote[own_at : own_at + 3], contributes = standing.numbers, standing.contributes
     else:
         vote[own_at : own_at + 3], contributes = standing, standing == HANDS_IN_NOW
@@ -172,7 +172,7 @@ def vote_of(
     return vote
 
 
-def standings_in(total: Sequence[float], num_ranks: int) -> tuple[Standing, ...]:
+def standings_in(total: Sequence[float], num_ranks: int) -> tuple[LeftoverVote, ...]:
     """By rank, its standing. total: vote_numel numbers, the sum of all votes."""
     return read_standings(total[_HEAD : _HEAD + 3 * num_ranks])
 

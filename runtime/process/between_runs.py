@@ -68,7 +68,7 @@ class Wrapped(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LoopPlace:
     """Where a rank left a loop over `ctx.epochs(..., resume=name)`.
 
     epoch: the epoch in progress or, between two, the next one.
@@ -106,7 +106,7 @@ class BetweenRuns:
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, LoopPlace] = {}
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._group: Group | None = None
         self._made_at: dict[str, int] = {}  # by name: _num_steps when `keep` made the object

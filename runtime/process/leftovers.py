@@ -22,7 +22,7 @@ _MOST_CALLS = 1 << 16  # A vote in float32 counts to 2^24.
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LeftoverVote:
     """What a rank's vote says about the gradients that it holds, since the last step, or where each
     pass has a vote, since the last pass.
 
@@ -66,15 +66,15 @@ ABSENT = (0.0, 0.0, 0.0)
 """Added to those of other ranks."""
 
 
-def read_standings(numbers: Sequence[float]) -> tuple[Standing, ...]:
+def read_standings(numbers: Sequence[float]) -> tuple[LeftoverVote, ...]:
     """numbers: three for each rank."""
     return tuple(_read(*numbers[at : at + 3]) for at in range(0, len(numbers), 3))
 
 
-def _read(number: float, passes: float, cleared_at: float) -> Standing:
+def _read(number: float, passes: float, cleared_at: float) -> LeftoverVote:
     counts, flags = divmod(max(int(abs(number)) - 1, 0), 4)
     calls, edits = divmod(counts, _MOST_EDITS + 1)
-    return Standing(
+    return LeftoverVote(
         is_live=number > 0,
         calls=calls,
         passes=int(passes),
@@ -85,7 +85,7 @@ def _read(number: float, passes: float, cleared_at: float) -> Standing:
     )
 
 
-def belongs(standings: Sequence[Standing], rank: int) -> bool:
+def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
     """Whether what `rank`, which has no data, holds is not cleared yet: then it is part of the
     step, if some rank has data.
 
@@ -121,7 +121,7 @@ def belongs(standings: Sequence[Standing], rank: int) -> bool:
     return True
 
 
-def sends_again(standings: Sequence[Standing]) -> bool:
+def sends_again(standings: Sequence[LeftoverVote]) -> bool:
     """Whether some rank has handed in leftovers that do not belong to the step, or has not handed
     in those that do."""
     if not any(one.is_live for one in standings):

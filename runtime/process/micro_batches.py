@@ -56,7 +56,7 @@ def in_common(signatures: Sequence[Sequence[str]], rank: int) -> list[int]:
     return [place for *_, place in sorted(chosen)]
 
 
-class Summing(Protocol):
+class SummableModel(Protocol):
     """A model whose gradients may be summed over the micro-batches of a step: it takes part in the
     step if a micro-batch uses it."""
 

@@ -22,7 +22,7 @@ from ..data.step_rows import DatasetRows, StepRows, StreamRows
 from ..data.steps import Steps
 from ..data.streaming import Stream, StreamShard
 from ..process import torch_distributed
-from ..process.between_runs import Place, between_runs
+from ..process.between_runs import LoopPlace, between_runs
 from ..process.random_state import RankSeed, checked_seed, mixed
 from ..process.registry import Stateful
 from ..process.step_boundary import boundary
@@ -128,7 +128,7 @@ class Context:
     def _resumed(self, num_epochs: int, name: str) -> Iterator[int]:
         call, bound, places = self._call, boundary(), between_runs().places
         call.keep_place()  # In a loop around this one.
-        by_rank: list[Place] = all_gather_object(self.group, places.get(name, Place()))
+        by_rank: list[LoopPlace] = all_gather_object(self.group, places.get(name, LoopPlace()))
         seats = [place.seat for place in by_rank]
         expected = [(rank, self.world_size) for rank in range(self.world_size)]
         if len({place.epoch for place in by_rank}) > 1 or (any(seats) and seats != expected):
@@ -140,12 +140,12 @@ class Context:
         bound.resumed_live = tuple(rank for rank, one in enumerate(by_rank) if one.was_live)
         # After a resume from a checkpoint, or from memory, no rank has missed a step.
         bound.was_live = by_rank[self.rank].was_live if any(seats) else call.is_resumed or None
-        if by_rank[self.rank] != Place():
+        if by_rank[self.rank] != LoopPlace():
             call.cursor.resume_next_loop(by_rank[0].epoch, [place.passages for place in by_rank])
 
         def ended(epoch: int) -> None:
             call.named_loop = None
-            places[name] = Place(epoch + 1)
+            places[name] = LoopPlace(epoch + 1)
             bound.resumed_live, bound.was_live = (), None
             bound.stop_if_agreed()
 

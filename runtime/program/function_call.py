@@ -34,7 +34,7 @@ from ..data.fetching.fetchers import Fetchers
 from ..data.streaming import Stream
 from ..join.active import active_join
 from ..join.join import Joinable
-from ..process.between_runs import Place, between_runs
+from ..process.between_runs import LoopPlace, between_runs
 from ..process.registry import Registry, Stateful
 from ..process.step_boundary import boundary
 from ..recovery.recovery import Recovery
@@ -297,7 +297,7 @@ class FunctionCall:
             return  # Before the epoch's first step the place is that after the epoch before.
         data = self.cursor.state(Used.AGREED, by_id=self._has_recovered)
         seat = self.rank, self.world_size
-        between_runs().places[name] = Place(data["epoch"], seat, was_live, data["passages"])
+        between_runs().places[name] = LoopPlace(data["epoch"], seat, was_live, data["passages"])
 
     def count_step(self) -> None:
         """A plain optimizer has stepped with the current batch, which ends the batch."""

@@ -42,7 +42,7 @@ from ..data.step_door import StepsUnderWay
 from ..process.registry import Registered
 from ..process.step_boundary import boundary
 from .live_objects import LiveObjects
-from .welcome import Score, digest_of, score_of, why_not_within
+from .welcome import ReplayInputs, digest_of, score_of, why_not_within
 
 
 class Arrivals:
@@ -58,7 +58,7 @@ class Arrivals:
     ) -> None:
         """cross: gets this rank from the boundary between two steps into the next generation.
         come_in: the same for a worker that has rehearsed."""
-        self.score: Score | None = None
+        self.score: ReplayInputs | None = None
         """With which this rank rehearses; None if it does not."""
         self.steps: StepsUnderWay | None = None
         """The pass over an epoch in which the ranks are, or are to meet."""

@@ -38,7 +38,7 @@ from .welcome import give_welcome
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankReport:
     """A rank's report to the other ranks in (c).
 
     held: by number of an optimizer, the inventory of its state.
@@ -54,7 +54,7 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class GenerationEntry:
     """The data with which a rank enters a generation.
 
     former_ranks: by rank in the generation, the rank in the generation entered before.
@@ -80,7 +80,7 @@ class InPlace:
         self._lifeline = lifeline
         self._state = state
         self._objects = objects
-        self._entry: Entry | None = None
+        self._entry: GenerationEntry | None = None
         """The generation that this rank was about to enter; other ranks may have entered it."""
 
     def begin(self) -> None:
@@ -94,7 +94,7 @@ class InPlace:
         optimizers, models = self._objects.optimizers(), self._objects.models()
         group, standings = self._meet(resumption, steps)
         everywhere = self._move(standings, group)
-        self._entry = Entry(
+        self._entry = GenerationEntry(
             resumption.assignment,
             self._state.former_ranks,
             tuple(standing.position for standing in standings),
@@ -131,7 +131,7 @@ class InPlace:
 
     def _meet(
         self, resumption: Resumption, steps: StepsUnderWay | None = None
-    ) -> tuple[Group, list[Standing]]:
+    ) -> tuple[Group, list[RankReport]]:
         # The resumption says whether other ranks have entered the generation of the last attempt.
         if self._entry is not None and resumption.entered > self._state.entered:
             self._enter(self._entry)
@@ -149,7 +149,7 @@ class InPlace:
             assert steps is not None
             root = next(rank for rank, before in enumerate(former) if before >= 0)
             give_welcome(self._objects, steps, root, group, is_new=is_new)
-        mine = Standing(
+        mine = RankReport(
             {number: state.inventory for number, state in self.held.items()},
             {number: model.buffers.synced_step for number, model in models.items()},
             {number: model.reducer.num_passes for number, model in models.items()},
@@ -158,7 +158,7 @@ class InPlace:
         return group, all_gather_object(group, mine)
 
     def _move(
-        self, standings: Sequence[Standing], group: Group, leaving: Sequence[int] = ()
+        self, standings: Sequence[RankReport], group: Group, leaving: Sequence[int] = ()
     ) -> list[int]:
         """(d) Returns the numbers of the optimizers that exist on all ranks."""
         optimizers = self._objects.optimizers()
@@ -170,7 +170,7 @@ class InPlace:
             self.bytes_moved += shard.complete(self.held[number], inventories, group, leaving)
         return everywhere
 
-    def _enter(self, entry: Entry) -> None:
+    def _enter(self, entry: GenerationEntry) -> None:
         """Renumber by the new ranks, and deal the samples to them."""
         self._entry = None
         self._state.entered_in_place(entry.assignment.generation)
@@ -183,7 +183,7 @@ class InPlace:
         active.change_ranks(entry.former_ranks)
         self.deal(entry)
 
-    def deal(self, entry: Entry) -> None:
+    def deal(self, entry: GenerationEntry) -> None:
         """Deal the samples of lost ranks to the remaining ranks."""
         self._lifeline.faults.reach(Instant.ENTER)
         rank = entry.assignment.rank

@@ -84,7 +84,7 @@ def _state_of(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> d
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class _RankSummary:
     summary: Summary
     kinds: dict[str, str]
     step: int
@@ -107,8 +107,8 @@ def save(
     Raises StateLost, on all ranks, if no rank holds some part of the state any more; errors of the
     storage; and errors that end the group.
     """
-    word = _Word(retained.summary(was_there, data), saveable.kinds, saveable.step)
-    words: list[_Word] = all_gather_object(group, word)  # (a)
+    word = _RankSummary(retained.summary(was_there, data), saveable.kinds, saveable.step)
+    words: list[_RankSummary] = all_gather_object(group, word)  # (a)
     there = [rank for rank, word in enumerate(words) if word.summary.was_there]
     if not there:
         raise StateLost(group.generation, 0, "every rank that had taken a step died")

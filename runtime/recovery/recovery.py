@@ -38,7 +38,7 @@ from .in_place import InPlace
 from .live_objects import LiveObjects, RunningCall
 from .plain_optimizer_steps import Cursors
 from .rank_state import RankState, Stage, Where
-from .welcome import Score
+from .welcome import ReplayInputs
 
 
 class FunctionLeft(BaseException):
@@ -284,7 +284,7 @@ class Recovery:
         self.from_the_top.forget()
         self._objects.plain.go_on_at(0)
 
-    def begin_as_newcomer(self, score: Score | None = None) -> None:
+    def begin_as_newcomer(self, score: ReplayInputs | None = None) -> None:
         """The function runs for the first time on this rank, and has run on others. score: with
         which it runs by itself first."""
         self.arrivals.score = score

@@ -93,7 +93,7 @@ class Holdings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class _RankHoldings:
     want: _Want | None
     held: Mapping[str, Sequence[Range]]
     synced: Mapping[str, int]
@@ -112,7 +112,9 @@ def complete(
     """
     want = _want(registry, waiting) if registry is not None and waiting is not None else None
     held = {name: state.ranges for name, state in has.held.items()}
-    words: list[_Word] = all_gather_object(group, _Word(want, held, has.synced))  # (a)
+    words: list[_RankHoldings] = all_gather_object(
+        group, _RankHoldings(want, held, has.synced)
+    )  # (a)
     wants = {rank: word.want for rank, word in enumerate(words) if word.want is not None}
     for name in sorted({one.optimizer for one in wants.values()}):
         targets = [rank for rank, one in wants.items() if one.optimizer == name]
@@ -148,7 +150,7 @@ def _want(registry: Registry, waiting: OptimizerEngine) -> _Want:
 def _send_buffers(
     group: Group,
     has: Holdings,
-    words: Sequence[_Word],
+    words: Sequence[_RankHoldings],
     targets: Sequence[int],
     waiting: OptimizerEngine | None,
 ) -> None:

@@ -36,14 +36,14 @@ from .live_objects import LiveObjects
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class OptimizerOptions:
     """Of a sharded optimizer: its applied steps, and the options of its groups."""
 
     num_steps: int
     groups: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, optimizer: ZeroRedundancyOptimizer) -> Options:
+    def of(cls, optimizer: ZeroRedundancyOptimizer) -> OptimizerOptions:
         return cls(
             optimizer.num_steps,
             [
@@ -59,7 +59,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Score:
+class ReplayInputs:
     """data: of the call (FunctionCall.data_state). taken: steps of the run. checkpoints: as
     Checkpoints.place. optimizers, states: of registered objects, by name; those that each rank has
     for itself, and modules, are left out. outside, body: what the function's own collectives gave
@@ -68,7 +68,7 @@ class Score:
     data: dict[str, Any]
     taken: int
     checkpoints: Any
-    optimizers: Mapping[str, Options]
+    optimizers: Mapping[str, OptimizerOptions]
     states: Mapping[str, Any]
     outside: Sequence[KeptResult] = ()
     body: Sequence[KeptResult] = ()
@@ -95,10 +95,10 @@ def score_of(objects: LiveObjects, kept: KeptResults) -> tuple[bytes, str]:
     for entry in call.registry:
         made = entry.object
         if isinstance(made, ZeroRedundancyOptimizer):
-            optimizers[entry.name] = Options.of(made)
+            optimizers[entry.name] = OptimizerOptions.of(made)
         elif not (isinstance(made, torch.nn.Module) or entry.per_rank):
             states[entry.name] = made.state_dict()
-    score = Score(
+    score = ReplayInputs(
         call.data_state(),
         boundary().steps.taken,
         call.checkpoints.place if call.checkpoints is not None else None,
@@ -139,7 +139,7 @@ class OptimizerPlace:
 
     progress: OptimizerProgress
     last_live: tuple[int, ...]
-    options: Options
+    options: OptimizerOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def _welcome_of(objects: LiveObjects, steps: StepsUnderWay) -> Welcome:
         call.checkpoints.place if call.checkpoints is not None else None,
         RandomState().state_dict(),
         {
-            number: OptimizerPlace(one.progress, one.last_live, Options.of(one.face))
+            number: OptimizerPlace(one.progress, one.last_live, OptimizerOptions.of(one.face))
             for number, one in objects.optimizers().items()
         },
         {number: model.reducer.num_passes for number, model in models.items()},

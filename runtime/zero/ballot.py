@@ -29,7 +29,7 @@ from ..process.agreement import (
     standings_in,
     vote_of,
 )
-from ..process.leftovers import Standing, sends_again
+from ..process.leftovers import LeftoverVote, sends_again
 from ..process.option_numbers import entries, is_number, like, number_of
 from .shards.exact_norm import total_of
 
@@ -65,7 +65,7 @@ class Vote:
     """
 
     step: int
-    standing: Standing
+    standing: LeftoverVote
     has_next: bool
     used: Sequence[bool]
     weight: float | None
@@ -196,7 +196,7 @@ class Ballot:
         """Whether some rank notes it."""
         return seen[self._vote_at + NOTES_AT + note] > 0
 
-    def sends_again(self, seen: Sequence[float]) -> tuple[Standing, ...] | None:
+    def sends_again(self, seen: Sequence[float]) -> tuple[LeftoverVote, ...] | None:
         """Whether the gradients of some rank have changed since they were sent, or those of a rank
         without data were taken for what they are not: then the standings."""
         standings = standings_in(seen[self._vote_at :], self._group.size)

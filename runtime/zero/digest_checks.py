@@ -41,7 +41,7 @@ from ..data_parallel.engine import names_of
 from ..data_parallel.gradients.reducer import Reducer
 from ..partition.resharding import Transfer, shard_of
 from .ballot import Ballot
-from .shards.copies import Digests, Rest, Verdict, Verdicts, judge_all
+from .shards.copies import CopyState, Digests, Verdict, Verdicts, judge_all
 from .shards.digests import (
     as_votes,
     digest,
@@ -51,7 +51,7 @@ from .shards.digests import (
     written_digests,
 )
 from .shards.parameter_shard import KeptPiece, ParameterShard
-from .shards.shard_state import Description, ShardState, exchange
+from .shards.shard_state import ShardState, StateDescription, exchange
 from .shards.state_digests import StateDigests
 from .summed_steps import SummedSteps
 
@@ -130,9 +130,9 @@ class DigestChecks:
         is_noted = noted is not None and noted[0] == shard.num_rewritten
         if is_noted and noted is not None:
             _, before, written = noted
-            rest = torch.where(state == before, int(Rest.STEADY), int(Rest.CHANGED))
+            rest = torch.where(state == before, int(CopyState.STEADY), int(CopyState.CHANGED))
         else:
-            rest, written = torch.full_like(state, Rest.UNKNOWN), torch.zeros_like(state)
+            rest, written = torch.full_like(state, CopyState.UNKNOWN), torch.zeros_like(state)
         head = torch.stack([parameters, torch.full_like(state[0], is_noted)])
         by_shard = torch.stack([state, rest, gradients, written], dim=1)
         return as_votes(torch.cat([head, by_shard.view(-1)]))
@@ -213,7 +213,7 @@ class DigestChecks:
         # A rank hands out nothing that is wrong itself.
         right = shard.held(without=source_of)
         # All ranks learn what the state consists of: the wrong one may lack entries.
-        described: list[dict[int, Description]] = all_gather_object(group, right.described)
+        described: list[dict[int, StateDescription]] = all_gather_object(group, right.described)
         everything = {number: one for of_rank in described for number, one in of_rank.items()}
         exchange(right, plan, shard.layout.travelling(everything), group)
         changed: dict[int, list[int]] = {owner: [] for owner in source_of}
@@ -229,7 +229,9 @@ class DigestChecks:
             numbers = changed[owner] if rank == group.rank else ()
             self._corrected(rank, "optimizer state", source, numbers)
 
-    def _replace(self, mine: KeptPiece, right: ShardState, description: Description | None) -> bool:
+    def _replace(
+        self, mine: KeptPiece, right: ShardState, description: StateDescription | None
+    ) -> bool:
         """Copy the right state of a piece over its own; returns whether it was another."""
         optimizer = self._engine.shard.optimizer
         state = optimizer.state.get(mine.tensor, {}) if optimizer is not None else {}

@@ -36,7 +36,7 @@ from chorusline.collectives.operations.host_reads import Reading, device_numbers
 
 from ..data_parallel.gradients.reducer import Reducer
 from ..process.agreement import Agreement, check_votes, read_agreement, vote_of
-from ..process.leftovers import Standing
+from ..process.leftovers import LeftoverVote
 from .shards.parameter_bucket import Gather
 from .shards.parameter_shard import ParameterShard
 
@@ -96,7 +96,7 @@ class EarlyUpdate:
         vote = vote_of(
             group.rank,
             group.size,
-            standing=Standing(reducer.is_live),
+            standing=LeftoverVote(reducer.is_live),
             has_next=False,
             used=usage,
             weight=reducer.weight,

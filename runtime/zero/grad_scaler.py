@@ -107,7 +107,7 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
         state["found_inf_per_device"] = {found.device: found}
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _Hook(self)
+        return _ScalerHook(self)
 
     def _announces_hook(self) -> bool:
         return False
@@ -121,7 +121,7 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
             )
 
 
-class _Hook(JoinHook):
+class _ScalerHook(JoinHook):
     """Updates a joined rank's scale after each step that its optimizer takes implicitly."""
 
     def __init__(self, scaler: GradScaler) -> None:

@@ -52,7 +52,7 @@ from ..join.join import GroupJoinable, Join, Joinable
 from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement, Note
 from ..process.between_runs import between_runs
-from ..process.leftovers import Standing
+from ..process.leftovers import LeftoverVote
 from ..process.running import Survival, current_group, recovery_of
 from ..process.step_boundary import boundary
 from .ballot import (
@@ -481,7 +481,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
     # -- Join ----------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _Hook(self)
+        return _OptimizerHook(self)
 
     def _ends_step(self) -> bool:
         return True
@@ -500,7 +500,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             )
 
 
-class _Hook(JoinHook):
+class _OptimizerHook(JoinHook):
     """A joined rank keeps its shard: it takes every step, and adds neutral gradients."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
@@ -889,7 +889,7 @@ class OptimizerEngine:
         in_steps = self.model is not None and self.model.steps.is_under_way
         return Vote(
             step=self.face.num_steps,
-            standing=self.reducer.standing(is_live) if self.reducer else Standing(is_live),
+            standing=self.reducer.standing(is_live) if self.reducer else LeftoverVote(is_live),
             has_next=self.face._has_next(),
             used=[parameter.grad is not None for parameter in self.shard.parameters],
             weight=self.reducer.weight if self.reducer else None,

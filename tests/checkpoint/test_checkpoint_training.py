@@ -18,7 +18,7 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.checkpoint.format.manifest import MANIFEST
-from chorusline.runtime.data.cursor import Cursor, Rest, Used
+from chorusline.runtime.data.cursor import Cursor, Remainder, Used
 from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.data.dealer import Dealt
 from chorusline.runtime.data.dealing import Hands, deal
@@ -187,16 +187,16 @@ def test_what_was_given_in_earlier_worlds_is_not_dealt_again():
         runs = ((4, (3, 9, 0, 4)), (3, (1, 2, 3)))
         hands = whole(4)
         given = [hand[:count] for hand, count in zip(hands, runs[0][1], strict=True)]
-        hands = Rest(runs[:1]).dealt(whole, 3, keep)
+        hands = Remainder(runs[:1]).dealt(whole, 3, keep)
         given += [hand[:count] for hand, count in zip(hands, runs[1][1], strict=True)]
-        hands = Rest(runs).dealt(whole, 2, keep)
+        hands = Remainder(runs).dealt(whole, 2, keep)
         assert sorted(itertools.chain(*given, *hands)) == list(range(40))
         if keep is not None:
             owners = {(keep[n], rank) for rank, hand in enumerate(hands) for n in hand}
             assert len(owners) == len({key for key, _ in owners})
-        rest = Rest((), frozenset(itertools.chain(*given)))
+        rest = Remainder((), frozenset(itertools.chain(*given)))
         assert sorted(itertools.chain(*rest.dealt(whole, 5))) == sorted(itertools.chain(*hands))
-        assert [*map(list, Rest((), None).dealt(whole, 2))] == [[], []]
+        assert [*map(list, Remainder((), None).dealt(whole, 2))] == [[], []]
 
 
 class _Pass(Dealt):
@@ -237,12 +237,12 @@ def test_a_cursor_goes_on_in_the_loop_and_epoch_where_it_was():
     assert list(after.epochs(2)) == []
     epochs = after.epochs(5)
     assert next(epochs) == 3
-    assert after.rest_of("data") == Rest(((2, (2, 2)),))
-    assert after.rest_of("over") == Rest((), None)
+    assert after.rest_of("data") == Remainder(((2, (2, 2)),))
+    assert after.rest_of("over") == Remainder((), None)
     after.begin("data")
-    assert after.rest_of("data") == Rest()  # A second pass in the same epoch is a whole one.
+    assert after.rest_of("data") == Remainder()  # A second pass in the same epoch is a whole one.
     assert next(epochs) == 4
-    assert after.rest_of("data") == Rest()
+    assert after.rest_of("data") == Remainder()
     assert list(epochs) == [] and list(after.epochs(2)) == [0, 1]
 
 
@@ -254,11 +254,11 @@ def test_after_the_loss_of_ranks_a_cursor_tells_samples_by_their_numbers():
         told.append(cursor.state(by_id=True))
     after = Cursor()
     after.resume(told)
-    assert after.rest_of("data") == Rest((), frozenset({5, 1, 2, 7}))
+    assert after.rest_of("data") == Remainder((), frozenset({5, 1, 2, 7}))
     after.begin("data", _Pass([3], []))
     again = Cursor()
     again.resume([after.state()])
-    assert again.rest_of("data") == Rest((), frozenset({5, 1, 2, 7, 3}))
+    assert again.rest_of("data") == Remainder((), frozenset({5, 1, 2, 7, 3}))
 
 
 def test_for_the_next_run_only_samples_of_agreed_steps_are_used():
@@ -268,8 +268,8 @@ def test_for_the_next_run_only_samples_of_agreed_steps_are_used():
     over.begin("data", _Pass([5, 1], [])).is_over = True
     inside.begin("data", _Pass([2, 3, 4], [], agreed=2))
     for by_id, rest in [
-        (False, Rest(((2, (2, 2)),))),
-        (True, Rest((), frozenset({5, 1, 2, 3}))),
+        (False, Remainder(((2, (2, 2)),))),
+        (True, Remainder((), frozenset({5, 1, 2, 3}))),
     ]:
         passages = [cursor.state(Used.AGREED, by_id=by_id)["passages"] for cursor in (over, inside)]
         after = Cursor()
@@ -440,5 +440,5 @@ def test_an_epoch_over_two_datasets_goes_on_in_both() -> None:
         cursor.resume([{"loop": 0, "epoch": 1, "passages": passages}])
         assert next(cursor.epochs(3)) == 1
         for key in (first, second):
-            assert cursor.rest_of(key) == Rest(((1, (5,)),))
+            assert cursor.rest_of(key) == Remainder(((1, (5,)),))
             cursor.begin(key)

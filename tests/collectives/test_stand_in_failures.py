@@ -26,7 +26,7 @@ from chorusline.collectives.contract.errors import (
     UnsupportedOperation,
 )
 from chorusline.runtime.process.agreement import check_votes, vote_numel, vote_of
-from chorusline.runtime.process.leftovers import Standing
+from chorusline.runtime.process.leftovers import LeftoverVote
 from chorusline.runtime.zero.ballot import Ballot, Vote
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl, streams
@@ -50,7 +50,7 @@ def hold_a_ballot(rank: Rank, step: int) -> None:
         ballot = Ballot(group, 1, counts_samples=False)
         vote = Vote(
             step=step,
-            standing=Standing(True),
+            standing=LeftoverVote(True),
             has_next=True,
             used=[True] * 3,
             weight=None,
@@ -177,7 +177,13 @@ def test_a_vector_without_every_vote_is_no_agreement() -> None:
             with pytest.raises(GroupAborted, match="votes of 1 ranks, although its sum went"):
                 check_votes(total, group)
     vote = vote_of(
-        0, 1, standing=Standing(False), has_next=False, used=[False] * 3, weight=None, stop=False
+        0,
+        1,
+        standing=LeftoverVote(False),
+        has_next=False,
+        used=[False] * 3,
+        weight=None,
+        stop=False,
     )
     with cl.Group.create(store, 0, 1) as group:
         check_votes(vote, group)

@@ -15,7 +15,7 @@ from chorusline.runtime.process.agreement import (
     vote_numel,
     vote_of,
 )
-from chorusline.runtime.process.leftovers import Standing
+from chorusline.runtime.process.leftovers import LeftoverVote
 from chorusline.runtime.process.registry import Registered
 from chorusline.runtime.recovery.plain_optimizer_steps import PlainSteps
 from chorusline.runtime.recovery.restart import Summary, leader_of, up_to_date
@@ -64,7 +64,7 @@ def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
             vote = vote_of(
                 rank,
                 num_ranks,
-                standing=Standing(rank != 1),
+                standing=LeftoverVote(rank != 1),
                 has_next=rank != 0,
                 used=used[rank],
                 weight=None,

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from chorusline.runtime.zero.shards.copies import Copy, Digests, Kept, Rest, judge, judge_all
+from chorusline.runtime.zero.shards.copies import Copy, CopyState, Digests, Kept, judge, judge_all
 from chorusline.runtime.zero.shards.digests import as_votes, digest
 from chorusline.runtime.zero.shards.state_digests import runs
 
@@ -13,7 +13,7 @@ RIGHT = 7
 
 
 def all_cases(num_copies):
-    one = list(itertools.product((RIGHT, 8, 9), Rest))
+    one = list(itertools.product((RIGHT, 8, 9), CopyState))
     for case in itertools.product(one, repeat=num_copies):
         yield [Copy(rank, *copy) for rank, copy in enumerate(case)]
 
@@ -38,22 +38,22 @@ def test_a_verdict_names_only_copies_that_differ_from_their_source(num_copies):
 def test_memory_that_changed_on_all_ranks_but_one_is_healed_from_that_one(num_copies):
     """Of copies that were written equal, each may have changed at rest, and one has not."""
     for copies in all_cases(num_copies):
-        at_rest = all((copy.digest == RIGHT) == (copy.rest is Rest.STEADY) for copy in copies)
-        if not at_rest or not any(copy.rest is Rest.STEADY for copy in copies):
+        at_rest = all((copy.digest == RIGHT) == (copy.rest is CopyState.STEADY) for copy in copies)
+        if not at_rest or not any(copy.rest is CopyState.STEADY for copy in copies):
             continue
-        if any(copy.rest is Rest.UNKNOWN for copy in copies):
+        if any(copy.rest is CopyState.UNKNOWN for copy in copies):
             continue
         source = min(copy.rank for copy in copies if copy.digest == RIGHT)
         wrong = {copy.rank: source for copy in copies if copy.digest != RIGHT}
         assert judge(copies).sources == wrong
 
 
-@pytest.mark.parametrize("rest", Rest)
+@pytest.mark.parametrize("rest", CopyState)
 def test_two_copies_of_which_both_or_none_was_written_so_are_undecided(rest):
     assert judge([Copy(0, 7, rest), Copy(1, 8, rest)]).undecided == (0, 1)
 
 
-@pytest.mark.parametrize("rest", Rest)
+@pytest.mark.parametrize("rest", CopyState)
 def test_more_than_half_decide_where_rest_does_not(rest):
     copies = [Copy(0, 8, rest), Copy(1, 7, rest), Copy(2, 7, rest)]
     assert judge(copies).sources == {0: 1}
@@ -61,13 +61,14 @@ def test_more_than_half_decide_where_rest_does_not(rest):
 
 
 def test_a_lone_copy_that_changed_is_wrong_without_a_source():
-    assert judge([Copy(2, 7, Rest.CHANGED)]).undecided == (2,)
-    assert judge([Copy(2, 7, Rest.STEADY)]).is_fine and judge([Copy(2, 7)]).is_fine
+    assert judge([Copy(2, 7, CopyState.CHANGED)]).undecided == (2,)
+    assert judge([Copy(2, 7, CopyState.STEADY)]).is_fine and judge([Copy(2, 7)]).is_fine
 
 
 def on_ranks(parameters, written, replicas=2):
     kept = [
-        [Kept(5, Rest.STEADY, 6, written[(r - d) % 3]) for d in range(replicas)] for r in range(3)
+        [Kept(5, CopyState.STEADY, 6, written[(r - d) % 3]) for d in range(replicas)]
+        for r in range(3)
     ]
     return [Digests(one, tuple(kept[rank])) for rank, one in enumerate(parameters)]
 
@@ -84,9 +85,9 @@ def test_parameters_are_right_if_they_are_what_the_owners_have_written():
 
 
 def test_votes_carry_64_bits():
-    numbers = torch.tensor([-1, 1, -(2**63), Rest.CHANGED, 2**63 - 1, 2**62 + 1])
+    numbers = torch.tensor([-1, 1, -(2**63), CopyState.CHANGED, 2**63 - 1, 2**62 + 1])
     read = Digests.read(as_votes(numbers).tolist())
-    assert read == Digests(2**64 - 1, (Kept(2**63, Rest.CHANGED, 2**63 - 1, 2**62 + 1),))
+    assert read == Digests(2**64 - 1, (Kept(2**63, CopyState.CHANGED, 2**63 - 1, 2**62 + 1),))
     assert 2 * len(numbers) == Digests.numel(1)
 
 

@@ -10,7 +10,13 @@ from hypothesis import given, settings, strategies as st
 
 from chorusline.runtime.partition.buckets import BucketPlan
 from chorusline.runtime.partition.resharding import Range
-from chorusline.runtime.zero.shards.shard_state import MASTER, Layout, Part, ShardState, divided
+from chorusline.runtime.zero.shards.shard_state import (
+    MASTER,
+    BucketSlice,
+    Layout,
+    ShardState,
+    divided,
+)
 
 SHAPES = [(5, 13), (7,), (), (3, 0)]
 """Parameter 2 has one element and no dimension, parameter 3 no element."""
@@ -94,7 +100,7 @@ def test_what_a_rank_lacks_stays_as_it_is_and_what_arrives_is_added() -> None:
     held = ShardState([Range(1, 0, 2)])
     held.put(1, Range(1, 0, 2), {MASTER: torch.ones(2)}, {})
     other = held.copy()
-    other.add(Part(Range(1, 2, 64), {MASTER: torch.full((62,), 2.0)}))
+    other.add(BucketSlice(Range(1, 2, 64), {MASTER: torch.full((62,), 2.0)}))
     everything = Range(1, 0, 4)
     for state, expected in ((held, [1, 1, 0, 0]), (other, [1, 1, 2, 2])):
         assert state.cut(everything, MASTER, torch.zeros(4)).tolist() == expected

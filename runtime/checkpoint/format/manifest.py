@@ -60,7 +60,7 @@ class Item:
 
 
 @dataclass(slots=True)
-class Entry:
+class ManifestEntry:
     """A tensor; or, if dtype is None, an object of one item."""
 
     path: Path
@@ -77,12 +77,12 @@ class Entry:
 
 
 @dataclass(slots=True)
-class Part:
+class RankManifest:
     """The entries and files that one rank has written. files: their sizes in bytes."""
 
     rank: int
     step: int
-    entries: list[Entry]
+    entries: list[ManifestEntry]
     files: dict[str, int]
 
 
@@ -101,30 +101,30 @@ class Manifest:
     time: float
     kinds: dict[str, str]
     files: dict[str, int]
-    entries: list[Entry]
+    entries: list[ManifestEntry]
     progress: list[Any]
     metadata_sha256: str = ""
     torch: str = torch.__version__
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
 
-    def below(self, *path: str | int) -> list[Entry]:
+    def below(self, *path: str | int) -> list[ManifestEntry]:
         return [entry for entry in self.entries if entry.path[: len(path)] == path]
 
-    def find(self, path: Path) -> Entry | None:
+    def find(self, path: Path) -> ManifestEntry | None:
         return next((entry for entry in self.entries if entry.path == path), None)
 
     def items(self) -> list[Item]:
         return [item for entry in self.entries for item in entry.items]
 
 
-def merged(parts: Sequence[Part]) -> list[Entry]:
+def merged(parts: Sequence[RankManifest]) -> list[ManifestEntry]:
     """The entries of all ranks in one list, with items in order. Raises ValueError if ranks
     disagree on a tensor, or have not written each element once."""
-    entries: dict[Path, Entry] = {}
+    entries: dict[Path, ManifestEntry] = {}
     for part in parts:
         for theirs in part.entries:
             ours = entries.setdefault(
-                theirs.path, Entry(theirs.path, theirs.dtype, tuple(theirs.shape))
+                theirs.path, ManifestEntry(theirs.path, theirs.dtype, tuple(theirs.shape))
             )
             if (ours.dtype, ours.shape) != (theirs.dtype, tuple(theirs.shape)):
                 raise ValueError(
@@ -259,8 +259,8 @@ def _fields_of(value: Any, kind: type, what: str) -> dict[str, Any]:
     return given
 
 
-def _entry(value: Any, files: dict[str, int]) -> Entry:
-    given = _fields_of(value, Entry, "an entry")
+def _entry(value: Any, files: dict[str, int]) -> ManifestEntry:
+    given = _fields_of(value, ManifestEntry, "an entry")
     path = tuple(_list(given["path"], "a path"))
     if not path:
         raise ValueError("an entry has an empty path")
@@ -272,7 +272,7 @@ def _entry(value: Any, files: dict[str, int]) -> Entry:
     name = name_of(path)
     shape = tuple(_count(length, f"a length of {name}") for length in _list(given["shape"], name))
     dtype = given["dtype"]
-    entry = Entry(
+    entry = ManifestEntry(
         path,
         None if dtype is None else _text(dtype, f"the dtype of {name}"),
         shape,
@@ -316,7 +316,7 @@ def _item(value: Any, files: dict[str, int], name: str) -> Item:
     return item
 
 
-def _check_paths(entries: Sequence[Entry]) -> None:
+def _check_paths(entries: Sequence[ManifestEntry]) -> None:
     """A path leads to one entry, and no path leads through another one."""
     # A text is not compared with a number.
     ordered = sorted([[(type(key) is int, key) for key in entry.path] for entry in entries])

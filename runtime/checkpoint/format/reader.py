@@ -13,9 +13,9 @@ import torch
 from .errors import CheckpointCorrupted, CheckpointUntrusted
 from .manifest import (
     METADATA,
-    Entry,
     Item,
     Manifest,
+    ManifestEntry,
     dtype_name,
     dtype_of,
     name_of,
@@ -55,10 +55,10 @@ class CheckpointReader:
         self._entries = {entry.path: entry for entry in self.manifest.entries}
         self._last: tuple[Item, torch.Tensor] | None = None
 
-    def find(self, path: Path) -> Entry | None:
+    def find(self, path: Path) -> ManifestEntry | None:
         return self._entries.get(path)
 
-    def below(self, *path: str | int) -> list[Entry]:
+    def below(self, *path: str | int) -> list[ManifestEntry]:
         return self.manifest.below(*path)
 
     def verify(self, part: int = 0, num_parts: int = 1) -> None:
@@ -99,7 +99,7 @@ class CheckpointReader:
                 self.storage.path_of(name), "it does not match its checksum in the manifest"
             )
 
-    def tensor(self, entry: Entry, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def tensor(self, entry: ManifestEntry, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """(stop - start,) elements [start, stop) of the flattened tensor, on the CPU. Reads only
         the pieces that hold them."""
         assert entry.dtype is not None
@@ -112,7 +112,7 @@ class CheckpointReader:
                 result[first - start : last - start] = piece[first - item.start : last - item.start]
         return result
 
-    def object(self, entry: Entry) -> Any:
+    def object(self, entry: ManifestEntry) -> Any:
         (item,) = entry.items
         data = self._archive(item, entry)
         value = self._loaded(data, item, entry)
@@ -120,7 +120,7 @@ class CheckpointReader:
             raise self._unlike(item, entry, f"they are nested more than {MOST_DEEP} deep")
         return value
 
-    def _loaded(self, data: bytes, item: Item, entry: Entry) -> Any:
+    def _loaded(self, data: bytes, item: Item, entry: ManifestEntry) -> Any:
         if not self._weights_only:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         try:
@@ -131,13 +131,13 @@ class CheckpointReader:
         except Exception as error:  # Of bytes that torch.save has not written, torch raises any.
             raise self._unlike(item, entry, f"{type(error).__name__}: {error}") from error
 
-    def value(self, entry: Entry) -> Any:
+    def value(self, entry: ManifestEntry) -> Any:
         """The tensor in its shape, or the object."""
         if entry.dtype is None:
             return self.object(entry)
         return self.tensor(entry).view(entry.shape)
 
-    def _piece(self, item: Item, entry: Entry) -> torch.Tensor:
+    def _piece(self, item: Item, entry: ManifestEntry) -> torch.Tensor:
         """(item.stop - item.start,) of the entry's dtype."""
         # Neighbouring ranges often share a piece, so the last one is kept.
         if self._last is None or self._last[0] != item:
@@ -153,7 +153,7 @@ class CheckpointReader:
             self._last = (item, loaded.reshape(-1))
         return self._last[1]
 
-    def _archive(self, item: Item, entry: Entry) -> bytes:
+    def _archive(self, item: Item, entry: ManifestEntry) -> bytes:
         data = self._bytes(item)
         try:
             check_archive(data)
@@ -161,7 +161,7 @@ class CheckpointReader:
             raise self._unlike(item, entry, str(error)) from error
         return data
 
-    def _unlike(self, item: Item, entry: Entry, why: str) -> CheckpointCorrupted:
+    def _unlike(self, item: Item, entry: ManifestEntry, why: str) -> CheckpointCorrupted:
         what = f"elements {item.start} to {item.stop} of " if entry.dtype is not None else ""
         return CheckpointCorrupted(
             self.storage.path_of(within(self.folder, item.file)),
@@ -188,5 +188,5 @@ class CheckpointReader:
     def names(self) -> list[str]:
         return list(self.manifest.kinds)
 
-    def described(self, entry: Entry) -> str:
+    def described(self, entry: ManifestEntry) -> str:
         return f"{name_of(entry.path)} is {entry}"

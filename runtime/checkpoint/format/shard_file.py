@@ -8,7 +8,7 @@ from typing import IO, Any
 import torch
 
 from .boxes import items_of
-from .manifest import Entry, Item, Part, dtype_name, within
+from .manifest import Item, ManifestEntry, RankManifest, dtype_name, within
 from .pieces import Path, TensorRange
 from .storage import Storage
 
@@ -44,10 +44,10 @@ def write_part(
     step: int,
     ranges: list[TensorRange],
     leaves: dict[Path, bytes],
-) -> Part:
+) -> RankManifest:
     """Write all to one file. ranges: each in one buffer, which must not change meanwhile."""
     file_name = f"rank-{rank}.distcp"
-    entries: list[Entry] = []
+    entries: list[ManifestEntry] = []
     with storage.create(within(folder, file_name)) as opened:
         file = _Checked(opened)
 
@@ -65,7 +65,7 @@ def write_part(
             return Item(file_name, at, file.position - at, file.crc32, start, stop)
 
         for ranged in ranges:
-            entry = Entry(ranged.path, dtype_name(ranged.dtype), ranged.shape)
+            entry = ManifestEntry(ranged.path, dtype_name(ranged.dtype), ranged.shape)
             (buffer,) = ranged.parts
             pieces = items_of(ranged.shape, ranged.start, ranged.stop, ranged.dtype.itemsize)
             for start, stop, (_, lengths) in pieces:
@@ -75,6 +75,6 @@ def write_part(
                 entry.items.append(item(piece.view(lengths), start, stop))
             entries.append(entry)
         for path, data in leaves.items():
-            entries.append(Entry(path, None, (), [item(data)]))
+            entries.append(ManifestEntry(path, None, (), [item(data)]))
         size = file.position
-    return Part(rank, step, entries, {file_name: size})
+    return RankManifest(rank, step, entries, {file_name: size})

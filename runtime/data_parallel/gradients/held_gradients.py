@@ -14,7 +14,7 @@ from collections.abc import Collection
 import torch
 
 from ...process.agreement import Agreement
-from ...process.leftovers import Standing
+from ...process.leftovers import LeftoverVote
 from .gradient_bucket import GradientBucket, Gradients
 
 Habits = tuple[int, int, int]
@@ -24,7 +24,7 @@ Habits = tuple[int, int, int]
 class HeldGradients:
     """Of one model on one rank.
 
-    calls, passes, cleared_at, edits: as in Standing.
+    calls, passes, cleared_at, edits: as in LeftoverVote.
     cleared: the parameters whose means the program has cleared since the last pass.
     are_means: whether `.grad` holds means of all ranks, which programs do change (clipping).
     """
@@ -175,8 +175,8 @@ class HeldGradients:
         self.calls, self.passes, self.cleared_at, self.edits = 0, 0, -1, 0
         self.perturbed = None
 
-    def standing(self, *, is_live: bool, holds: bool, hands_in: bool = False) -> Standing:
-        return Standing(
+    def standing(self, *, is_live: bool, holds: bool, hands_in: bool = False) -> LeftoverVote:
+        return LeftoverVote(
             is_live,
             self.calls,
             self.passes,

@@ -40,7 +40,7 @@ from ...process.micro_batches import StepPlan
 from .gradient_bucket import GradientBucket, Gradients
 
 
-class Summing(enum.Enum):
+class SumPhase(enum.Enum):
     """The part of a step of `ctx.steps` that the model is in (model_steps.py)."""
 
     NO = "backward passes reduce their gradients"

@@ -47,7 +47,7 @@ from ...process.agreement import (
     with_leftovers,
 )
 from ...process.between_runs import between_runs
-from ...process.leftovers import ABSENT, HANDS_IN_NOW, Standing, belongs, sends_again
+from ...process.leftovers import ABSENT, HANDS_IN_NOW, LeftoverVote, belongs, sends_again
 from ...process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .earlier_passes import EarlierPasses, Pass, check_passes
@@ -55,7 +55,7 @@ from .gradient_bucket import GradientBucket, Gradients, why_not_changed
 from .gradient_watch import GradientWatch, why_not_between, why_not_twice
 from .held_gradients import HeldGradients
 from .local_steps import LocalSteps
-from .micro_batch_sums import Summing
+from .micro_batch_sums import SumPhase
 from .reductions import AllReduce, ByHook, ReduceScatter, Reduction, why_not_sharded
 from .step_statistics import StepClock, UnusedParameters
 
@@ -111,7 +111,7 @@ class Reducer:
         """Whether the next backward pass launches the buckets; `no_sync` sets it to False."""
         self.launches_early = True
         """Whether buckets are launched while the backward pass still runs."""
-        self.summing = Summing.NO
+        self.summing = SumPhase.NO
         self.is_live = False
         """Whether the buckets launched last held gradients of this rank's own data."""
         self.ends_steps = True
@@ -241,7 +241,7 @@ class Reducer:
     def output_has_gradient(self) -> None:
         """Called when a backward pass reaches the model's output: the reducer waits for the end of
         this pass. Checkpointed segments run passes of their own inside it."""
-        if self.summing is not Summing.NO:
+        if self.summing is not SumPhase.NO:
             return
         if self._pass is not Pass.NONE:
             return
@@ -284,8 +284,8 @@ class Reducer:
                 "create_graph=True), and call backward() without create_graph on the whole loss"
             )
         bucket = self.gradients.bring_home(number)
-        if self.summing is not Summing.NO:
-            if self.summing is Summing.ENDED:
+        if self.summing is not SumPhase.NO:
+            if self.summing is SumPhase.ENDED:
                 raise RuntimeError(why_not_between(self.gradients.names[number]))
             return
         if self._pass is Pass.QUIET or not self.is_syncing:
@@ -400,7 +400,7 @@ class Reducer:
             self._begin_launching()
             self._send_rest()
 
-    def send_again(self, standings: Sequence[Standing] = ()) -> None:
+    def send_again(self, standings: Sequence[LeftoverVote] = ()) -> None:
         """Launch all buckets of a sharded step once more: on some rank they have changed, or a
         rank without data has not sent what belongs to the step.
 
@@ -418,7 +418,7 @@ class Reducer:
         # Where no rank has data, one pass is one too many; where others do, they know how many.
         return [*noted, Note.SEVERAL] if self.num_in_step > int(self.is_live) else noted
 
-    def standing(self, is_live: bool) -> Standing:
+    def standing(self, is_live: bool) -> LeftoverVote:
         """What the ballot of a sharded step says of the gradients that this rank holds."""
         if is_live and self._is_uneven():
             self.held.look()
@@ -488,7 +488,7 @@ class Reducer:
         check_votes(total, self.group)
         return total
 
-    def _add_leftovers(self, total: list[float], standings: Sequence[Standing]) -> list[float]:
+    def _add_leftovers(self, total: list[float], standings: Sequence[LeftoverVote]) -> list[float]:
         """Reduce once more: ranks without data send what they still hold, and the others zeros.
         Returns the sum of all votes. This is one more round, in the first step after a rank with
         gradients from no_sync has run out of data."""

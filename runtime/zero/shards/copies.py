@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
-class Rest(enum.IntEnum):
+class CopyState(enum.IntEnum):
     """What has become of a copy since its rank wrote it."""
 
     UNKNOWN = 0
@@ -29,7 +29,7 @@ class Copy:
 
     rank: int
     digest: int
-    rest: Rest = Rest.UNKNOWN
+    rest: CopyState = CopyState.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ def judge(copies: Sequence[Copy]) -> Verdict:
     A single copy that has changed is wrong, and has no source.
     """
     if len({copy.digest for copy in copies}) == 1:  # 1
-        is_lone = len(copies) == 1 and copies[0].rest is Rest.CHANGED
+        is_lone = len(copies) == 1 and copies[0].rest is CopyState.CHANGED
         return Verdict(undecided=(copies[0].rank,)) if is_lone else FINE
-    steady = {copy.digest for copy in copies if copy.rest is Rest.STEADY}
+    steady = {copy.digest for copy in copies if copy.rest is CopyState.STEADY}
     if len(steady) == 1:  # 2
         return _all_but(steady.pop(), copies)
     [(digest, count)] = Counter(copy.digest for copy in copies).most_common(1)
@@ -85,7 +85,7 @@ class Kept:
     """
 
     state: int
-    rest: Rest
+    rest: CopyState
     gradient: int
     written: int | None
 
@@ -110,7 +110,7 @@ class Digests:
         kept = []
         for at in range(0, len(numbers), _PER_SHARD):
             state, rest, gradient, written = numbers[at : at + _PER_SHARD]
-            kept.append(Kept(state, Rest(rest), gradient, written if is_noted else None))
+            kept.append(Kept(state, CopyState(rest), gradient, written if is_noted else None))
         return cls(parameters, tuple(kept))
 
     @staticmethod
@@ -162,7 +162,11 @@ def _on_parameters(by_rank: Sequence[Digests]) -> Verdict:
     expected = sum(one or 0 for one in written) % (1 << 64)
     return judge(
         [
-            Copy(rank, one.parameters, Rest.STEADY if one.parameters == expected else Rest.CHANGED)
+            Copy(
+                rank,
+                one.parameters,
+                CopyState.STEADY if one.parameters == expected else CopyState.CHANGED,
+            )
             for rank, one in enumerate(by_rank)
         ]
     )

@@ -13,8 +13,8 @@ from chorusline.collectives.objects.blocking import all_gather_object
 
 from ...partition.resharding import Range
 from ...partition.shards import shard_numel
-from .optimizer_trial import Verdict
-from .shard_state import MASTER, Description, Layout, ShardState
+from .optimizer_trial import Shardability
+from .shard_state import MASTER, Layout, ShardState, StateDescription
 
 CHUNK_BYTES = 4 << 20
 """Size of a chunk, all ranks together, while state is gathered."""
@@ -32,10 +32,10 @@ def gather_state(
        the result a rank holds one chunk only, and rank `to` one chunk of each rank.
     """
     mine = {
-        parameter: Description(one.elements, {k: _on_cpu(v) for k, v in one.whole.items()})
+        parameter: StateDescription(one.elements, {k: _on_cpu(v) for k, v in one.whole.items()})
         for parameter, one in state.described.items()
     }
-    described: dict[int, Description] = {}
+    described: dict[int, StateDescription] = {}
     for theirs in all_gather_object(group, mine):  # 1
         described = {**theirs, **described}
     result: dict[int, dict[str, Any]] = {}
@@ -93,7 +93,9 @@ def _on_cpu(value: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
 
 
-def check_fits(state: Mapping[str, Any], shape: torch.Size, name: str, verdict: Verdict) -> None:
+def check_fits(
+    state: Mapping[str, Any], shape: torch.Size, name: str, verdict: Shardability
+) -> None:
     """Raises ValueError if a state tensor cannot belong to a parameter of `shape`.
 
     name: of the parameter. verdict: on the optimizer.

@@ -45,7 +45,7 @@ ends. The steps of whole parameters must be equal in each bit."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Shardability:
     """How the state of an optimizer may be cut.
 
     elementwise: anywhere; otherwise between parameters.
@@ -138,7 +138,7 @@ def try_out(
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[TrialGroup],
     defaults: Mapping[str, Any],
-) -> Verdict:
+) -> Shardability:
     """Take the steps of the trial. The random generators are left as they were, and the program's
     hooks on the steps of all optimizers do not see them."""
     generators = RandomState()
@@ -171,7 +171,7 @@ def _judge(
     groups: Sequence[TrialGroup],
     defaults: Mapping[str, Any],
     generators: Mapping[str, Any],
-) -> Verdict:
+) -> Shardability:
     name = optimizer_class.__name__
     trial = _Trial(optimizer_class, groups, defaults, has_unused=True)
     try:
@@ -213,7 +213,7 @@ def _judge(
         is_flat = may_be_flat and not trial.run(trial.flat()).differs_from(whole, _TOLERANCE)
     except Exception:  # It needs shapes.
         is_flat = False
-    return Verdict(is_flat, per_element=per_element)
+    return Shardability(is_flat, per_element=per_element)
 
 
 def _said(error: Exception) -> str:
@@ -221,8 +221,8 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__} ({text[:160]})" if text else type(error).__name__
 
 
-def _refused(name: str, reason: str, mend: str = "Use") -> Verdict:
-    return Verdict(
+def _refused(name: str, reason: str, mend: str = "Use") -> Shardability:
+    return Shardability(
         False,
         f"{name} cannot be sharded: {reason}. {mend} it without ZeroRedundancyOptimizer: "
         f"{name}(model.parameters(), ...) takes the same steps on every rank of a "

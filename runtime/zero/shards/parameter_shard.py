@@ -21,7 +21,7 @@ from ...partition.resharding import Range, kept_by
 from ...partition.shards import Piece, pieces_of, shard_numel, whole_parameter_spans
 from .exact_norm import as_reals, partial_sum
 from .optimizer_state import check_fits, gather_state
-from .optimizer_trial import Verdict
+from .optimizer_trial import Shardability
 from .parameter_bucket import Gather, ParameterBucket, ShardRange, in_format_of
 from .shard_state import MASTER, Inventory, Layout, ShardState, complete, divided
 from .shardable_optimizers import ELEMENTWISE
@@ -68,7 +68,7 @@ class ParameterShard:
         defaults: Mapping[str, Any],
         group: Group,
         *,
-        verdict: Verdict,
+        verdict: Shardability,
         replicas: int = 1,
     ) -> None:
         self.optimizer_class = optimizer_class

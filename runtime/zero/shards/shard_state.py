@@ -82,14 +82,14 @@ class Layout:
             if start < stop or (numel == 0 and is_here):
                 yield parameter, start - offset, Range(wanted.bucket, start, stop)
 
-    def saved(self, bucket: int, description: Description | None) -> dict[str, torch.dtype]:
+    def saved(self, bucket: int, description: StateDescription | None) -> dict[str, torch.dtype]:
         """Names and dtypes of a parameter's saved tensors that have a number for each element."""
         elements = {} if description is None else dict(description.elements)
         if self.has_masters[bucket]:
             elements[MASTER] = self.dtypes[bucket]
         return elements
 
-    def travelling(self, described: Mapping[int, Description]) -> list[dict[str, torch.dtype]]:
+    def travelling(self, described: Mapping[int, StateDescription]) -> list[dict[str, torch.dtype]]:
         """Names and dtypes of the tensors that are sent with a range, by bucket."""
         by_bucket = []
         for plan, dtype in zip(self.plans, self.dtypes, strict=True):
@@ -102,7 +102,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BucketSlice:
     """Some elements of a bucket. tensors: (range.numel,) each, by name."""
 
     range: Range
@@ -110,7 +110,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class StateDescription:
     """The composition of one parameter's state.
 
     elements: dtypes of the tensors with a number for each element, by name.
@@ -126,7 +126,7 @@ class Inventory:
     """The ranges and descriptions of a rank's ShardState, without tensors, for other ranks."""
 
     ranges: Sequence[Range] = ()
-    described: Mapping[int, Description] = field(default_factory=dict)
+    described: Mapping[int, StateDescription] = field(default_factory=dict)
 
 
 class ShardState:
@@ -139,9 +139,9 @@ class ShardState:
 
     def __init__(self, ranges: Sequence[Range] = ()) -> None:
         self.ranges = list(ranges)
-        self.described: dict[int, Description] = {}
+        self.described: dict[int, StateDescription] = {}
         # By bucket, in order and without overlaps: a rank never receives a range that it holds.
-        self._parts: dict[int, list[Part]] = defaultdict(list)
+        self._parts: dict[int, list[BucketSlice]] = defaultdict(list)
 
     def copy(self) -> ShardState:
         """A shallow copy, which shares the tensors."""
@@ -169,19 +169,19 @@ class ShardState:
         """
         names = {name: tensor.dtype for name, tensor in elements.items() if name != MASTER}
         if names or whole:
-            self.described[parameter] = Description(names, whole)
+            self.described[parameter] = StateDescription(names, whole)
         if where.numel:
-            self._insert(Part(where, elements))
+            self._insert(BucketSlice(where, elements))
 
-    def add(self, part: Part) -> None:
+    def add(self, part: BucketSlice) -> None:
         """Add a part that another rank has sent."""
         self.ranges.append(part.range)
         self._insert(part)
 
-    def _insert(self, part: Part) -> None:
+    def _insert(self, part: BucketSlice) -> None:
         insort(self._parts[part.range.bucket], part, key=lambda one: one.range.start)
 
-    def overlapping(self, wanted: Range) -> Iterator[tuple[Range, Part]]:
+    def overlapping(self, wanted: Range) -> Iterator[tuple[Range, BucketSlice]]:
         """The held ranges within `wanted`, in order, each with the part that contains it."""
         parts = self._parts[wanted.bucket]
         first = bisect_right(parts, wanted.start, key=lambda one: one.range.stop)
@@ -287,7 +287,7 @@ def exchange(
         for (one, name), view in zip(coming, views, strict=True):
             received[one.range][name] = view
     for where, tensors in received.items():
-        held.add(Part(where, tensors))
+        held.add(BucketSlice(where, tensors))
     return sent_bytes
 
 

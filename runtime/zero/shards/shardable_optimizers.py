@@ -13,7 +13,7 @@ from chorusline.collectives.contract.articles import with_article
 
 from ...process.between_runs import between_runs
 from ...process.option_numbers import entries, is_number, plain
-from .optimizer_trial import Verdict, compared, is_known, trial_groups, try_out
+from .optimizer_trial import Shardability, compared, is_known, trial_groups, try_out
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -115,18 +115,18 @@ def verdict_on(
     optimizer_class: type[torch.optim.Optimizer],
     groups: Sequence[Mapping[str, Any]],
     defaults: Mapping[str, Any],
-) -> Verdict:
+) -> Shardability:
     """How finely the optimizer's state may be cut. groups: with all options.
 
     The answer is remembered. Raises ValueError, with the reason and what to use instead, for an
     optimizer that cannot be sharded.
     """
     if optimizer_class in ELEMENTWISE:
-        return Verdict(elementwise=True)
+        return Shardability(elementwise=True)
     tried = trial_groups(groups)
     known = between_runs().verdicts.setdefault(optimizer_class, {})
     key = compared((tried, defaults))
-    verdict: Verdict | None = known.get(key)
+    verdict: Shardability | None = known.get(key)
     if verdict is None:
         verdict = try_out(optimizer_class, tried, defaults)
         if is_known(key):
@@ -171,7 +171,7 @@ def describe_parameters(
     groups: Sequence[Mapping[str, Any]],
     first_group: int,
     defaults: Mapping[str, Any],
-    verdict: Verdict,
+    verdict: Shardability,
 ) -> list[str]:
     """One text per parameter with all that must be equal on all ranks: shape, dtype, options that
     are plain values, and the verdict. first_group: the number of groups[0]."""

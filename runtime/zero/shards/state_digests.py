@@ -24,7 +24,7 @@ from .shardable_optimizers import ELEMENTWISE
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _DigestedState:
     """The parts of one shard's state that its digest reads, by name.
 
     tensors: in as few pieces as possible.
@@ -53,7 +53,7 @@ class StateDigests:
 
     def forget(self) -> None:
         """Let go of the memory."""
-        self._copies: list[_Copy] = []
+        self._copies: list[_DigestedState] = []
         self._seen: tuple[int, int, list[tuple[Mapping[str, Any], list[Any]]]] = -1, 0, []
         """The shard's num_rewritten, the number of pieces with state, and each one's state."""
 
@@ -91,7 +91,7 @@ class StateDigests:
             else:
                 counters[distance][name, value.dtype, value.device].append(value)
         self._copies = [
-            _Copy(
+            _DigestedState(
                 {name: list(runs(values)) for name, values in by_name.items()},
                 [(name, values) for (name, _, _), values in by_kind.items()],
                 as_int64(constant),
