@@ -179,9 +179,6 @@ class RollCall:
 
     # -- who is late -----------------------------------------------------------------------------
 
-    def is_news(self, position: StorePosition) -> bool:
-        return position != self._published
-
     def tell(self, position: StorePosition) -> None:
         if position != self._published:
             self._published = position

@@ -55,7 +55,7 @@ class Stepping(Protocol):
 
     def hold_ballot(self, is_live: bool) -> tuple[float, ...]: ...
 
-    def see(self, payload: tuple[float, ...], is_live: bool) -> Outcome: ...
+    def see(self, payload: tuple[float, ...]) -> Outcome: ...
 
     def apply(self, outcome: Outcome, divisor: float | None = None) -> object: ...
 
@@ -141,7 +141,7 @@ class SummedSteps:
     def _see(self, payload: tuple[float, ...]) -> None:
         engine, sums = self._engine, self.sums
         assert engine.model is not None and engine.reducer is not None and sums is not None
-        outcome = engine.see(payload, True)
+        outcome = engine.see(payload)
         self._agreed = SummedStep(outcome, engine.option_numbers(), sums.divisor)
         engine.model.sync_buffers(outcome.agreement.live, None)
         engine.reducer.offer_nothing(outcome.agreement.used)

@@ -735,7 +735,7 @@ class OptimizerEngine:
         if self.reducer is None and self._takes_gradients(payload) and self._needs_norm:
             payload = self.hold_ballot(is_live)
         self.faults.reach(Instant.SEEN)
-        outcome = self.see(payload, is_live)
+        outcome = self.see(payload)
         if self.model is None and not self.face.num_steps:
             self._check_reduced(outcome.agreement)
         gathers = self.apply(outcome)  # (4), and (5) begins
@@ -923,7 +923,7 @@ class OptimizerEngine:
         reducer = self.reducer
         return self._tells_perturbed and reducer is not None and reducer.held.perturbed is not None
 
-    def see(self, payload: tuple[float, ...], is_live: bool) -> Outcome:
+    def see(self, payload: tuple[float, ...]) -> Outcome:
         """Record the result of a ballot on this rank. From here on the step counts."""
         outcome = self._ballot.read(payload)
         live = outcome.agreement.live
@@ -1093,7 +1093,7 @@ class OptimizerEngine:
             self.summed.catch_up(decided.payload if is_behind else None)
         elif is_behind:
             assert self.reducer is not None
-            outcome = self.see(decided.payload, self.reducer.is_live)
+            outcome = self.see(decided.payload)
             with contextlib.suppress(CollectiveError):  # The group of the gathers has ended.
                 self.apply(outcome)
 
