@@ -92,10 +92,10 @@ class _Planted:
     def _plant_before_vote(self, kind: str, distance: int, seed: int) -> None:
         """The reduction is complete when the rank votes."""
 
-        def vote() -> torch.Tensor | None:
+        def vote(num_steps: int) -> torch.Tensor | None:
             self.engine._digests.vote = self._vote  # type: ignore[method-assign]
             self._plant(kind, distance, seed)
-            return self._vote()
+            return self._vote(num_steps)
 
         self.engine._digests.vote = vote  # type: ignore[method-assign]
 
@@ -188,8 +188,8 @@ def measure_cost(
 
         def alone() -> None:
             for _ in range(num_steps):
-                digests.vote()
-                digests.note()
+                digests.vote(optimizer.num_steps)
+                digests.note(optimizer.num_steps)
 
         ways["digests alone"] = alone
         medians = alternate(ways, rounds=rounds, calls=1)

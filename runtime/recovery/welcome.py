@@ -212,7 +212,7 @@ def _take(welcome: Welcome, objects: LiveObjects, steps: StepsUnderWay) -> None:
     for number, optimizer in objects.optimizers().items():
         place = welcome.optimizers[number]
         place.options.load(optimizer.face)
-        optimizer.summed.take_place(place.progress, place.last_live)
+        optimizer.take_place(place.progress, place.last_live)
     for number, model in objects.models().items():
         model.reducer.num_passes = welcome.passes[number]
         # One less, so that the buffers of the others are sent (Buffers.sync_again).

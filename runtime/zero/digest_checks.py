@@ -30,7 +30,6 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
@@ -38,9 +37,7 @@ from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..data_parallel.engine import names_of
-from ..data_parallel.gradients.reducer import Reducer
 from ..partition.resharding import Transfer, shard_of
-from .ballot import Ballot
 from .shards.copies import CopyState, Digests, Verdict, Verdicts, judge_all
 from .shards.digests import (
     as_votes,
@@ -53,7 +50,6 @@ from .shards.digests import (
 from .shards.parameter_shard import KeptPiece, ParameterShard
 from .shards.shard_state import ShardState, StateDescription, exchange
 from .shards.state_digests import StateDigests
-from .summed_steps import SummedSteps
 
 _SUSPECT_FROM = 3
 """Corrections on one rank from which on its machine is suspected by name."""
@@ -75,25 +71,21 @@ class Correction:
     names: tuple[str, ...] = ()
 
 
-class Checked(Protocol):
-    """The optimizer's engine, as far as it is used here."""
-
-    shard: ParameterShard
-    reducer: Reducer | None
-    summed: SummedSteps
-    face: Any
-    _ballot: Ballot
-
-    def _hold_ballot(self, is_live: bool) -> tuple[float, ...]: ...
-
-
 class DigestChecks:
-    """The digests of one optimizer on one rank. every: of so many steps, one is checked; None: no
-    step is, and the ballot has no digests."""
+    """The digests of one optimizer on one rank.
 
-    def __init__(self, engine: Checked, every: int | None) -> None:
-        self._engine = engine
-        self._every = every
+    every: of so many steps, one is checked; None: no step is, and the ballot has no digests.
+    corrections: the list that gets what is made right.
+    """
+
+    def __init__(
+        self, shard: ParameterShard, every: int | None, corrections: list[Correction]
+    ) -> None:
+        self.every = every
+        self._shard = shard
+        self._corrections = corrections
+        self._num_steps = 0
+        """The number of steps applied before the one that is voted on."""
         self._state = StateDigests()
         self._noted: tuple[int, torch.Tensor, torch.Tensor] | None = None
         """What the last update has written: the shard's num_rewritten then, and the digests of
@@ -104,25 +96,27 @@ class DigestChecks:
         """The shards have been laid out again. Lets go of their memory; returns how many numbers a
         vote has now."""
         self._state.forget()
-        return Digests.numel(num_copies(self._engine.shard)) if self._every else 0
+        return Digests.numel(num_copies(self._shard)) if self.every else 0
 
-    @property
-    def _is_due(self) -> bool:
-        return self._every is not None and self._engine.face.num_steps % self._every == 0
+    def _is_due(self, num_steps: int) -> bool:
+        return self.every is not None and num_steps % self.every == 0
 
-    def note(self) -> None:
-        """(a) A step has been applied."""
-        shard = self._engine.shard
+    def note(self, num_steps: int) -> None:
+        """(a) A step has been applied, the `num_steps`th."""
+        shard = self._shard
         self._noted = None
-        if self._is_due:
+        if self._is_due(num_steps):
             state, written = self._state.of(shard), written_digests(shard)
             self._noted = shard.num_rewritten, torch.stack(state), torch.stack(written)
 
-    def vote(self) -> torch.Tensor | None:
-        """(b) For the ballot: as many numbers as `laid_out` says; None if no check is due."""
-        if not self._is_due:
+    def vote(self, num_steps: int) -> torch.Tensor | None:
+        """(b) For the ballot: as many numbers as `laid_out` says; None if no check is due.
+
+        num_steps: applied so far."""
+        self._num_steps = num_steps
+        if not self._is_due(num_steps):
             return None
-        shard = self._engine.shard
+        shard = self._shard
         # The update reads the state next, so it is read last: what the cache holds is there.
         gradients, parameters = torch.stack(gradient_digests(shard)), parameters_digest(shard)
         state = torch.stack(self._state.of(shard))
@@ -137,33 +131,25 @@ class DigestChecks:
         by_shard = torch.stack([state, rest, gradients, written], dim=1)
         return as_votes(torch.cat([head, by_shard.view(-1)]))
 
-    def confirm(self, payload: tuple[float, ...], is_live: bool) -> tuple[float, ...]:
-        """(c) Make right what is wrong; returns the payload of the ballot that counts.
+    def heal(self, rows: tuple[tuple[float, ...], ...]) -> bool:
+        """(c) Make right what is wrong in parameters and state. Returns whether all ranks reduce
+        the gradients once more, vote again, and call `tell_gradients`.
+
+        rows: by rank, the digests of its vote.
 
         Raises CollectiveMismatch, on all ranks, if nothing tells what is right.
         """
-        if self._every is None:
-            return payload
-        rows = self._engine._ballot.digests(payload)
         verdicts = self._judged(rows)
         if verdicts.are_fine:
-            return payload
+            return False
         self._check_decided(verdicts)
         self._heal_parameters(verdicts.parameters)
         self._heal_state(verdicts.state)
-        differing = [owner for owner, one in verdicts.gradients.items() if not one.is_fine]
-        if not differing or self.leaves_out(rows):
-            return payload
-        if self._engine.reducer is not None and self._engine.summed.sums is None:
-            self._engine.reducer.send_again()
-        payload = self._engine._hold_ballot(is_live)
-        again = self._engine._ballot.digests(payload)
-        self._tell_gradients(differing, rows, again)
-        return payload
+        return bool(_differing(verdicts)) and not self.leaves_out(rows)
 
     def leaves_out(self, rows: tuple[tuple[float, ...], ...]) -> bool:
         """Whether the step of this ballot is not applied, on any rank. rows: Outcome.digests."""
-        return self._every is not None and not self._judged(rows).parameters.is_fine
+        return self.every is not None and not self._judged(rows).parameters.is_fine
 
     def _judged(self, rows: tuple[tuple[float, ...], ...]) -> Verdicts:
         if self._last is None or self._last[0] != rows:
@@ -175,7 +161,7 @@ class DigestChecks:
     def _heal_parameters(self, verdict: Verdict) -> None:
         if not verdict.sources:
             return
-        shard, group = self._engine.shard, self._group
+        shard, group = self._shard, self._group
         is_wrong, source = group.rank in verdict.sources, min(verdict.sources.values())
         changed: list[int] = []
         for bucket in shard.buckets:
@@ -202,7 +188,7 @@ class DigestChecks:
         ]
         if not wrong:
             return
-        shard, group = self._engine.shard, self._group
+        shard, group = self._shard, self._group
         contents = shard.layout.contents
         plan = [
             Transfer(source, rank, where)
@@ -233,7 +219,7 @@ class DigestChecks:
         self, mine: KeptPiece, right: ShardState, description: StateDescription | None
     ) -> bool:
         """Copy the right state of a piece over its own; returns whether it was another."""
-        optimizer = self._engine.shard.optimizer
+        optimizer = self._shard.optimizer
         state = optimizer.state.get(mine.tensor, {}) if optimizer is not None else {}
         has_changed = False
         own = {name: state[name] for name in (description.elements if description else ())}
@@ -252,13 +238,11 @@ class DigestChecks:
                 state[name] = value
         return has_changed
 
-    def _tell_gradients(
-        self,
-        differing: Sequence[int],
-        first: Sequence[Sequence[float]],
-        again: tuple[tuple[float, ...], ...],
+    def tell_gradients(
+        self, first: tuple[tuple[float, ...], ...], again: tuple[tuple[float, ...], ...]
     ) -> None:
-        """The gradients of these owners were reduced again. first, again: the digests by rank."""
+        """Gradients were reduced again. first, again: the digests by rank."""
+        differing = _differing(self._judged(first))
         verdicts, group = self._judged(again), self._group
         if not all(one.is_fine for one in verdicts.gradients.values()):
             raise self._mismatch(
@@ -275,18 +259,18 @@ class DigestChecks:
                     self._corrected(rank, "reduced gradient", None, ())
 
     def _corrected(self, rank: int, what: str, source: int | None, numbers: Sequence[int]) -> None:
-        face, shard = self._engine.face, self._engine.shard
+        shard, step = self._shard, self._num_steps
         is_here = rank == self._group.rank
         known = names_of(shard.parameters)
         changed = dict.fromkeys(numbers) if is_here else {}
         names = tuple(known.get(id(shard.parameters[n]), f"parameter {n}") for n in changed)
-        face.corrections.append(Correction(face.num_steps, rank, what, source, names))
+        self._corrections.append(Correction(step, rank, what, source, names))
         if not is_here:
             return  # All ranks record a correction, and one warns: the rank that is concerned.
         repair = "reduced once more" if source is None else f"copied from rank {source}"
         # With wrong parameters the gradients of all ranks are wrong.
         repair += ", and the step was left out" if what == "parameters" else ""
-        count = Counter(one.rank for one in face.corrections)[rank]
+        count = Counter(one.rank for one in self._corrections)[rank]
         advice = (
             f"This is correction {count} on rank {rank}: take its machine out of the cluster"
             if count >= _SUSPECT_FROM
@@ -295,7 +279,7 @@ class DigestChecks:
         of_names = f" of {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else ""
         warnings.warn(
             f"silent data corruption on rank {rank}: its {what}{of_names} changed before step "
-            f"{face.num_steps + 1}, although no program wrote there. The right values were "
+            f"{step + 1}, although no program wrote there. The right values were "
             f"{repair}. {advice}.",
             RuntimeWarning,
             stacklevel=2,
@@ -338,12 +322,17 @@ class DigestChecks:
 
     @property
     def _group(self) -> Group:
-        return self._engine.shard.group
+        return self._shard.group
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether tensors of one shape and dtype have other bits: NaN is equal to itself here."""
     return bool(digest(one.reshape(-1).clone()) != digest(other.reshape(-1).clone()))
+
+
+def _differing(verdicts: Verdicts) -> list[int]:
+    """The owners whose reduced gradients differ between ranks."""
+    return [owner for owner, one in verdicts.gradients.items() if not one.is_fine]
 
 
 def _ranks_of(verdict: Verdict) -> list[int]:

@@ -30,6 +30,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..data_parallel.engine import ModelEngine, names_of, owner_of, reducers_of
 from ..data_parallel.gradients.gradient_bucket import GradientBucket
 from ..data_parallel.gradients.reducer import Reducer
+from ..data_parallel.model_steps import ModelSteps
 from ..data_parallel.same_model import broadcast_tensors, check_same_parameters, unlike_values
 from ..join.join import GroupJoinable, Join, Joinable
 from ..join.join_hook import JoinHook
@@ -83,7 +85,6 @@ from .shards.shardable_optimizers import (
 )
 from .shards.state_dict_format import match_state, parameter_name, plain_state, with_names
 from .state_changes import ShardedState, StateChanges
-from .summed_steps import SummedSteps
 
 _OF_THE_MODEL = (
     "Give it the model, ZeroRedundancyOptimizer(model, ...), or parameters of the module that "
@@ -339,7 +340,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         is_live, why_not = self._join.ledger.live if self._join else True, ""
         if engine.reducer is not None:
             reducer = engine.reducer
-            if not (reducer.has_launched or reducer.num_in_step or engine.summed.has_agreed):
+            if not (reducer.has_launched or reducer.num_in_step or engine.has_agreed):
                 why_not = (
                     "step() needs gradients that were reduced since the last step: run "
                     "loss.backward() on the DistributedDataParallel model, outside no_sync(), first"
@@ -531,6 +532,20 @@ def optimizer_engine_of(optimizer: ZeroRedundancyOptimizer) -> OptimizerEngine:
     return optimizer._engine
 
 
+@dataclass(slots=True)
+class SummedStep:
+    """A step of `ctx.steps` that all ranks have agreed on, and that `step()` has not taken.
+
+    options: with which they have voted. divisor: of its summed gradient.
+    is_applied: this rank has applied it already, as a rank was lost before `step()`.
+    """
+
+    outcome: Outcome
+    options: list[float]
+    divisor: float
+    is_applied: bool = False
+
+
 class OptimizerEngine:
     """The engine of one sharded optimizer on one rank: it takes the steps of the user's
     `ZeroRedundancyOptimizer`, and recovery and checkpoints work on it.
@@ -565,10 +580,10 @@ class OptimizerEngine:
         """Whether the next ballot says that the state was changed."""
         self._tells_perturbed = True
         """Whether it says that parameters were changed between two passes: once is enough."""
-        self._digests = DigestChecks(self, face.check_every)
+        self._digests = DigestChecks(shard, face.check_every, face.corrections)
         self.state_changes = StateChanges(shard)
-        self.summed = SummedSteps(self)
-        """The steps of `ctx.steps`, which the optimizer ends for its model."""
+        self._summed: SummedStep | None = None
+        """The step of `ctx.steps` that all ranks have agreed on and `step()` has not taken."""
         self._recovery: Survival | None = None
         self.faults = Faults()
         given = [p for options in face.param_groups for p in options["params"]]
@@ -591,7 +606,7 @@ class OptimizerEngine:
             self.reducer.parks = True
             self._recovery.watch_optimizer(self)
         if self.model is not None:
-            self.model.leave_steps_to_optimizer(self.summed if self.reducer is not None else None)
+            self.model.leave_steps_to_optimizer(self if self.reducer is not None else None)
         between_runs().wrap(self)
 
     @property
@@ -627,7 +642,7 @@ class OptimizerEngine:
         self._make_ballot()
 
     def _make_ballot(self) -> None:
-        num_options, counts = len(self.option_numbers()), self._recovery is not None
+        num_options, counts = len(self._option_numbers()), self._recovery is not None
         digests = self._digests.laid_out()
         self._labels = self._option_labels()
         self._ballot = Ballot(self.group, num_options, counts_samples=counts, num_digests=digests)
@@ -636,11 +651,11 @@ class OptimizerEngine:
 
     def take_step(self, is_live: bool, why_not: str = "") -> None:
         """why_not: what keeps this rank from taking the step; empty if nothing does."""
-        if self.summed.has_agreed:
-            self.summed.take_step()
+        if self._summed is not None:
+            self._take_summed_step(self._summed)
             return
         if not why_not:
-            self.take_up_waiting()
+            self._take_up_waiting()
         self._why_not = why_not or self._why_not_now()
         # Inside a Join the others would wait in this step, or see it as ended by this rank: there
         # the ballot tells them why. Elsewhere no other rank need have come here.
@@ -651,7 +666,7 @@ class OptimizerEngine:
             self.reducer.send_late()
         elif self.model is not None:
             self.model.reducer.num_in_step = 0
-        self.begin_ballot()
+        self._begin_ballot()
         while self._seen.ballots < self._ballot_of_step:
             try:
                 self._try_step(is_live)
@@ -663,9 +678,9 @@ class OptimizerEngine:
                 # If some rank has seen this step's ballot, the step is taken in here (`catch_up`),
                 # and the loop ends; if none has, the buckets are reduced again, and it continues.
                 self._recovery.recover(error, self)
-        self.has_stepped()
+        self._has_stepped()
 
-    def take_up_waiting(self) -> None:
+    def _take_up_waiting(self) -> None:
         if self._waiting:
             self.take_up_trainable()
 
@@ -674,11 +689,11 @@ class OptimizerEngine:
             return ""
         return self.model.why_thawed() or self.reducer.why_changed()
 
-    def begin_ballot(self) -> None:
+    def _begin_ballot(self) -> None:
         """A step begins, which ends with the next ballot."""
         self._ballot_of_step = self._seen.ballots + 1
 
-    def has_stepped(self) -> None:
+    def _has_stepped(self) -> None:
         between_runs().end_applying()
         if self._recovery is not None:
             self._recovery.has_stepped(self)
@@ -705,12 +720,14 @@ class OptimizerEngine:
         """Whether a step can wait here for the ranks of the next generation."""
         return self._recovery is not None
 
-    def wait_for_next_generation(self, error: BaseException) -> None:
-        """Return in the next generation, in the middle of a step. Raises `error` if it does not end
-        a generation, or the run ends with it."""
+    def wait_for_next_generation(self, error: BaseException) -> bool:
+        """Return in the next generation, in the middle of a step. Returns whether the ranks have
+        agreed on the step. Raises `error` if it does not end a generation, or the run ends with
+        it."""
         if self._recovery is None or not ends_a_generation(error):
             raise error
         self._recovery.recover(error, self)
+        return self.step_counts
 
     @property
     def step_counts(self) -> bool:
@@ -719,7 +736,7 @@ class OptimizerEngine:
         return self._seen.ballots >= self._ballot_of_step
 
     def _try_step(self, is_live: bool) -> None:
-        payload = self.hold_ballot(is_live)
+        payload = self._vote_with_others(is_live)
         if self._ballot.says(Note.REFUSES, payload):
             told = all_gather_object(self.group, self._why_not)
             why = next(filter(None, told))
@@ -729,16 +746,16 @@ class OptimizerEngine:
             # A rank ran more passes since the launch, or it now knows what its leftovers belong
             # to. All send again, with these, and vote again.
             self.reducer.send_again(standings)
-            payload = self.hold_ballot(is_live)
+            payload = self._vote_with_others(is_live)
         if self._takes_max_norm(payload, is_live):
-            payload = self.hold_ballot(is_live)
+            payload = self._vote_with_others(is_live)
         if self.reducer is None and self._takes_gradients(payload) and self._needs_norm:
-            payload = self.hold_ballot(is_live)
+            payload = self._vote_with_others(is_live)
         self.faults.reach(Instant.SEEN)
-        outcome = self.see(payload)
+        outcome = self._see(payload)
         if self.model is None and not self.face.num_steps:
             self._check_reduced(outcome.agreement)
-        gathers = self.apply(outcome)  # (4), and (5) begins
+        gathers = self._apply(outcome)  # (4), and (5) begins
         for gather in gathers:
             gather.wait()
         self._end_step(outcome.agreement.live, gathers)
@@ -790,15 +807,8 @@ class OptimizerEngine:
         if goes_on and not were_sent and gathers:
             gathers[-1].work.wait_on_host()
 
-    def apply_and_gather(self, outcome: Outcome, divisor: float) -> None:
-        """(4) and (5) of a step of `ctx.steps`, whose buffers all ranks have."""
-        gathers = self.apply(outcome, divisor)
-        for gather in gathers:
-            gather.wait()
-        if self._recovery is not None and gathers:
-            gathers[-1].work.wait_on_host()
-
-    def hold_ballot(self, is_live: bool) -> tuple[float, ...]:
+    def _vote_with_others(self, is_live: bool) -> tuple[float, ...]:
+        """Hold a ballot; once more, if ranks have changed the state or something was wrong."""
         self._tells_changes = True
         payload = self._hold_ballot(is_live)
         if self._ballot.says(Note.CHANGES_STATE, payload):
@@ -812,7 +822,16 @@ class OptimizerEngine:
             payload = self._hold_ballot(is_live)
         if self._ballot.says(Note.PERTURBS, payload):
             self._compare_perturbed()
-        return self._digests.confirm(payload, is_live)
+        if self._digests.every is None:
+            return payload
+        rows = self._ballot.digests(payload)
+        if self._digests.heal(rows):
+            # Reduced gradients differ: what comes out the second time tells which are wrong.
+            if self.reducer is not None and self._sums is None:
+                self.reducer.send_again()
+            payload = self._hold_ballot(is_live)
+            self._digests.tell_gradients(rows, self._ballot.digests(payload))
+        return payload
 
     def _compare_perturbed(self) -> None:
         """Warn on all ranks if the program has changed the parameters otherwise on each rank."""
@@ -874,7 +893,7 @@ class OptimizerEngine:
         return self._ballot.hold(self._vote(is_live))  # (3)
 
     def _reduce(self) -> None:
-        if (sums := self.summed.sums) is not None:
+        if (sums := self._sums) is not None:
             # The exact norm is read on the host.
             sums.reduce_shards(on_host=self._needs_norm)
         elif self.reducer is not None:
@@ -915,7 +934,7 @@ class OptimizerEngine:
             join=self.face._told_of_join(),
             epoch=boundary().epoch,
             digest=-boundary().draws,
-            digests=self._digests.vote(),
+            digests=self._digests.vote(self.face.num_steps),
         )
 
     @property
@@ -923,7 +942,7 @@ class OptimizerEngine:
         reducer = self.reducer
         return self._tells_perturbed and reducer is not None and reducer.held.perturbed is not None
 
-    def see(self, payload: tuple[float, ...]) -> Outcome:
+    def _see(self, payload: tuple[float, ...]) -> Outcome:
         """Record the result of a ballot on this rank. From here on the step counts."""
         outcome = self._ballot.read(payload)
         live = outcome.agreement.live
@@ -953,7 +972,7 @@ class OptimizerEngine:
             self.face._run_pre_hooks()
         return outcome
 
-    def apply(self, outcome: Outcome, divisor: float | None = None) -> list[Gather]:
+    def _apply(self, outcome: Outcome, divisor: float | None = None) -> list[Gather]:
         """Step all shards that this rank keeps, even if another rank is lost meanwhile. Returns the
         all-gathers, each started as soon as its bucket is stepped.
 
@@ -982,7 +1001,7 @@ class OptimizerEngine:
             except CollectiveError as error:
                 failure = error  # The step counts, so the remaining shards are stepped first.
         self.face.num_steps += 1
-        self._digests.note()
+        self._digests.note(self.face.num_steps)
         if failure is not None:
             raise failure
         return gathers
@@ -1046,7 +1065,7 @@ class OptimizerEngine:
         coefficient = self.face.max_norm / (self.face.grad_norm + 1e-6)
         return 1.0 if coefficient > 1 else coefficient
 
-    def option_numbers(self) -> list[float]:
+    def _option_numbers(self) -> list[float]:
         """The numeric options of the optimizer, without entries that schedulers add to groups, and
         the numbers of OF_THE_STEP; 0 for none."""
         numbers = numbers_of(self.face.param_groups, sorted(self.face.defaults))
@@ -1061,7 +1080,7 @@ class OptimizerEngine:
         return self.shard.optimizer is None and self.shard.optimizer_class not in ELEMENTWISE
 
     def _options_to_vote(self) -> list[float]:
-        numbers = self.option_numbers()
+        numbers = self._option_numbers()
         if len(numbers) != self._ballot.num_options:
             before, now = Counter(self._labels), Counter(self._option_labels())
             changed = [label for label in before | now if before[label] != now[label]]
@@ -1077,6 +1096,89 @@ class OptimizerEngine:
             numbers[: -len(OF_THE_STEP)] = [math.nan] * (len(numbers) - len(OF_THE_STEP))
         return numbers
 
+    # -- the steps of ctx.steps (data/steps.py; StepEnder of model_steps.py) -------------------
+    #
+    # Such a step has two halves. Phases (1) to (3) come at the end of the loop over the step's
+    # batches: a rank that is lost until then brings the others its micro-batches, in the same loop.
+    # Phases (4) and (5) come in `step()`, after the loop. If a rank is lost between the halves, the
+    # others apply the step where they are, and `step()` has nothing left to do.
+
+    @property
+    def _sums(self) -> ModelSteps | None:
+        """The model's sums, if it takes such steps and this optimizer ends them."""
+        if self.model is None or self.reducer is None or not self.model.steps.is_under_way:
+            return None
+        return self.model.steps
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether there is such a step that `step()` has not taken."""
+        return self._summed is not None
+
+    def why_not_summed(self) -> str:
+        if self.has_early_update:
+            return (
+                "its optimizer has overlap_with_ddp, which steps parameters in the first backward "
+                "pass; leave overlap_with_ddp out"
+            )
+        return ""
+
+    def begin_summed_step(self) -> None:
+        if self._summed is not None:
+            raise RuntimeError(
+                "the ranks have agreed on a step of ctx.steps whose gradient no optimizer.step() "
+                "has used, and it would be lost. Call optimizer.step() once after the loop over "
+                "the batches of each step"
+            )
+        self._take_up_waiting()
+        if self.model is not None and (why := self.model.why_thawed()):
+            raise RuntimeError(why)
+        self._begin_ballot()
+
+    @torch.no_grad()
+    def end_summed_step(self) -> None:
+        """Phases (1) to (3)."""
+        sums = self._sums
+        assert self.reducer is not None and sums is not None
+        self.reducer.weight = None
+        self.reducer.offer_nothing(sums.used)
+        self.loss_scale = self.face._scale_of_losses()
+        self.shard.bring_home()
+        payload = self._vote_with_others(True)
+        self.faults.reach(Instant.SEEN)
+        self._see_summed(payload)
+
+    def _see_summed(self, payload: tuple[float, ...]) -> None:
+        sums = self._sums
+        assert self.model is not None and self.reducer is not None and sums is not None
+        outcome = self._see(payload)
+        self._summed = SummedStep(outcome, self._option_numbers(), sums.divisor)
+        self.model.sync_buffers(outcome.agreement.live, None)
+        self.reducer.offer_nothing(outcome.agreement.used)
+
+    def _take_summed_step(self, agreed: SummedStep) -> None:
+        """Phases (4) and (5)."""
+        assert self.reducer is not None
+        self.reducer.check_unchanged()
+        if self._option_numbers() != agreed.options:
+            raise RuntimeError(
+                "options of the optimizer were changed between the last batch of a step of "
+                "ctx.steps and optimizer.step(), when the ranks had agreed on the step. Set "
+                "them, or step the schedule, after optimizer.step()"
+            )
+        self._summed = None
+        try:
+            if not agreed.is_applied:
+                gathers = self._apply(agreed.outcome, agreed.divisor)
+                for gather in gathers:
+                    gather.wait()
+                if self._recovery is not None and gathers:
+                    gathers[-1].work.wait_on_host()
+        except Exception as error:
+            self.wait_for_next_generation(error)
+        self.faults.reach(Instant.STEPPED)
+        self._has_stepped()
+
     # -- recovery (recovery/recovery.py) ---------------------------------------------------------
 
     @property
@@ -1089,13 +1191,24 @@ class OptimizerEngine:
         # No rank can have seen a ballot that this one has not come to: an optimizer that was just
         # made again is not late, it has yet to get its state.
         is_behind = self._seen.ballots < decided.ballots == self._ballot_of_step
-        if self.summed.sums is not None:
-            self.summed.catch_up(decided.payload if is_behind else None)
+        if self._sums is not None:
+            if is_behind:
+                self._see_summed(decided.payload)
+            if self._summed is not None and not self._summed.is_applied:
+                self._summed.is_applied = True
+                self._apply_alone(self._summed.outcome, self._summed.divisor)
         elif is_behind:
-            assert self.reducer is not None
-            outcome = self.see(decided.payload)
-            with contextlib.suppress(CollectiveError):  # The group of the gathers has ended.
-                self.apply(outcome)
+            self._apply_alone(self._see(decided.payload))
+
+    def _apply_alone(self, outcome: Outcome, divisor: float | None = None) -> None:
+        with contextlib.suppress(CollectiveError):  # The group of the gathers has ended.
+            self._apply(outcome, divisor)
+
+    def take_place(self, progress: OptimizerProgress, last_live: tuple[int, ...]) -> None:
+        """This rank comes to others between two steps, and is where they are."""
+        self._seen, self.last_live = progress, last_live
+        self._ballot_of_step = progress.ballots
+        self.state_changes.forget()
 
     def move_to(self, group: Group) -> None:
         """Continue in a group of the same ranks, at the beginning of a step; the shards stay."""

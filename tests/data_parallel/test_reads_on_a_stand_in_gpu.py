@@ -110,7 +110,7 @@ WAITS: dict[tuple[str, str], Callable[[cl.Group], object] | str] = {
     ): "what the program reads behind step()",
     (
         "runtime/zero/zero_redundancy_optimizer.py",
-        "apply_and_gather",
+        "_take_summed_step",
     ): "what the program reads behind step()",
     (
         "runtime/zero/shards/parameter_shard.py",

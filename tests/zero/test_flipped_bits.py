@@ -54,11 +54,11 @@ def plant(optimizer, what, distance, seed):
         return
     vote, planted = engine._digests.vote, []
 
-    def vote_after_flip():
+    def vote_after_flip(num_steps):
         if not planted:
             planted.append(True)
             flip_one()
-        return vote()
+        return vote(num_steps)
 
     engine._digests.vote = vote_after_flip
 
@@ -186,7 +186,7 @@ def wrong_update(group, replicas):
         model, torch.optim.AdamW, lr=0.05, replicas=replicas, check_every=1
     )
     engine = optimizer_engine_of(optimizer)
-    see = engine.see
+    see = engine._see
 
     def see_then_flip(*args):
         if group.rank == 1 and optimizer.num_steps == 2:
@@ -194,7 +194,7 @@ def wrong_update(group, replicas):
             replica[0] = replica[0] + 1
         return see(*args)
 
-    engine.see = see_then_flip
+    engine._see = see_then_flip
     try:
         for batch in batches_of(group.rank, STEPS, torch.float32):
             loss_of(model, batch).backward()
@@ -267,7 +267,7 @@ def stepped_with_flips(group, deterministic, flips):
         digests = optimizer_engine_of(optimizer)._digests
         vote, done = digests.vote, set()
 
-        def vote_after_flip():
+        def vote_after_flip(num_steps):
             step = optimizer.num_steps
             rank, what = flips.get(step, (None, None))
             if rank == group.rank and step not in done:
@@ -275,7 +275,7 @@ def stepped_with_flips(group, deterministic, flips):
                 rng = random.Random(step)
                 kinds = tensors_of(optimizer, what, step % 2)
                 flip(rng.choice([tensor for tensor in kinds if tensor.numel()]), rng)
-            return vote()
+            return vote(num_steps)
 
         digests.vote = vote_after_flip
 
