@@ -146,7 +146,7 @@ class OptimizerPlace:
 class Welcome:
     """steps: where the ranks are. taken: steps of the run. data: of the call. checkpoints: as
     Checkpoints.place. generators: the state of the random generators. optimizers: by number.
-    passes, synced: of the models, by number, as in Standing (in_place.py). states: of registered
+    passes, synced: of the models, by number, as in RankReport (in_place.py). states: of registered
     objects, by name."""
 
     steps: StepsPlace
