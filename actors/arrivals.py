@@ -2,9 +2,9 @@
 
 A worker that comes **rehearses**: it runs the function from the top by itself, with the rank that
 it will have, up to its first step of `ctx.steps`, while the others train. What it needs for that, a
-**score**, it gets from one of them. When it waits at its first step, all ranks take it in between
-two steps of theirs, and continue where they are. If the functions cannot take it in so, they run
-again from the top on all ranks, with the newcomer.
+**replay log**, it gets from one of them. When it waits at its first step, all ranks take it in
+between two steps of theirs, and continue where they are. If the functions cannot take it in so,
+they run again from the top on all ranks, with the newcomer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Readiness(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayLog:
+class GivenReplayLog:
     """What a worker rehearses with. payload: pickled by a rank's runtime; empty if that rank cannot
     give it. why_not: why."""
 
@@ -41,8 +41,8 @@ class ReplayLog:
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
-    """Where a worker waits that has rehearsed; it comes in where the others' tickets are the same.
+class ReadyToken:
+    """Where a worker waits that has rehearsed; it comes in where the others' tokens are the same.
 
     passage: the pass over an epoch that it is in. objects: a digest of all that it has made.
     """
@@ -52,9 +52,9 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Invitation:
+class AdmissionRequest:
     """All ranks of a generation are asked to take workers in. number: of the attempt."""
 
     number: int
     generation: int
-    ticket: Ticket
+    token: ReadyToken

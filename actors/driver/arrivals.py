@@ -4,7 +4,7 @@ A worker that comes is READY until all ranks can take it in. Then it becomes REH
 others that wait at that time, and they come in together:
 
     begin   give each of them its place among the ranks, and have it run the function by itself.
-    ready   one waits at its first step. When all do, invite the ranks.
+    ready   one waits at its first step. When all do, ask the ranks to take them in.
     enter   the ranks have ended their generation between two steps: the next one is formed with the
             workers (situation.py), which were given just those places.
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from chorusline.collectives.contract.errors import GroupAborted
 
-from ..arrivals import Invitation, Ticket
+from ..arrivals import AdmissionRequest, ReadyToken
 from ..messages import Assignment, Frozen, MemberState
 from . import instructions
 from .instructions import Instruction
@@ -36,13 +36,13 @@ class Rehearsal:
     """A worker that rehearses.
 
     assignment: the place that it was given.
-    ticket: where it waits; None before that.
+    token: where it waits; None before that.
     is_called_off: it was told to stop.
     """
 
     member: Member
     assignment: Assignment
-    ticket: Ticket | None = None
+    token: ReadyToken | None = None
     is_called_off: bool = False
 
 
@@ -52,7 +52,7 @@ class Rehearsals:
 
     are_possible: False once the functions have to run again from the top.
     by_id: the rehearsals under way, by worker.
-    attempts: rehearsals since workers came in last. number: of the last invitation.
+    attempts: rehearsals since workers came in last. number: of the last request to the ranks.
     """
 
     are_possible: bool = True
@@ -77,7 +77,7 @@ class Rehearsals:
         return todo
 
     def ready(
-        self, worker_id: str, ticket: Ticket, members: Sequence[Member], generation: int
+        self, worker_id: str, token: ReadyToken, members: Sequence[Member], generation: int
     ) -> list[Instruction]:
         """A worker waits at its first step. members: of the generation, by rank."""
         mine = self.by_id.get(worker_id)
@@ -85,15 +85,15 @@ class Rehearsals:
             return []
         if mine.is_called_off:  # The order has crossed with this word.
             return [_stop(mine, "it was cancelled")]
-        mine.ticket = ticket
-        tickets = [one.ticket for one in self.by_id.values()]
-        if None in tickets:
+        mine.token = token
+        tokens = [one.token for one in self.by_id.values()]
+        if None in tokens:
             return []
-        if len(set(tickets)) > 1:
+        if len(set(tokens)) > 1:
             return self.call_off("the new workers wait at different steps")
         self.number += 1
-        invitation = Invitation(self.number, generation, ticket)
-        return [instructions.Invite(one.info.worker_id, invitation) for one in members]
+        request = AdmissionRequest(self.number, generation, token)
+        return [instructions.RequestAdmission(one.info.worker_id, request) for one in members]
 
     def declined(self, number: int, why: str, *, is_final: bool) -> list[Instruction]:
         if number != self.number or not self.by_id:
@@ -142,7 +142,7 @@ class Rehearsals:
             return []
         come = list(self.by_id.values())
         # They come in together: their places count one another.
-        if any(one.ticket is None or one.is_called_off for one in come):
+        if any(one.token is None or one.is_called_off for one in come):
             return []
         order = in_rank_order([*survivors, *(one.member for one in come)])
         places = assign(order, generation)

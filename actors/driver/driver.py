@@ -24,7 +24,7 @@ from chorusline.collectives.stores.signed_store import new_secret
 
 from .. import messages
 from ..actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
-from ..arrivals import Readiness, ReplayLog, Ticket
+from ..arrivals import GivenReplayLog, Readiness, ReadyToken
 from ..calls import (
     Actor,
     ActorGone,
@@ -298,14 +298,14 @@ class Driver(StoreActor):
         """The function has returned on a rank, which waits for `Worker.release`."""
         self._report(run, events.RankFinished(rank, generation))
 
-    async def rehearsed(self, run: int, worker_id: str, ticket: Ticket) -> None:
+    async def rehearsed(self, run: int, worker_id: str, token: ReadyToken) -> None:
         """A worker that comes waits at its first step; `Worker.resume` will tell it to continue."""
-        self._report(run, events.Rehearsed(worker_id, ticket))
+        self._report(run, events.Rehearsed(worker_id, token))
 
     async def declined(
         self, run: int, generation: int, number: int, why: str, is_final: bool
     ) -> None:
-        """A rank does not take in the workers to which it was invited."""
+        """A rank does not take in the workers, as it was asked."""
         self._report(run, events.Declined(generation, number, why, is_final))
 
     def _report(self, run: int, event: Event) -> None:
@@ -401,8 +401,11 @@ class _Errands:
                     self._start(self._await_rank(worker_id, assignment, resumption), rank)
                 case instructions.Rehearse(worker_id):
                     self._start(self._rehearse(one), f"rehearsal-{worker_id}")
-                case instructions.Invite(worker_id, invitation):
-                    self._start(self._call(worker_id, "invite", invitation), f"invite-{worker_id}")
+                case instructions.RequestAdmission(worker_id, request):
+                    self._start(
+                        self._call(worker_id, "request_admission", request),
+                        f"admission-{worker_id}",
+                    )
                 case instructions.AttachRank(worker_id):
                     attached = self._await_end(worker_id, "attach", self._request.run, self._actor)
                     self._start(attached, f"attach-{worker_id}")
@@ -461,26 +464,26 @@ class _Errands:
         worker_id: str,
         assignment: messages.Assignment,
         resumption: messages.Resumption | None,
-        score: bytes = b"",
+        replay_log: bytes = b"",
     ) -> None:
         arguments = (assignment, self._request, self._store, self._program, self._actor)
-        await self._await_end(worker_id, "run", *arguments, resumption, score)
+        await self._await_end(worker_id, "run", *arguments, resumption, replay_log)
 
     async def _rehearse(self, one: instructions.Rehearse) -> None:
         try:
             # The rank gives it between two steps.
-            call = self._remote(one.source, "score", self._request.run)
-            score: ReplayLog = await answer(call, self._request.timeout_s)
+            call = self._remote(one.source, "replay_log", self._request.run)
+            replay_log: GivenReplayLog = await answer(call, self._request.timeout_s)
         except (ActorGone, NoAnswer) as error:
-            score, is_final = ReplayLog(why_not=error.detail), False
+            replay_log, is_final = GivenReplayLog(why_not=error.detail), False
         else:
-            is_final = not score.payload
-        if not score.payload:
-            ended = events.RehearsalEnded(one.worker_id, score.why_not, is_final)
+            is_final = not replay_log.payload
+        if not replay_log.payload:
+            ended = events.RehearsalEnded(one.worker_id, replay_log.why_not, is_final)
             self._events.put_nowait(ended)
             return
         self._start(self._end_if_late(one.worker_id), f"late-{one.worker_id}")
-        await self._await_rank(one.worker_id, one.assignment, None, score.payload)
+        await self._await_rank(one.worker_id, one.assignment, None, replay_log.payload)
 
     async def _end_if_late(self, worker_id: str) -> None:
         """A worker that still rehearses when the run has waited long enough may hang, and others

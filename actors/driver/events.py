@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..arrivals import Ticket
+from ..arrivals import ReadyToken
 from ..messages import Failure, Frozen, Stand, Success, WorkerInfo
 from ..whereabouts import Whereabouts
 
@@ -127,7 +127,7 @@ class Rehearsed:
     """A worker that comes waits at its first step."""
 
     worker_id: str
-    ticket: Ticket
+    token: ReadyToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class RehearsalEnded:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """A rank does not take in the workers to which it was invited. number: of the invitation.
+    """A rank does not take in the workers, as it was asked. number: of the request.
     is_final: it would not do so later either."""
 
     generation: int

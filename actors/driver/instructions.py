@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from chorusline.collectives.contract.errors import CollectiveError
 
-from ..arrivals import Invitation
+from ..arrivals import AdmissionRequest
 from ..messages import Assignment, Resumption, RunFailed, RunSucceeded
 
 
@@ -25,7 +25,7 @@ class StartRank:
 class Rehearse:
     """Have a worker run the program by itself up to its first step, as the rank that it will be.
 
-    source: the worker that gives the score. The worker's end comes as that of a rank.
+    source: the worker that gives the replay log. The worker's end comes as that of a rank.
     """
 
     worker_id: str
@@ -34,11 +34,11 @@ class Rehearse:
 
 
 @dataclass(frozen=True, slots=True)
-class Invite:
+class RequestAdmission:
     """Ask a rank to take in workers that have rehearsed, after one of its next steps."""
 
     worker_id: str
-    invitation: Invitation
+    request: AdmissionRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class EndRun:
 Instruction: TypeAlias = (
     StartRank
     | Rehearse
-    | Invite
+    | RequestAdmission
     | AttachRank
     | AskRanks
     | AwaitReadiness

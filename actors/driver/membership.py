@@ -144,8 +144,8 @@ class Membership:
         match event:
             case events.RankEnded(ending, worker_id):
                 return self._rank_ended(run, ending, worker_id)
-            case events.Rehearsed(worker_id, ticket):
-                return self._arrivals.ready(worker_id, ticket, run.members, self._generation)
+            case events.Rehearsed(worker_id, token):
+                return self._arrivals.ready(worker_id, token, run.members, self._generation)
             case events.RehearsalEnded(worker_id, _, is_final):
                 return self._rehearsal_ended(run, worker_id, is_final=is_final)
             case events.Leaving():

@@ -19,7 +19,7 @@ import ray
 
 from chorusline.collectives.contract.errors import CollectiveError, GroupAborted, fresh_copy
 
-from ..arrivals import Invitation, ReplayLog, Ticket
+from ..arrivals import AdmissionRequest, GivenReplayLog, ReadyToken
 from ..calls import Actor
 from ..errors import ends_a_generation
 from ..fault_plan import Faults, Instant
@@ -37,9 +37,9 @@ _HELD_S = 0.3
 class AdmittingRank(Protocol):
     """What the control loop asks of a rank to which a worker comes (recovery/arrivals.py)."""
 
-    def give_score(self) -> concurrent.futures.Future[ReplayLog]: ...
+    def give_replay_log(self) -> concurrent.futures.Future[GivenReplayLog]: ...
 
-    def invite(self, invitation: Invitation) -> None: ...
+    def request_admission(self, request: AdmissionRequest) -> None: ...
 
 
 class Lifeline:
@@ -136,14 +136,14 @@ class Lifeline:
         run = self._request.run
         return self._resumed_after(lambda driver: driver.froze.remote(run, frozen))
 
-    def rehearsed(self, ticket: Ticket) -> Resumption:
+    def rehearsed(self, token: ReadyToken) -> Resumption:
         """This worker waits at its first step. Returns when the other ranks take it in: how it
         continues in its first generation. Raises the error that ended the run or the rehearsal."""
         run, worker_id = self._request.run, self._worker_id
-        return self._resumed_after(lambda driver: driver.rehearsed.remote(run, worker_id, ticket))
+        return self._resumed_after(lambda driver: driver.rehearsed.remote(run, worker_id, token))
 
     def decline(self, number: int, why: str, *, is_final: bool) -> None:
-        """This rank does not take the worker in to which it was invited. number: of the invitation.
+        """This rank does not take the worker in, as it was asked. number: of the request.
         is_final: it would not do so later either."""
         self._driver.declined.remote(self._request.run, self.generation, number, why, is_final)
 

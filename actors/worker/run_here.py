@@ -25,7 +25,7 @@ class RunnableProgram(Protocol):
     """What a run's payload unpickles to: the user's function, ready to be called.
 
     An awaitable that it returns is awaited on the training thread's loop.
-    score: with which it rehearses (actors/arrivals.py); empty if it does not.
+    replay_log: with which it rehearses (actors/arrivals.py); empty if it does not.
     """
 
     def __call__(
@@ -36,7 +36,7 @@ class RunnableProgram(Protocol):
         lifeline: Lifeline,
         status: RunStatus,
         resumption: Resumption | None,
-        score: bytes = b"",
+        replay_log: bytes = b"",
     ) -> object: ...
 
 

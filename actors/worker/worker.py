@@ -38,7 +38,7 @@ from chorusline.collectives.diagnosis.debug import get_debug_level, set_debug_le
 
 from .. import outcomes
 from ..actor_store import ActorStore
-from ..arrivals import Invitation, Readiness, ReplayLog
+from ..arrivals import AdmissionRequest, GivenReplayLog, Readiness
 from ..calls import Actor, actor_class
 from ..errors import ends_a_generation
 from ..journal import Journal, Pulled
@@ -169,12 +169,12 @@ class Worker:
         program: Parcel,
         driver: Actor,
         resumption: Resumption | None = None,
-        score: bytes = b"",
+        replay_log: bytes = b"",
     ) -> Success | Failure:
         """Run the program as this rank. Returns how it has ended; never raises an exception of it.
 
         resumption: what the other ranks are told of the generation, if they are in the run already.
-        score: with which this worker rehearses before it is a rank (actors/arrivals.py).
+        replay_log: with which this worker rehearses before it is a rank (actors/arrivals.py).
 
         1. The training thread unpickles the program (a module missing here must not cost the
            others a rendezvous),
@@ -193,7 +193,7 @@ class Worker:
         """
         journal = Journal(request.keep_reports, self._output, request.report_history)
         run = RunHere(assignment, request, store, journal, driver, program)
-        run.rehearses = bool(score)
+        run.rehearses = bool(replay_log)
         with self._lock:
             if self._run is not None:
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
@@ -209,7 +209,7 @@ class Worker:
                 run.freezes[assignment.generation] = self._early_freezes[key]
             self._early_freezes.clear()
             run.thread = TrainingThread(
-                lambda: self._train(run, program, resumption, score),
+                lambda: self._train(run, program, resumption, replay_log),
                 lambda value, error: self._conclude(run, value, error),
                 name=f"training-rank-{assignment.rank}",
                 num_threads=self._num_threads,
@@ -471,20 +471,20 @@ class Worker:
             await asyncio.wrap_future(here.lifeline.hold())
 
     @ray.method(concurrency_group="control")
-    async def score(self, run: int) -> ReplayLog:
+    async def replay_log(self, run: int) -> GivenReplayLog:
         """What a worker needs that is to rehearse the function; when this rank is between two of
         its steps."""
         arrivals = self._arrivals_of(run)
         if arrivals is None:
-            return ReplayLog(why_not="the function has not started here")
-        return await asyncio.wrap_future(arrivals.give_score())
+            return GivenReplayLog(why_not="the function has not started here")
+        return await asyncio.wrap_future(arrivals.give_replay_log())
 
     @ray.method(concurrency_group="control")
-    async def invite(self, run: int, invitation: Invitation) -> None:
+    async def request_admission(self, run: int, request: AdmissionRequest) -> None:
         """Take in workers that wait, after the next step."""
         arrivals = self._arrivals_of(run)
         if arrivals is not None:
-            arrivals.invite(invitation)
+            arrivals.request_admission(request)
 
     def _arrivals_of(self, run: int) -> AdmittingRank | None:
         here = self._in_run(run)
@@ -520,7 +520,7 @@ class Worker:
     # ── Training thread ──────────────────────────────────────────────────────────────────────────
 
     def _train(
-        self, run: RunHere, parcel: Parcel, resumption: Resumption | None, score: bytes
+        self, run: RunHere, parcel: Parcel, resumption: Resumption | None, replay_log: bytes
     ) -> object:
         import torch
 
@@ -534,7 +534,7 @@ class Worker:
             *(run.request, run.driver, run.assignment),
             lambda: self._meet(run),
             resumption,
-            self._info.seat if resumption is None and not score else -1,
+            self._info.seat if resumption is None and not replay_log else -1,
             run.status,
             self._info.worker_id,
         )
@@ -543,10 +543,10 @@ class Worker:
             if run.stop_error is not None:
                 lifeline.stop(run.stop_error)
             group, early_error = self._group, run.ends_with(run.assignment.generation)
-        if score:
+        if replay_log:
             self._group = rehearsal_group(run, self._device, group)
             return program(
-                run.assignment, self._group, run.journal, lifeline, run.status, None, score
+                run.assignment, self._group, run.journal, lifeline, run.status, None, replay_log
             )
         has_met = group is not None and group.generation == run.assignment.generation
         run.nobody_began = resumption is None and (has_met or not run.request.goes_on)

@@ -33,11 +33,11 @@ from ..process.between_runs import between_runs
 from ..process.micro_batches import StepPlan, SummableModel, in_common
 from ..process.random_state import mixed, seed_all
 from ..process.step_boundary import boundary
+from .admission_point import AdmissionPoint, StepsPlace, is_within_step
 from .cursor import Cursor, Passage, Remainder
 from .dealer import Cut, Dealer, Dealt, Left
 from .fetching.on_device import ToDevice
 from .micro_batch_dealing import deal_again, deal_micro_batches, sizes_of_step
-from .step_door import Door, StepsPlace, is_within_step
 from .step_end import StepEnd
 from .step_rows import MicroBatch, StepRows
 from .stragglers import LONG_S, slowness
@@ -116,12 +116,12 @@ class Steps(Dealt):
         device: torch.device | str | None = None,
         cursor: Cursor | None = None,
         at_boundary: Callable[[], None] | None = None,
-        door: Door | None = None,
+        admission: AdmissionPoint | None = None,
     ) -> None:
         """rows: the samples of the epoch. key: identifies them when a run resumes.
         group: the ranks' group at this time.
         noise_seed: the random states of micro-batches depend on it, and on the epoch.
-        door: where a worker comes in.
+        admission: where a worker comes in.
         The other parameters are those of `ctx.steps`, and of Shard (dataset_batches.py)."""
         _check_size("global_batch_size", global_batch_size)
         _check_size("micro_batch_size", micro_batch_size)
@@ -142,7 +142,7 @@ class Steps(Dealt):
         self._to_device = None if device is None else ToDevice(device)
         self._cursor = cursor
         self._at_boundary = at_boundary
-        self._door = door
+        self._admission = admission
         self._passage: Passage | None = None
         self._key = f"{key}/{global_batch_size}/steps/{epoch}"
         self._first = self._coming_step()
@@ -197,23 +197,24 @@ class Steps(Dealt):
             bound.begin_steps()
             with bound.iterating(self):
                 self._rows.begin((*self._dealer.call_key, self.number))
-                if self._door is not None:
-                    self._door.begin(self)  # A worker that comes waits here, until it is taken in.
+                if self._admission is not None:
+                    # A worker that comes waits here, until it is taken in.
+                    self._admission.begin(self)
                 while sizes := self._sizes_of(number := self._first + self.taken):
                     bound.steps.batches_taken = number + 1
                     if self._rows.num_samples is not None:
                         bound.steps.batches_left = self.num_steps - number - 1
                     step = Step(self, number, sizes)
                     self.taken += 1
-                    if self._door is not None:
-                        self._door.before_step(self)
+                    if self._admission is not None:
+                        self._admission.before_step(self)
                     yield step
                     step._check_ended()
                     if self._at_boundary is not None:
                         self._at_boundary()
                     bound.stop_if_agreed()
-                    if self._door is not None:
-                        self._door.at_boundary(self)
+                    if self._admission is not None:
+                        self._admission.at_boundary(self)
             if self._passage is not None:
                 self._passage.is_over = True
         finally:
@@ -345,7 +346,7 @@ class Steps(Dealt):
             return first.wait_for_next_generation(error)
         return True
 
-    # -- for a worker that comes (step_door.py) --------------------------------------------------
+    # -- for a worker that comes (admission_point.py) --------------------------------------------
 
     @property
     def passage(self) -> str:

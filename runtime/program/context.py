@@ -480,7 +480,7 @@ class Context:
             device=device,
             cursor=call.cursor,
             at_boundary=call.at_boundary,
-            door=call.recovery.arrivals if call.recovery is not None else None,
+            admission=call.recovery.arrivals if call.recovery is not None else None,
         )
 
     def report(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:

@@ -59,15 +59,15 @@ class Program:
         lifeline: Lifeline,
         steps: RunStatus,
         resumption: Resumption | None,
-        score: bytes = b"",
+        replay_log: bytes = b"",
     ) -> object:
         """Call the function; return its value, or a coroutine. The value is None if the function
         was interrupted: all ranks stopped at the same step, so no rank has failed."""
         _register_with_lightning()
         between_runs().enter(group)
         run = FunctionRun(self, journal, lifeline, steps, is_newcomer=resumption is not None)
-        if score:
-            run.rehearse(score)
+        if replay_log:
+            run.rehearse(replay_log)
         result = run.begun(assignment, group, resumption)
         # The training thread awaits the coroutine on its own event loop.
         return run.awaited(result) if inspect.isawaitable(result) else result
@@ -97,10 +97,10 @@ class FunctionRun:
         self._seeded: tuple[FunctionCall, Callable[[int], None] | None] | None = None
         self._goes_back = False  # True: to the last checkpoint, as no rank's memory has all state.
 
-    def rehearse(self, score: bytes) -> None:
+    def rehearse(self, replay_log: bytes) -> None:
         """This worker runs the function by itself until it comes to the others."""
         assert self._recovery is not None
-        self._recovery.begin_as_newcomer(pickle.loads(score))
+        self._recovery.begin_as_newcomer(pickle.loads(replay_log))
 
     @property
     def _rehearses(self) -> bool:
@@ -157,8 +157,8 @@ class FunctionRun:
         )
         self._call = call
         config = self._program.checkpoint
-        score = self._recovery.arrivals.score if self._recovery is not None else None
-        if config is not None and (resumption is not None or score is not None):
+        replay_log = self._recovery.arrivals.replay_log if self._recovery is not None else None
+        if config is not None and (resumption is not None or replay_log is not None):
             # The run continues from memory, even when it has gone back to a checkpoint before: new
             # workers know nothing of that.
             config = replace(config, resume=NEVER)
@@ -169,13 +169,13 @@ class FunctionRun:
         checkpoints.check_progress = call.check_progress
         checkpoints.run_id = self._program.run_id
         checkpoints.goes_on = resumption is not None or self._goes_back
-        if score is not None:
+        if replay_log is not None:
             assert isinstance(group, RehearsalGroup)
-            group.answer_with([*score.outside, *score.body])
-            checkpoints.place, self._steps.taken = score.checkpoints, score.taken
+            group.answer_with([*replay_log.outside, *replay_log.body])
+            checkpoints.place, self._steps.taken = replay_log.checkpoints, replay_log.taken
         with running(call), checkpoints:
-            if score is not None:
-                call.resume_data([score.data])
+            if replay_log is not None:
+                call.resume_data([replay_log.data])
             elif resumption is not None and self._recovery is not None:
                 positions = self._recovery.from_the_top.begin_again(group, self._steps)
                 call.resume_data(positions)
@@ -186,7 +186,7 @@ class FunctionRun:
                 if self._recovery is not None and self._program.checkpoint is not None:
                     self._recovery.can_resume_again = self._program.checkpoint.resume == AUTO
         self._steps.origin, self._steps.steps_before = call.origin, call.steps_before
-        if score is None:
+        if replay_log is None:
             self._lifeline.has_entered(runs_again=True)
         if self._recovery is not None:
             self._recovery.arrivals.begin_call()

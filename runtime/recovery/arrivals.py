@@ -2,9 +2,9 @@
 
 On a rank that was there before:
 
-    (1) A rank is asked for the **score** of its function's beginning (welcome.py), and gives it
-        between two steps.
-    (2) When the worker waits at its first step, all ranks are invited to take it in. A rank says so
+    (1) A rank is asked for the **replay log** of its function's beginning (state_transfer.py), and
+        gives it between two steps.
+    (2) When the worker waits at its first step, all ranks are asked to take it in. A rank says so
         in its next vote, if it is in the pass over the epoch in which the worker waits, has made
         the same objects, and no checkpoint of it is being written.
     (3) When all ranks have said so in one vote, they meet after that step, end the generation
@@ -12,9 +12,9 @@ On a rank that was there before:
 
 On the worker:
 
-    (a) The function runs from the top, with the score, in a group without peers
+    (a) The function runs from the top, with the replay log, in a group without peers
         (collectives/rehearsal.py), up to its first step of `ctx.steps`.
-    (b) It waits there, and says what it has made (`Ticket`).
+    (b) It waits there, and says what it has made (`ReadyToken`).
     (c) It enters the generation of the others as a rank that holds nothing, and continues after
     their step with their random state, options, schedules and place in the data.
 
@@ -29,7 +29,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from chorusline.actors.arrivals import Invitation, ReplayLog, Ticket
+from chorusline.actors.arrivals import AdmissionRequest, GivenReplayLog, ReadyToken
 from chorusline.actors.errors import ends_a_generation
 from chorusline.actors.messages import Resumption
 from chorusline.actors.worker.lifeline import Lifeline
@@ -38,11 +38,11 @@ from chorusline.collectives.diagnosis.debug import logger
 from chorusline.collectives.kept_results import KeptResults
 from chorusline.collectives.rehearsal import CannotRehearse, RehearsalGroup
 
-from ..data.step_door import StepsUnderWay
+from ..data.admission_point import StepsUnderWay
 from ..process.registry import Registered
 from ..process.step_boundary import boundary
 from .live_objects import LiveObjects
-from .welcome import ReplayInputs, digest_of, score_of, why_not_within
+from .state_transfer import ReplayLog, digest_of, replay_log_of, why_not_within
 
 
 class Arrivals:
@@ -58,7 +58,7 @@ class Arrivals:
     ) -> None:
         """cross: gets this rank from the boundary between two steps into the next generation.
         come_in: the same for a worker that has rehearsed."""
-        self.score: ReplayInputs | None = None
+        self.replay_log: ReplayLog | None = None
         """With which this rank rehearses; None if it does not."""
         self.steps: StepsUnderWay | None = None
         """The pass over an epoch in which the ranks are, or are to meet."""
@@ -69,24 +69,24 @@ class Arrivals:
         self._steps_in: object = None
         """The call of the function in which a step was taken with `ctx.steps`."""
         self._lock = threading.Lock()
-        self._asked: list[concurrent.futures.Future[ReplayLog]] = []
-        self._invitation: Invitation | None = None
+        self._asked: list[concurrent.futures.Future[GivenReplayLog]] = []
+        self._request: AdmissionRequest | None = None
         self._has_told = False
         self._kept = KeptResults()
         self._is_keeping = False
 
     # -- for the control loop --------------------------------------------------------------------
 
-    def give_score(self) -> concurrent.futures.Future[ReplayLog]:
+    def give_replay_log(self) -> concurrent.futures.Future[GivenReplayLog]:
         """(1) Filled in between two steps."""
-        asked: concurrent.futures.Future[ReplayLog] = concurrent.futures.Future()
+        asked: concurrent.futures.Future[GivenReplayLog] = concurrent.futures.Future()
         with self._lock:
             self._asked.append(asked)
         return asked
 
-    def invite(self, invitation: Invitation) -> None:
+    def request_admission(self, request: AdmissionRequest) -> None:
         """(2) This rank says in its next vote whether it can take the worker in."""
-        self._invitation = invitation
+        self._request = request
 
     @property
     def takes_in(self) -> bool:
@@ -135,31 +135,31 @@ class Arrivals:
     # -- the steps -------------------------------------------------------------------------------
 
     def begin(self, steps: StepsUnderWay) -> None:
-        if self.score is not None:
+        if self.replay_log is not None:
             self._end_rehearsal(steps)
         self._keep_no_more()  # What comes now is repeated by no worker that comes.
 
     def before_step(self, steps: StepsUnderWay) -> None:
-        bound, invitation = boundary(), self._invitation
+        bound, request = boundary(), self._request
         bound.would_take_in = False
-        if invitation is None:
+        if request is None:
             return
-        if invitation.generation != self._lifeline.generation:
-            self._invitation = None  # The driver has called it off with the generation.
+        if request.generation != self._lifeline.generation:
+            self._request = None  # The driver has called it off with the generation.
             return
-        why = self._why_not_now(steps, invitation.ticket)
+        why = self._why_not_now(steps, request.token)
         if why:
-            self._invitation = None
-            is_final = invitation.ticket.passage == steps.passage and steps.has_next
-            self._lifeline.decline(invitation.number, why, is_final=is_final)
+            self._request = None
+            is_final = request.token.passage == steps.passage and steps.has_next
+            self._lifeline.decline(request.number, why, is_final=is_final)
             return
         checkpoints = self._objects.call.checkpoints
         bound.would_take_in = checkpoints is None or not checkpoints.is_saving
 
-    def _why_not_now(self, steps: StepsUnderWay, ticket: Ticket) -> str:
-        if ticket.passage != steps.passage or not steps.has_next:
+    def _why_not_now(self, steps: StepsUnderWay, token: ReadyToken) -> str:
+        if token.passage != steps.passage or not steps.has_next:
             return "the ranks have reached the end of the epoch in which it waits"
-        if ticket.objects != digest_of(self._objects):
+        if token.objects != digest_of(self._objects):
             return "it made other models or optimizers than the function made here"
         return ""
 
@@ -171,7 +171,7 @@ class Arrivals:
         if not bound.takes_in:
             return
         bound.takes_in = bound.would_take_in = False
-        self._invitation = None
+        self._request = None
         checkpoints, group = self._objects.call.checkpoints, self._objects.call.group
         if checkpoints is not None:
             checkpoints.finish()  # One that was due after this step: the next group is another.
@@ -192,17 +192,17 @@ class Arrivals:
         why = why_not_within(self._objects) or self._kept.why_not
         payload = b""
         if not why:
-            payload, why = score_of(self._objects, self._kept)
+            payload, why = replay_log_of(self._objects, self._kept)
         if why:
             tell_why_not(why)
         for one in asked:
-            one.set_result(ReplayLog(payload, why))
+            one.set_result(GivenReplayLog(payload, why))
 
     # -- on a worker that comes ------------------------------------------------------------------
 
     @property
     def rehearses(self) -> bool:
-        return self.score is not None
+        return self.replay_log is not None
 
     def refuse(self, why: str) -> None:
         """The function does something that it cannot do by itself. Raises CannotRehearse."""
@@ -210,8 +210,8 @@ class Arrivals:
 
     def restore(self, entry: Registered) -> bool:
         """An object is registered in a rehearsal."""
-        assert self.score is not None
-        return self.score.restore(entry)
+        assert self.replay_log is not None
+        return self.replay_log.restore(entry)
 
     def _end_rehearsal(self, steps: StepsUnderWay) -> None:
         """(b) and (c): the worker waits at its first step, and comes in with the others' state."""
@@ -220,11 +220,11 @@ class Arrivals:
         why = why or why_not_within(self._objects)
         if why:
             self.refuse(why)
-        ticket = Ticket(steps.passage, digest_of(self._objects))
-        assert self.score is not None
-        self._kept.take(self.score.outside, self.score.body)
-        resumption = self._lifeline.rehearsed(ticket)
-        self.steps, self._steps_in, self.score = steps, self._objects.call, None
+        token = ReadyToken(steps.passage, digest_of(self._objects))
+        assert self.replay_log is not None
+        self._kept.take(self.replay_log.outside, self.replay_log.body)
+        resumption = self._lifeline.rehearsed(token)
+        self.steps, self._steps_in, self.replay_log = steps, self._objects.call, None
         self._come_in(resumption)
 
 

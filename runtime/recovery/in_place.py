@@ -28,13 +28,13 @@ from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
+from ..data.admission_point import StepsUnderWay
 from ..data.dealer import DataPosition
-from ..data.step_door import StepsUnderWay
 from ..join import active
 from ..zero.shards.shard_state import Inventory, ShardState
 from .live_objects import LiveObjects
 from .rank_state import RankState
-from .welcome import give_welcome
+from .state_transfer import transfer_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class InPlace:
         if min(former) < 0:
             assert steps is not None
             root = next(rank for rank, before in enumerate(former) if before >= 0)
-            give_welcome(self._objects, steps, root, group, is_new=is_new)
+            transfer_state(self._objects, steps, root, group, is_new=is_new)
         mine = RankReport(
             {number: state.inventory for number, state in self.held.items()},
             {number: model.buffers.synced_step for number, model in models.items()},

@@ -38,7 +38,7 @@ from .in_place import InPlace
 from .live_objects import LiveObjects, RunningCall
 from .plain_optimizer_steps import Cursors
 from .rank_state import RankState, Stage, Where
-from .welcome import ReplayInputs
+from .state_transfer import ReplayLog
 
 
 class FunctionLeft(BaseException):
@@ -284,10 +284,11 @@ class Recovery:
         self.from_the_top.forget()
         self._objects.plain.go_on_at(0)
 
-    def begin_as_newcomer(self, score: ReplayInputs | None = None) -> None:
-        """The function runs for the first time on this rank, and has run on others. score: with
-        which it runs by itself first."""
-        self.arrivals.score = score
+    def begin_as_newcomer(self, replay_log: ReplayLog | None = None) -> None:
+        """The function runs for the first time on this rank, and has run on others.
+
+        replay_log: with which it runs by itself first."""
+        self.arrivals.replay_log = replay_log
         self._state.is_new()
         self._began_in = -1
         self.from_the_top.forget()

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from chorusline.actors.arrivals import Ticket
+from chorusline.actors.arrivals import ReadyToken
 from chorusline.actors.driver import events, instructions
 from chorusline.actors.driver.arrivals import MOST_ATTEMPTS
 from chorusline.actors.driver.events import Event
@@ -26,7 +26,7 @@ from chorusline.actors.messages import (
 )
 from tests.references.driver_events import GONE, death, resumptions, worker
 
-HERE = Ticket("0/0/steps#0", "objects")
+HERE = ReadyToken("0/0/steps#0", "objects")
 
 
 def froze(rank: int, generation: int, *, at_boundary: bool) -> events.RankFroze:
@@ -66,12 +66,12 @@ def test_all_ranks_are_invited_when_all_that_come_wait() -> None:
     membership, _ = with_newcomers(2, 3)
     assert membership.handle(events.Rehearsed(worker(2).worker_id, HERE)) == []
     told = membership.handle(events.Rehearsed(worker(3).worker_id, HERE))
-    assert [one.worker_id for one in of_kind(told, instructions.Invite)] == [  # type: ignore[attr-defined]
+    assert [one.worker_id for one in of_kind(told, instructions.RequestAdmission)] == [  # type: ignore[attr-defined]
         worker(0).worker_id,
         worker(1).worker_id,
     ]
-    invitations = [one.invitation for one in told if isinstance(one, instructions.Invite)]
-    assert {(one.generation, one.ticket) for one in invitations} == {(0, HERE)}
+    requests = [one.request for one in told if isinstance(one, instructions.RequestAdmission)]
+    assert {(one.generation, one.token) for one in requests} == {(0, HERE)}
 
 
 def waiting(*seats: int) -> Membership:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.actors.arrivals import ReplayLog, Ticket
+from chorusline.actors.arrivals import GivenReplayLog, ReadyToken
 from chorusline.actors.journal import Journal
 from chorusline.actors.messages import Assignment, RunRequest
 from chorusline.actors.run_status import RunStatus
@@ -18,7 +18,7 @@ from chorusline.collectives.kept_results import KeepingCommunicator
 from chorusline.collectives.rehearsal import CannotRehearse, RehearsalGroup
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.program.program import Program
-from chorusline.runtime.recovery.welcome import digest_of
+from chorusline.runtime.recovery.state_transfer import digest_of
 from tests.harness.stand_in_gpu.runs import Driver, _Call, in_run
 
 HEARD: list[Any] = []
@@ -33,8 +33,8 @@ class Points:
         return torch.full((4,), float(number))
 
 
-def train(ctx: cl.Context) -> tuple[list[Any], ReplayLog, Ticket]:
-    """Takes the score in its second epoch."""
+def train(ctx: cl.Context) -> tuple[list[Any], GivenReplayLog, ReadyToken]:
+    """Takes the replay log in its second epoch."""
     HEARD[:] = [ctx.broadcast({"seed": 3 + ctx.rank}), ctx.reduce(2.0 * ctx.rank), ctx.step]
     ctx.barrier()
     recovery = call_of(ctx).recovery
@@ -56,13 +56,13 @@ def train(ctx: cl.Context) -> tuple[list[Any], ReplayLog, Ticket]:
             schedule.step()
             optim.zero_grad()
             if (epoch, step.number) == (1, 1):
-                asked = recovery.arrivals.give_score()
+                asked = recovery.arrivals.give_replay_log()
             if asked is not None and asked.done() and not passage:
                 assert recovery.arrivals.steps is not None
                 passage = recovery.arrivals.steps.passage
     assert asked is not None
-    ticket = Ticket(passage, digest_of(recovery._objects))
-    return list(HEARD), asked.result(), ticket
+    token = ReadyToken(passage, digest_of(recovery._objects))
+    return list(HEARD), asked.result(), token
 
 
 def _trains(group: Any) -> Any:
@@ -76,19 +76,19 @@ class Called(Exception):
 class Waiting(Driver):
     """The driver of a worker that rehearses: it hears where that waits, and calls it off."""
 
-    ticket: Ticket | None = None
+    token: ReadyToken | None = None
 
     @property
     def rehearsed(self) -> _Call:
         return _Call(self._rehearsed)
 
-    def _rehearsed(self, run: int, worker_id: str, ticket: Ticket) -> None:
-        self.ticket = ticket
+    def _rehearsed(self, run: int, worker_id: str, token: ReadyToken) -> None:
+        self.token = token
         assert self.lifeline is not None
         self.lifeline.stop(GroupAborted(0, [], "enough"))
 
 
-def rehearse(function: Any, score: bytes, size: int) -> Waiting:
+def rehearse(function: Any, replay_log: bytes, size: int) -> Waiting:
     driver = Waiting()
     assignment = Assignment(0, size - 1, size, size - 1, size, 0)
     request = RunRequest(0, 5.0, False, max_failures=None)
@@ -99,17 +99,17 @@ def rehearse(function: Any, score: bytes, size: int) -> Waiting:
     program = Program(function, {}, None)
     status = RunStatus()
     with pytest.raises(GroupAborted, match="enough"):
-        program(assignment, group, Journal(keep=False), driver.lifeline, status, None, score)
+        program(assignment, group, Journal(keep=False), driver.lifeline, status, None, replay_log)
     assert status.taken == 5  # Of three steps in an epoch, behind the second of the second one.
     return driver
 
 
 def test_a_rank_comes_to_the_step_of_the_others_by_itself(ranks_of: Any) -> None:
-    (heard, score, ticket), (other, _, same) = ranks_of(2).run(_trains)
-    assert not score.why_not and ticket == same
+    (heard, replay_log, token), (other, _, same) = ranks_of(2).run(_trains)
+    assert not replay_log.why_not and token == same
     assert heard == other and heard[0] == {"seed": 3} and heard[1] == 1.0
-    driver = rehearse(train, score.payload, 3)
-    assert driver.ticket == ticket
+    driver = rehearse(train, replay_log.payload, 3)
+    assert driver.token == token
     # What stands before the loop, and in the body of the epoch that is under way.
     assert [*heard[:2], 5, (1, 2, 5)] == HEARD
     assert heard[-1] == (1, 2, 3)
@@ -120,6 +120,6 @@ def unlike(ctx: cl.Context) -> None:
 
 
 def test_a_function_that_asks_for_something_else_cannot_be_rehearsed(ranks_of: Any) -> None:
-    (_, score, _), _ = ranks_of(2).run(_trains)
+    (_, replay_log, _), _ = ranks_of(2).run(_trains)
     with pytest.raises(CannotRehearse, match="cannot give"):
-        rehearse(unlike, score.payload, 3)
+        rehearse(unlike, replay_log.payload, 3)

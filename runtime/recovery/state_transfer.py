@@ -1,12 +1,13 @@
 """What a worker gets from the others when it has run its function by itself and comes to them.
 
-A **score** comes first, between two steps of a rank that continues: what the function's
+A **replay log** comes first, between two steps of a rank that continues: what the function's
 constructors and the code before its first step would find after a restart. The worker rehearses
 with it.
 
-A **welcome** comes last, in the generation that the worker enters: where the ranks are in their
-steps and in the data, what a step counts on, and the state of everything that is registered and not
-sharded. The shards move as they do after a loss (in_place.py), and the parameters are gathered.
+A **state transfer** comes last, in the generation that the worker enters: where the ranks are in
+their steps and in the data, what a step counts on, and the state of everything that is registered
+and not sharded. The shards move as they do after a loss (in_place.py), and the parameters are
+gathered.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from chorusline.collectives import Group
 from chorusline.collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
 from chorusline.collectives.objects.blocking import broadcast_object
 
-from ..data.step_door import StepsPlace, StepsUnderWay
+from ..data.admission_point import StepsPlace, StepsUnderWay
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..data_parallel.same_model import broadcast_tensors
 from ..process.random_state import RandomState
@@ -59,7 +60,7 @@ class OptimizerOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayInputs:
+class ReplayLog:
     """data: of the call (FunctionCall.data_state). taken: steps of the run. checkpoints: as
     Checkpoints.place. optimizers, states: of registered objects, by name; those that each rank has
     for itself, and modules, are left out. outside, body: what the function's own collectives gave
@@ -81,15 +82,15 @@ class ReplayInputs:
             self.optimizers[entry.name].load(entry.object)
             return True
         if isinstance(entry.object, torch.nn.Module):
-            return True  # Its tensors come with the welcome.
+            return True  # Its tensors come with the state transfer.
         if entry.per_rank or entry.name not in self.states:
             return False
         entry.object.load_state_dict(copy.deepcopy(self.states[entry.name]))
         return True
 
 
-def score_of(objects: LiveObjects, kept: KeptResults) -> tuple[bytes, str]:
-    """The pickled score, between two steps of this rank; or why it cannot be given."""
+def replay_log_of(objects: LiveObjects, kept: KeptResults) -> tuple[bytes, str]:
+    """The pickled replay log, between two steps of this rank; or why it cannot be given."""
     call = objects.call
     optimizers, states = {}, {}
     for entry in call.registry:
@@ -98,7 +99,7 @@ def score_of(objects: LiveObjects, kept: KeptResults) -> tuple[bytes, str]:
             optimizers[entry.name] = OptimizerOptions.of(made)
         elif not (isinstance(made, torch.nn.Module) or entry.per_rank):
             states[entry.name] = made.state_dict()
-    score = ReplayInputs(
+    replay_log = ReplayLog(
         call.data_state(),
         boundary().steps.taken,
         call.checkpoints.place if call.checkpoints is not None else None,
@@ -107,7 +108,7 @@ def score_of(objects: LiveObjects, kept: KeptResults) -> tuple[bytes, str]:
         *kept.results(),
     )
     try:
-        payload = pickle.dumps(score)
+        payload = pickle.dumps(replay_log)
     except Exception as error:
         return b"", f"a registered object's state cannot be pickled ({error})"
     if len(payload) > MOST_BYTES:
@@ -143,7 +144,7 @@ class OptimizerPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class StateTransfer:
     """steps: where the ranks are. taken: steps of the run. data: of the call. checkpoints: as
     Checkpoints.place. generators: the state of the random generators. optimizers: by number.
     passes, synced: of the models, by number, as in RankReport (in_place.py). states: of registered
@@ -160,9 +161,9 @@ class Welcome:
     states: Mapping[str, Any]
 
 
-def _welcome_of(objects: LiveObjects, steps: StepsUnderWay) -> Welcome:
+def _transfer_of(objects: LiveObjects, steps: StepsUnderWay) -> StateTransfer:
     call, models = objects.call, objects.models()
-    return Welcome(
+    return StateTransfer(
         steps.place(),
         boundary().steps.taken,
         call.data_state(),
@@ -187,39 +188,39 @@ def _is_ours(entry: Registered) -> bool:
     return isinstance(entry.object, ZeroRedundancyOptimizer | torch.nn.Module)
 
 
-def give_welcome(
+def transfer_state(
     objects: LiveObjects, steps: StepsUnderWay, root: int, group: Group, *, is_new: bool
 ) -> None:
     """All ranks of a generation that workers enter call it. root: a rank that was there before.
     is_new: this rank is such a worker."""
-    mine = _welcome_of(objects, steps) if group.rank == root else None
-    welcome: Welcome = broadcast_object(group, mine, root)
+    mine = _transfer_of(objects, steps) if group.rank == root else None
+    transfer: StateTransfer = broadcast_object(group, mine, root)
     if is_new:
-        _take(welcome, objects, steps)
+        _take(transfer, objects, steps)
     broadcast_tensors(_tensors_beside(objects), root, group, on_host=True)
     if is_new:
         # Last: objects that take their state may draw numbers.
-        RandomState().load_state_dict(welcome.generators)
+        RandomState().load_state_dict(transfer.generators)
 
 
-def _take(welcome: Welcome, objects: LiveObjects, steps: StepsUnderWay) -> None:
+def _take(transfer: StateTransfer, objects: LiveObjects, steps: StepsUnderWay) -> None:
     call, bound = objects.call, boundary()
-    steps.take_place(welcome.steps)
-    bound.steps.taken = welcome.taken
-    call.take_data(welcome.data)
+    steps.take_place(transfer.steps)
+    bound.steps.taken = transfer.taken
+    call.take_data(transfer.data)
     if call.checkpoints is not None:
-        call.checkpoints.place = welcome.checkpoints
+        call.checkpoints.place = transfer.checkpoints
     for number, optimizer in objects.optimizers().items():
-        place = welcome.optimizers[number]
+        place = transfer.optimizers[number]
         place.options.load(optimizer.face)
         optimizer.take_place(place.progress, place.last_live)
     for number, model in objects.models().items():
-        model.reducer.num_passes = welcome.passes[number]
+        model.reducer.num_passes = transfer.passes[number]
         # One less, so that the buffers of the others are sent (Buffers.sync_again).
-        model.buffers.synced_step = welcome.synced[number] - 1
+        model.buffers.synced_step = transfer.synced[number] - 1
     for entry in call.registry:
-        if entry.name in welcome.states:
-            entry.object.load_state_dict(copy.deepcopy(welcome.states[entry.name]))
+        if entry.name in transfer.states:
+            entry.object.load_state_dict(copy.deepcopy(transfer.states[entry.name]))
 
 
 def _tensors_beside(objects: LiveObjects) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ class StepsUnderWay(Protocol):
         """Continue where the other ranks are, in the pass that this rank has begun as they have."""
 
 
-class Door(Protocol):
+class AdmissionPoint(Protocol):
     """Where a worker comes in."""
 
     def begin(self, steps: StepsUnderWay) -> None:
