@@ -1,7 +1,7 @@
 """`Group`: the ranks of one generation, how they meet, and what they do together.
 
 Names of operations, their meanings and the order of their positional arguments are those of
-torch.distributed; a few arguments have names of our own (contract/torch_words.py names them to a
+torch.distributed; a few arguments have names of our own (contract/torch_hints.py names them to a
 caller), and those that torch has after `group` do not exist. Where torch has one function for a
 list of tensors and one for a single tensor (all_gather and all_gather_into_tensor), there is one
 method here, and the type of the argument chooses: a list or tuple has one tensor per rank; a tensor
@@ -71,7 +71,7 @@ from .contract.operation import (
     root_and_op,
 )
 from .contract.plain_numbers import whole
-from .contract.torch_words import instead_of_method, object_operation, says, tensor_operation
+from .contract.torch_hints import instead_of_method, object_operation, says, tensor_operation
 from .contract.work import Work
 from .diagnosis.blame import usual_and_blamed
 from .diagnosis.debug import DebugLevel, get_debug_level

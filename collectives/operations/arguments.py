@@ -23,7 +23,7 @@ from ..contract.dtypes import DTYPE_INDEX, DTYPES
 from ..contract.errors import UnsupportedOperation
 from ..contract.modes import alias
 from ..contract.operation import Finish, ReduceOp
-from .wrappers import check_memory, unwrapped
+from .tensor_subclasses import check_memory, unwrapped
 
 Array = Any
 """A torch tensor, a numpy or CuPy array, or anything with DLPack."""

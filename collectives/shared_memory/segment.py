@@ -44,7 +44,7 @@ from ..contract.errors import (
 from ..contract.operation import Kind, Operation
 from ..diagnosis.blame import tell_waits, to_blame
 from ..diagnosis.flight_recorder import tell_positions
-from ..diagnosis.lateness import Lateness
+from ..diagnosis.late_warning import Lateness
 from ..diagnosis.signature import Signature, mismatch
 from .end_record import EndRecord
 from .futex import WEAKLY_ORDERED, fence, sleep_on, wake

@@ -9,7 +9,7 @@
     ordered_future.py     futures whose callbacks run in one order on all ranks
     torch_work.py         an operation in flight, as torch sees it
     sparse.py monitored_barrier.py   two operations that consist of several
-    several.py            lists of several tensors, as Gloo takes them
+    tensor_lists.py       lists of several tensors, as Gloo takes them
 
 **Why depths.** A callback of a future may issue collectives (those of PowerSGD and of ZeRO's
 overlap do), while the main thread issues others. On one group the order of the two would differ

@@ -36,13 +36,13 @@ from ..contract.errors import UnsupportedOperation
 from ..contract.work import Work
 from ..group import Group
 from ..stores.torch_store import StoreFromTorch
-from . import several, sparse
+from . import sparse, tensor_lists
 from .depths import Depths
 from .dispatcher import formerly, hand_on_functional_operators, operation
 from .monitored_barrier import monitored_barrier
 from .options import Options
 from .registration import NAME
-from .several import only, some
+from .tensor_lists import only, some
 from .torch_work import TorchWork, in_turn
 from .translation import all_moved, moved, reduction, seconds
 
@@ -188,8 +188,8 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         if len(tensors) == 1:
             tensor, after = tensors[0], None
         else:
-            tensor = several.reduced(tensors, op)
-            after = several.copying(tensor, tensors)
+            tensor = tensor_lists.reduced(tensors, op)
+            after = tensor_lists.copying(tensor, tensors)
         group = self._depths.group(tensor.device)
         if tensor.layout is not torch.strided:
             work, add_up = sparse.all_reduce(group, tensor, op, limit_s)
@@ -209,7 +209,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
                     work.wait()
                     add_up()
             return self._in_flight(work, tensors, "all_reduce", add_up)
-        apart, after = several.apart(tensors)
+        apart, after = tensor_lists.apart(tensors)
         work = _together(
             group,
             lambda tensor: group.all_reduce(tensor.data, op, factor=factor, timeout_s=limit_s),
@@ -225,8 +225,8 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
             raise ValueError(f"invalid root tensor: {of}, of {len(tensors)} tensors")
         after = None
         if len(tensors) > 1:
-            several.alike(tensors)
-            after = several.copying(tensors[of], tensors)
+            tensor_lists.alike(tensors)
+            after = tensor_lists.copying(tensors[of], tensors)
         group = self._depths.group(tensors[0].device)
         work = group.broadcast(moved(tensors[of]), root, timeout_s=seconds(opts))
         return self._in_flight(work, tensors, "broadcast", after)
@@ -249,7 +249,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
             written, after = only(outputs, "list of outputs"), None
         else:
             written = outputs
-            inputs, outputs, after = several.gathered(inputs, outputs, self.group.size)
+            inputs, outputs, after = tensor_lists.gathered(inputs, outputs, self.group.size)
         work = self._all_gather(outputs[0], inputs[0], opts)
         return self._in_flight(work, written, "all_gather", after, shapes_of=inputs)
 

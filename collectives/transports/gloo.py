@@ -43,7 +43,7 @@ from ..contract.errors import CollectiveError, GroupClosed, StoreTimeout
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import STARTED, Operation, ReduceOp
 from ..contract.work import Work
-from ..diagnosis.lateness import Lateness
+from ..diagnosis.late_warning import Lateness
 from ..diagnosis.signature import Signature, mismatch, pair_mismatch
 from ..stores.store import PrefixStore, Store
 from ..stores.torch_store import TorchStore

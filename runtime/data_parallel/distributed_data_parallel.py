@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from chorusline.actors.errors import ends_a_generation
 from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.contract.argument_kinds import check_kinds
-from chorusline.collectives.contract.torch_words import TOO_MANY, says
+from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import is_informing
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 

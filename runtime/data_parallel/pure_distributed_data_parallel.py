@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from chorusline.collectives import Group, ReduceOp
-from chorusline.collectives.contract.torch_words import says
+from chorusline.collectives.contract.torch_hints import says
 
 from ..process.running import current_group
 from .same_model import (

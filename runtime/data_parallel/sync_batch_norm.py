@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from chorusline.collectives import Group
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range, checked_device
-from chorusline.collectives.contract.torch_words import says
+from chorusline.collectives.contract.torch_hints import says
 
 from ..process.between_runs import between_runs
 from ..process.running import current_group

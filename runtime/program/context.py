@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from chorusline.collectives.contract.deadlines import Seconds
-from chorusline.collectives.contract.torch_words import TOO_FEW, TOO_MANY, says
+from chorusline.collectives.contract.torch_hints import TOO_FEW, TOO_MANY, says
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from chorusline.collectives.contract.torch_words import TOO_FEW
+from chorusline.collectives.contract.torch_hints import TOO_FEW
 
 _VARIABLES = {
     "RANK": "ctx.rank",

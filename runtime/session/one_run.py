@@ -8,7 +8,7 @@ from typing import Any
 
 from chorusline.actors.messages import Report
 from chorusline.collectives.contract.deadlines import Seconds
-from chorusline.collectives.contract.torch_words import TOO_MANY, says
+from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 
 from ..checkpoint.config import CheckpointConfig
 from ..program.sending import check_not_own

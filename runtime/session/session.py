@@ -20,7 +20,7 @@ from chorusline.actors.outcomes import raise_failure
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.deadlines import Seconds, checked_seconds
-from chorusline.collectives.contract.torch_words import TOO_MANY, says
+from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 
 from .. import notebook
 from ..checkpoint.config import CheckpointConfig
