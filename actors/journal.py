@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from .messages import Report, ReportValue, numbers_of
-from .output import Output, Printed
 from .run_status import RunStatus
+from .worker_logs import Output, Printed
 
 _MOST_NAMES = 256
 """Of reported values that are remembered: a name that is made of a number would add up forever."""

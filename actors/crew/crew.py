@@ -27,9 +27,9 @@ from ..calls import (
     head_stays_gone,
     until_head_is_gone,
 )
+from ..detached_actors import INCARNATION, NAMESPACE, Lasting
 from ..driver.driver import GRACE_S, Unfit, driver_class
 from ..errors import DriverLost, HeadLost, StartupError
-from ..lasting import INCARNATION, NAMESPACE, Lasting
 from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from ..versions import versions_here
 from ..whereabouts import Whereabouts

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from ..calls import Actor, ActorGone, NoAnswer, answer, answers
 from ..journal import Pulled
 from ..messages import Report
-from ..output import ERR, Position, Printed, PrintedPiece, read_rest
 from ..run_status import RunStatus
+from ..worker_logs import ERR, Position, Printed, PrintedPiece, read_rest
 
 _REST_S = 2.0
 _SILENT_S = 5.0

@@ -35,9 +35,9 @@ from ..calls import (
     end_with_parent,
     first_answer,
 )
-from ..lasting import end_without
+from ..detached_actors import end_without
 from ..messages import RunFailed, RunRequest, RunSucceeded
-from ..meter import DriverCounters
+from ..metrics import DriverCounters
 from ..versions import difference
 from . import events, instructions
 from .departures import MAX_ATTEMPTS

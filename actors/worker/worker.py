@@ -40,9 +40,9 @@ from .. import outcomes
 from ..actor_store import ActorStore
 from ..arrivals import AdmissionRequest, GivenReplayLog, Readiness
 from ..calls import Actor, actor_class
+from ..detached_actors import end_without
 from ..errors import ends_a_generation
 from ..journal import Journal, Pulled
-from ..lasting import end_without
 from ..messages import (
     Assignment,
     Failure,
@@ -54,12 +54,12 @@ from ..messages import (
     WorkerSnapshot,
     WorkerState,
 )
-from ..meter import Look, Publisher
-from ..output import Output, Position, Printed, read_rest
+from ..metrics import Look, Publisher
 from ..parcels.parcel import Parcel
 from ..run_status import RunStatus
 from ..versions import versions_here
 from ..whereabouts import Whereabouts
+from ..worker_logs import Output, Position, Printed, read_rest
 from .gpu import own_gpu
 from .leaving import SIGTERM_EXIT, leave
 from .lifeline import AdmittingRank, Lifeline
@@ -294,7 +294,7 @@ class Worker:
     async def read_rest(
         self, files: tuple[str, str], node_id: str, since: Position, rank: int | None
     ) -> Printed | None:
-        """What another worker of this node, which is gone, has printed last (output.py)."""
+        """What another worker of this node, which is gone, has printed last (worker_logs.py)."""
         return read_rest(files, node_id, since, rank)
 
     @ray.method(concurrency_group="control")

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chorusline.actors.calls import ActorGone, NoAnswer, answers
-from chorusline.actors.lasting import INCARNATION, KEEPER, NAMESPACE, Lasting, names_of
+from chorusline.actors.detached_actors import INCARNATION, KEEPER, NAMESPACE, Lasting, names_of
 from chorusline.actors.messages import DriverSnapshot, MemberState, Report, Survey, WorkerSnapshot
 from chorusline.collectives.contract.errors import ChoruslineError
 

@@ -36,7 +36,8 @@ ORDER = {
         "parcels",
         (
             *("errors", "calls", "versions", "run_status", "whereabouts", "fault_plan", "messages"),
-            *("actor_store", "meter", "output", "journal", "outcomes", "lasting", "arrivals"),
+            *("actor_store", "metrics", "worker_logs", "journal", "outcomes", "detached_actors"),
+            "arrivals",
         ),
         "driver",
         "worker",

@@ -22,8 +22,8 @@ from ray.util import placement_group_table
 from ray.util.placement_group import placement_group, remove_placement_group
 
 import chorusline as cl
+from chorusline.actors.detached_actors import Lasting, new_group_name
 from chorusline.actors.errors import StartupError
-from chorusline.actors.lasting import Lasting, new_group_name
 from chorusline.runtime.session.detached.client import KeeperClient
 from tests.harness.forked_workers import python
 from tests.harness.programs import output_of

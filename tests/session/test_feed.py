@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from chorusline.actors.crew.listening import News
 from chorusline.actors.messages import Report
-from chorusline.actors.output import OUT, Position, Printed, PrintedPiece
 from chorusline.actors.run_status import GenerationChange, RunStatus
+from chorusline.actors.worker_logs import OUT, Position, Printed, PrintedPiece
 from chorusline.runtime.session.detached import feed as module
 from chorusline.runtime.session.detached.feed import Bookmark, Feed
 from chorusline.runtime.tracking.happenings import Happenings

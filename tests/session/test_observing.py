@@ -18,7 +18,7 @@ import pytest
 import ray
 import torch
 
-from chorusline.actors.meter import COUNTERS, GAUGES, OF_DRIVER, REPORTED, Look, Meter
+from chorusline.actors.metrics import COUNTERS, GAUGES, OF_DRIVER, REPORTED, Look, Meter
 from chorusline.actors.run_status import RunStatus
 from chorusline.actors.versions import difference, versions_here
 from chorusline.actors.whereabouts import Whereabouts

@@ -18,8 +18,8 @@ import ray
 
 from chorusline.actors.calls import Actor, ActorGone, NoAnswer, answer
 from chorusline.actors.crew.listening import News
+from chorusline.actors.detached_actors import KEEPER, Lasting, names_of
 from chorusline.actors.errors import StartupError
-from chorusline.actors.lasting import KEEPER, Lasting, names_of
 from chorusline.actors.messages import Report, RunFailed, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.collectives.diagnosis.debug import get_debug_level

@@ -14,8 +14,8 @@ from itertools import islice
 
 from chorusline.actors.crew.listening import News
 from chorusline.actors.messages import Report
-from chorusline.actors.output import Printed
 from chorusline.actors.run_status import GenerationChange, RunStatus
+from chorusline.actors.worker_logs import Printed
 
 from ...notebook.history import Thinned
 

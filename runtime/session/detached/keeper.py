@@ -27,8 +27,8 @@ from ray import cloudpickle
 
 from chorusline.actors.calls import GONE, end_with_parent
 from chorusline.actors.crew.listening import News
+from chorusline.actors.detached_actors import Lasting
 from chorusline.actors.errors import StartupError
-from chorusline.actors.lasting import Lasting
 from chorusline.actors.messages import Report, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.whereabouts import Whereabouts

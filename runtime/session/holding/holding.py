@@ -7,8 +7,8 @@ import ray
 from chorusline.actors.calls import HEAD_ANSWER_S, head_stays_gone
 from chorusline.actors.crew.crew import Crew
 from chorusline.actors.crew.listening import News
+from chorusline.actors.detached_actors import Lasting
 from chorusline.actors.errors import DriverLost
-from chorusline.actors.lasting import Lasting
 from chorusline.actors.messages import RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.whereabouts import Whereabouts

@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from chorusline.actors.messages import Report
-from chorusline.actors.output import write_line
 from chorusline.actors.run_status import RunStatus
+from chorusline.actors.worker_logs import write_line
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 
 from ...tracking.tracker import TrackedEvent
