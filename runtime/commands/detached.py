@@ -17,7 +17,7 @@ from chorusline.collectives.contract.errors import ChoruslineError
 
 from ..session import connecting
 from ..session.attaching import attach
-from ..session.detached.standing import check_name
+from ..session.detached.status import check_name
 from ..session.session import Session
 from ..session.showing.progress import Progress
 from ..session.showing.rank_output import label

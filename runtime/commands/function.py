@@ -20,8 +20,8 @@ from chorusline.collectives.contract.errors import ChoruslineError
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
 from ..session.session import Session
 from ..session.showing.progress import Progress
-from ..tracking.named import checked_trackers
 from ..tracking.tracker import Tracker
+from ..tracking.tracker_names import checked_trackers
 from .arguments import WrongUsage, did_you_mean, keywords
 from .detached import OF_DETACHED_RUN, begin, name_for, print_results, session_of
 from .script import INTERRUPTED, below, on_ranks, print_error

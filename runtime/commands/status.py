@@ -25,8 +25,8 @@ from chorusline.collectives.contract.errors import ChoruslineError
 
 from ..data.stragglers import FAR
 from ..session import connecting
-from ..session.detached.standing import DetachedStatus
-from ..tracking.happenings import Happenings
+from ..session.detached.status import DetachedStatus
+from ..tracking.run_events import RunEvents
 
 _REFRESH_S = 1.0
 _ANSWER_S = 3.0
@@ -149,7 +149,7 @@ def happened(seen: Survey) -> list[str]:
     lost, and the last lines."""
     statuses = [word.steps for word in seen.workers if isinstance(word, WorkerSnapshot)]
     # As if it were over: this command looks once, so no later look will complete a passage.
-    events = Happenings().look(statuses, is_over=True)
+    events = RunEvents().look(statuses, is_over=True)
     if not events:
         return []
     lost = [one for one in events if one.lost]

@@ -22,7 +22,7 @@ from .fetching.collating import collated
 from .fetching.fetcher import Fetcher, Fetching
 from .fetching.fetchers import Fetchers
 from .fetching.options import FetchOptions
-from .fetching.seeded import CollateOnly, SeededDataset, SeededIds
+from .fetching.seeded_dataset import CollateOnly, SeededDataset, SeededIds
 from .row_reader import ReadingKey
 from .streaming import RESTART_S, SLICE_S, ReaderGone, Stream, answer
 

@@ -32,8 +32,9 @@ from chorusline.collectives.operations.host_reads import device_numbers
 from ..process.agreement import Agreement, Note
 from ..process.running import Survival
 from ..process.step_boundary import boundary
+from .argument_errors import check_groups, not_a_list, not_joinable
 from .conductor import Conductor
-from .explained import (
+from .error_notes import (
     DIVIDES_BY_ALL,
     FIRST_PLACE,
     GOES_ON,
@@ -49,7 +50,6 @@ from .explained import (
 from .followers import followers_of, steps_any
 from .join_hook import JoinHook
 from .ledger import JoinLedger
-from .listed import check_groups, not_a_list, not_joinable
 from .pass_pattern import PassPattern
 
 

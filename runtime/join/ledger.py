@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..process.agreement import Agreement
-from .explained import GOES_ON
+from .error_notes import GOES_ON
 from .pass_pattern import PassPattern
 
 

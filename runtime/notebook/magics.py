@@ -16,7 +16,7 @@ from typing import Any
 
 from chorusline.collectives.contract.articles import with_article
 
-from ..program.sending import packed_program
+from ..program.packing import packed_program
 from .cells import latest_session
 from .interrupt import shell
 from .remote_cell import check_source, run_cell

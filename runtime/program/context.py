@@ -27,7 +27,7 @@ from ..process.random_state import RankSeed, checked_seed, mixed
 from ..process.registry import Stateful
 from ..process.step_boundary import boundary
 from .function_call import FunctionCall
-from .habits import OF_A_LOADER, instead_of
+from .hints import OF_A_LOADER, instead_of
 from .reducing import check_op, has_value, reduced
 from .report_values import plain_values
 from .samples import batches_of, refuse_loaders_of_stream

@@ -1,4 +1,4 @@
-"""The user's function, called on the ranks. sending.py checks and packs it before."""
+"""The user's function, called on the ranks. packing.py checks and packs it before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..recovery.arrivals import tell_why_not
 from ..recovery.recovery import Recovery
 from .context import Context
 from .function_call import FunctionCall
-from .habits import note_on
+from .hints import note_on
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from ..data.batches import Batches
 from ..data.dataset_batches import Shard
-from ..data.fetching.of_loader import of_loader
+from ..data.fetching.loader_settings import of_loader
 from ..data.fetching.options import FetchOptions
 from ..data.streaming import Stream, StreamShard
 from .function_call import FunctionCall

@@ -20,7 +20,7 @@ from chorusline.actors.errors import NoCluster, StartupError
 
 from ..notebook import in_kernel
 from ..process.running import is_running
-from .detached.standing import needs_cluster
+from .detached.status import needs_cluster
 from .interrupts import show_in_one_line
 from .showing import rays_notices
 

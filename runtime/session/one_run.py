@@ -11,7 +11,7 @@ from chorusline.collectives.contract.deadlines import Seconds
 from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 
 from ..checkpoint.config import CheckpointConfig
-from ..program.sending import check_not_own
+from ..program.packing import check_not_own
 from ..tracking.tracker import Tracker
 from .holding.options import DEFAULT, Default
 from .session import ARGUMENTS_BY_NAME, Session

@@ -25,13 +25,13 @@ from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from .. import notebook
 from ..checkpoint.config import CheckpointConfig
 from ..program.argument_owners import naming_owners
-from ..program.sending import HEAVY_BYTES, heavy_parts, packed_program
-from ..tracking.named import checked_trackers
+from ..program.packing import HEAVY_BYTES, heavy_parts, packed_program
 from ..tracking.tracker import Tracker
+from ..tracking.tracker_names import checked_trackers
 from ..tracking.tracking import Tracking
 from . import connecting
 from .detached.client import KeeperClient
-from .detached.standing import IDLE_TIMEOUT_S, check_name
+from .detached.status import IDLE_TIMEOUT_S, check_name
 from .holding.holding import Holding
 from .holding.options import (
     DEFAULT,

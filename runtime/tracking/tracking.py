@@ -20,7 +20,7 @@ from chorusline.actors.messages import Report
 from chorusline.actors.run_status import RunStatus
 
 from .configs import plain_config
-from .happenings import Happenings, begun
+from .run_events import RunEvents, begun
 from .step_numbers import Logged, StepNumbers
 from .tracker import TrackedEvent, TrackedRun, Tracker
 
@@ -55,7 +55,7 @@ class Tracking:
         self._config = plain_config(arguments, session)
         self._began_at = time.time()
         self._numbers = StepNumbers()
-        self._happenings = Happenings()
+        self._events = RunEvents()
         self._statuses: tuple[RunStatus, ...] = ()
         self._has_begun = False
 
@@ -69,14 +69,14 @@ class Tracking:
         back = [logged for report in reports for logged in self._numbers.add(report, now_s)]
         self._put_all(
             [*back, *self._numbers.settled(self._statuses, now_s)],
-            self._happenings.look(self._statuses),
+            self._events.look(self._statuses),
         )
 
     async def end(self, error: BaseException | None) -> None:
         """The run is over. error: what it has raised."""
         if not self._has_begun:
             self._begin(RunStatus(origin=uuid.uuid4().hex))
-        self._put_all(self._numbers.rest(), self._happenings.look(self._statuses, is_over=True))
+        self._put_all(self._numbers.rest(), self._events.look(self._statuses, is_over=True))
         if self._numbers.num_late:
             _log.warning(
                 "%d reported numbers came too late for the mean over the ranks, and the trackers "

@@ -17,7 +17,7 @@ import torch
 from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.operations.host_reads import device_numbers
 
-from ..join.explained import check_same_joins
+from ..join.error_notes import check_same_joins
 from ..process.agreement import (
     MAX_ITERATIONS,
     NOTES_AT,

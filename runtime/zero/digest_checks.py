@@ -8,8 +8,8 @@ parameters. Memory or a processor that flips a bit breaks this, and no exception
         shard and its replicas, and of their parameters.
     (b) With its next vote it sends these of the parameters; and the digests, as its memory is now,
         of all parameters, of the state, and of the reduced gradients that are about to be applied.
-    (c) All ranks read the same digests and come to the same verdicts (shards/copies.py), before
-        anything is applied.
+    (c) All ranks read the same digests and come to the same verdicts (shards/digest_verdicts.py),
+        before anything is applied.
 
 What is wrong is then made right, by all ranks together:
 
@@ -38,7 +38,7 @@ from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..data_parallel.engine import names_of
 from ..partition.resharding import Transfer, shard_of
-from .shards.copies import CopyState, Digests, Verdict, Verdicts, judge_all
+from .shards.digest_verdicts import CopyState, Digests, Verdict, Verdicts, judge_all
 from .shards.digests import (
     as_votes,
     digest,

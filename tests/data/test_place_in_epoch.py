@@ -8,7 +8,7 @@ from chorusline.actors.run_status import RunStatus
 from chorusline.runtime.data.cursor import Cursor, Used
 from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.process.step_boundary import entered
-from chorusline.runtime.session.showing.seen import Places
+from chorusline.runtime.session.showing.progress_model import Places
 
 
 def shard(num_samples: int, cursor: Cursor) -> Shard:

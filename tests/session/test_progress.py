@@ -22,10 +22,10 @@ from chorusline.actors.crew import recruiting
 from chorusline.actors.messages import Report
 from chorusline.actors.run_status import RunStatus
 from chorusline.runtime.session.showing.progress import Progress
-from chorusline.runtime.session.showing.seen import (
+from chorusline.runtime.session.showing.progress_model import (
     Pace,
     Places,
-    Seen,
+    ProgressModel,
     batches_left,
     headline,
     time_left,
@@ -39,7 +39,7 @@ def report(rank, number, num_batches, *, epoch=0, time=0.0):
 
 
 def seen(*reports):
-    total = Seen()
+    total = ProgressModel()
     for one in reports:
         total = total.add(one)
     return total
@@ -134,7 +134,7 @@ def test_headline_has_the_place_the_numbers_the_pace_and_the_workers():
         "2 workers, 1 lost"
     )
     without = places_of(status(0), status(1, has_joined=True), numbers={0: {"a": 1}, 1: {"a": 3}})
-    assert headline(Seen(), without) == "epoch 2/3  step 30/40  a 1.000  2 workers"
+    assert headline(ProgressModel(), without) == "epoch 2/3  step 30/40  a 1.000  2 workers"
     assert batches_left(reported, places) == "batches left: rank 0 10, rank 1 4"
     assert batches_left(reported, places_of(status(0), status(1))) == "", "equal on all ranks"
 
@@ -145,7 +145,7 @@ def test_time_left_counts_the_epochs_to_come_and_is_of_the_pace_of_the_last_seco
         pace.look({0: status(0)}, now_s, taken)
     places = places_of(status(0), status(1))
     assert time_left(places, pace) == "0:12 left", "10 of this epoch, and 40 of the last"
-    assert "epoch 2/3  step 30/40  0:12 left" in headline(Seen(), places, pace)
+    assert "epoch 2/3  step 30/40  0:12 left" in headline(ProgressModel(), places, pace)
     assert time_left(places, pace, num_steps=70 + 4 * 3700) == "1:01:40 left"
     assert time_left(places, pace, num_steps=70) == time_left(places, Pace()) == ""
 

@@ -12,7 +12,7 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.program.report_values import plain_values
-from chorusline.runtime.session.showing.progress import Seen
+from chorusline.runtime.session.showing.progress_model import ProgressModel
 
 received: list[cl.Report] = []
 
@@ -75,9 +75,11 @@ def test_a_value_is_given_once() -> None:
 
 
 def test_the_display_takes_a_vector_of_a_known_name_for_no_number() -> None:
-    seen = Seen().add(cl.Report(0, 0, 1.0, {"loss": [1.0, 2.0], "epoch": "first", "tokens": []}))
+    seen = ProgressModel().add(
+        cl.Report(0, 0, 1.0, {"loss": [1.0, 2.0], "epoch": "first", "tokens": []})
+    )
     assert seen.loss is None
-    nan = Seen().add(cl.Report(0, 0, 1.0, {"loss": math.nan, "batches_left": math.inf}))
+    nan = ProgressModel().add(cl.Report(0, 0, 1.0, {"loss": math.nan, "batches_left": math.inf}))
     assert nan.loss is not None and math.isnan(nan.loss)
 
 

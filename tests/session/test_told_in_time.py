@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 import chorusline as cl
-from chorusline.runtime.session.holding.holders import who_holds
+from chorusline.runtime.session.holding.resource_holders import who_holds
 from tests.harness.standing_ranks import StandingRanks
 
 pytestmark = pytest.mark.slow  # They wait for what takes long.

@@ -19,7 +19,7 @@ from torch import nn
 import chorusline as cl
 from chorusline.actors.errors import StartupError
 from chorusline.collectives.contract.articles import with_article
-from chorusline.runtime.program.habits import instead_of, note_on
+from chorusline.runtime.program.hints import instead_of, note_on
 from chorusline.runtime.session import connecting
 
 DATA = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.runtime.tracking.named import checked_trackers
+from chorusline.runtime.tracking.tracker_names import checked_trackers
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from chorusline.actors.run_status import GenerationChange, RunStatus
 from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.tracking import tracking as module
 from chorusline.runtime.tracking.configs import LEFT_OUT, plain_config
-from chorusline.runtime.tracking.named import checked_trackers
+from chorusline.runtime.tracking.tracker_names import checked_trackers
 from chorusline.runtime.tracking.tracking import Tracking
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from .fetcher import Fetcher
 from .options import FetchOptions
-from .seeded import is_same
+from .seeded_dataset import is_same
 
 _MOST_FREE = 4
 

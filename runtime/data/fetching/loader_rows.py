@@ -12,7 +12,7 @@ from torch.utils.data._utils import worker
 
 from .fetcher import loader_seed
 from .loader_process import AtStart, by_value, why_unpicklable
-from .of_loader import context_of, refuse_sharded
+from .loader_settings import context_of, refuse_sharded
 from .options import FORK
 
 

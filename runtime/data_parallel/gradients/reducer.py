@@ -33,7 +33,7 @@ from chorusline.actors.errors import ends_a_generation
 from chorusline.collectives import CollectiveError, Group
 from chorusline.collectives.operations.host_reads import device_numbers
 
-from ...join.explained import check_same_joins
+from ...join.error_notes import check_same_joins
 from ...process.agreement import (
     MAX_ITERATIONS,
     Agreement,

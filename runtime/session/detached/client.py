@@ -25,9 +25,9 @@ from chorusline.actors.parcels.parcel import Parcel
 from chorusline.collectives.diagnosis.debug import get_debug_level
 
 from ..holding.options import SessionOptions
-from .feed import Bookmark
+from .history import Bookmark
 from .keeper import keeper_class
-from .standing import RESULTS_KEPT_S, DetachedStatus, duration, not_found, taken
+from .status import RESULTS_KEPT_S, DetachedStatus, duration, not_found, taken
 
 _HERE_S = 5.0
 """Seconds between two words of a client to the keeper."""

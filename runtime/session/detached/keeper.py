@@ -39,8 +39,8 @@ from ..holding.holding import Holding
 from ..holding.options import SessionOptions
 from ..showing.hearing import Audience
 from ..showing.starting import Starting
-from .feed import Bookmark, Feed
-from .standing import RESULTS_KEPT_S, DetachedStatus
+from .history import Bookmark, RunHistory
+from .status import RESULTS_KEPT_S, DetachedStatus
 
 _LINES = 200
 """Of the log that are kept for whoever waits for the start."""
@@ -73,7 +73,7 @@ class _Run:
         self.token = token
         self.began = began  # seconds since the epoch, as a keeper that is started again reads it
         self.took_s = 0.0
-        self.feed = Feed(keeper)
+        self.history = RunHistory(keeper)
         self.ending: Ending | None = None
         self.is_over = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
@@ -179,7 +179,7 @@ class Keeper:
         has_more = True
         while has_more:
             news = await self._holding.news_of(run.number, _SNAPSHOT_S)
-            run.feed.add(news)
+            run.history.add(news)
             has_more = news.has_more
 
     def _note_restarts(self, restarts: int) -> None:
@@ -264,7 +264,7 @@ class Keeper:
     async def _until_over(
         self, run: _Run, program: Parcel | None, begun: RunRequest | None
     ) -> None:
-        audience = Audience(None, None, None, has_output=False, record=run.feed.add)
+        audience = Audience(None, None, None, has_output=False, record=run.history.add)
         try:
             run.ending = await self._holding.outcome(program, audience, begun)
         except asyncio.CancelledError:
@@ -325,17 +325,17 @@ class Keeper:
     async def hear(
         self, client: str, run: int, place: Bookmark | None, whole: bool
     ) -> tuple[News, Bookmark | None]:
-        """What a run has said since a place; None: since the beginning (Feed.beginning)."""
+        """What a run has said since a place; None: since the beginning (RunHistory.beginning)."""
         await self.here(client)
         await self._is_up.wait()
         if self._run is None or self._run.number != run:
             return News(), place
-        feed = self._run.feed
-        return feed.since(place or feed.beginning(whole=whole))
+        history = self._run.history
+        return history.since(place or history.beginning(whole=whole))
 
     async def reports(self) -> list[Report]:
         await self._is_up.wait()
-        return self._run.feed.reports() if self._run is not None else []
+        return self._run.history.reports() if self._run is not None else []
 
     async def here(self, client: str) -> None:
         """A client is there, and stays attached for a while."""

@@ -20,8 +20,8 @@ from ..placing.seats import PlacedSeats
 from ..placing.trials import of_this_trial
 from ..showing.hearing import Audience, hearing
 from ..showing.starting import Starting
-from .holders import telling_who_holds
 from .options import SessionOptions
+from .resource_holders import telling_who_holds
 from .waiting import awaited, telling
 
 _BEGINNINGS = 3

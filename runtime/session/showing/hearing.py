@@ -14,7 +14,7 @@ from chorusline.actors.messages import Report
 from chorusline.actors.run_status import RunStatus
 
 from ... import notebook
-from ...tracking.happenings import Happenings
+from ...tracking.run_events import RunEvents
 from ...tracking.tracker import TrackedEvent
 from ...tracking.tracking import Tracking
 from .progress import Progress
@@ -64,7 +64,7 @@ class Audience:
         self._record = record
         self._tracking = tracking
         self._progress = progress
-        self._happenings = Happenings()
+        self._events = RunEvents()
         self._statuses: tuple[RunStatus, ...] = ()
         listeners = (
             on_report,
@@ -99,7 +99,7 @@ class Audience:
         if news.statuses:
             self._statuses = tuple(news.statuses.values())
             expect_deaths(one.pid for one in self._statuses)
-        self._tell(self._happenings.look(self._statuses))
+        self._tell(self._events.look(self._statuses))
         for notice in news.notices:
             self._say(notice)
         if self._progress is not None:
@@ -128,7 +128,7 @@ class Audience:
 
     def end(self) -> None:
         """The run is over, and all was heard."""
-        self._tell(self._happenings.look(self._statuses, is_over=True))
+        self._tell(self._events.look(self._statuses, is_over=True))
         if self._output is not None:
             self._output.end()
         if self._progress is not None:

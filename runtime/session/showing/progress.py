@@ -3,8 +3,8 @@
 In a job's log, a file or a pipe rich would show only its last bar, and Ray merges identical lines.
 So this process prints a plain line every few seconds and at the ends of epochs.
 
-What is shown comes from two places (seen.py): the ranks' reports, and where the ranks are in their
-loops, which the session pulls anyway. A training step does nothing for it.
+What is shown comes from two places (progress_model.py): the ranks' reports, and where the ranks are
+in their loops, which the session pulls anyway. A training step does nothing for it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from chorusline.actors.worker_logs import write_line
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 
 from ...tracking.tracker import TrackedEvent
-from .seen import (
+from .progress_model import (
     MAX_RANKS_LISTED,
     NOWHERE,
     Pace,
     Places,
-    Seen,
+    ProgressModel,
     batches_left,
     headline,
     in_the_end,
@@ -67,7 +67,7 @@ class Progress:
         has joined. Reports that nobody is given are not kept on the ranks."""
         self._num_steps = num_steps
         self._console = console or Console(stderr=True)
-        self._seen = Seen()
+        self._model = ProgressModel()
         self._places = NOWHERE
         self._pace = Pace()
         self._num_entered = 0
@@ -134,8 +134,8 @@ class Progress:
 
     def on_report(self, report: Report) -> None:
         """Show what a rank has reported: for sessions that have this method as their on_report."""
-        before, self._seen = self._seen, self._seen.add(report)
-        if news := joining(before, self._seen):
+        before, self._model = self._model, self._model.add(report)
+        if news := joining(before, self._model):
             self.say(news)
         self._update()
 
@@ -176,7 +176,7 @@ class Progress:
 
     @property
     def _has_something(self) -> bool:
-        return bool(self._seen.ranks or self._places.has_begun)
+        return bool(self._model.ranks or self._places.has_begun)
 
     @property
     def _waited_s(self) -> float:
@@ -211,14 +211,14 @@ class Progress:
             self.say(line)
 
     def _plain_line(self, over: str = "") -> str:
-        left = "" if over else batches_left(self._seen, self._places)
+        left = "" if over else batches_left(self._model, self._places)
         return "  ".join(filter(None, [self._headline(over), left]))
 
     def _headline(self, over: str = "") -> str:
-        return headline(self._seen, self._places, self._pace, self._num_steps, over)
+        return headline(self._model, self._places, self._pace, self._num_steps, over)
 
     def _draw(self) -> RenderableType:
-        seen, places = self._seen, self._places
+        model, places = self._model, self._places
         if not self._has_something:
             waited_s = time.monotonic() - self._waits_since_s
             return Text(f"{self._waits_for} … {waited_s:.0f} s", style="dim")
@@ -228,15 +228,15 @@ class Progress:
         bars = Table.grid(padding=(0, 2))
         # One bar for all: of the run if its length is known, else of the epoch.
         if self._num_steps:
-            bars.add_row("all ranks", _bar(places.taken or seen.step, self._num_steps))
+            bars.add_row("all ranks", _bar(places.taken or model.step, self._num_steps))
         elif places.total:
             bars.add_row("this epoch", _bar(places.done, places.total))
-        left, joined = places.left or living(seen.left, places), places.joined | seen.joined
+        left, joined = places.left or living(model.left, places), places.joined | model.joined
         if len(left) > MAX_RANKS_LISTED:
-            return Group(top, bars, Text(batches_left(seen, places), style="dim"))
+            return Group(top, bars, Text(batches_left(model, places), style="dim"))
         # As long as the ranks are equal, the one bar says it for each of them.
         if len(set(left.values())) > 1 or joined:
-            taken = places.batches or {rank: its.taken for rank, its in seen.ranks.items()}
+            taken = places.batches or {rank: its.taken for rank, its in model.ranks.items()}
             for rank, count in sorted(left.items()):
                 says = Text(f"{count} batches left", style="dim")
                 if rank in joined:

@@ -16,7 +16,7 @@ import chorusline as cl
 from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.data.fetching.fetcher import Fetcher
 from chorusline.runtime.data.fetching.loader_rows import LoaderRows
-from chorusline.runtime.data.fetching.of_loader import of_loader
+from chorusline.runtime.data.fetching.loader_settings import of_loader
 from chorusline.runtime.data.fetching.options import FetchOptions
 from tests.data.fetching.test_fetcher import Numbers, numbers
 from tests.data.fetching.test_loader_rows import Parts

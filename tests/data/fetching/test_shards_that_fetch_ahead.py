@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker
 import chorusline as cl
 from chorusline.runtime.data.cursor import Cursor
 from chorusline.runtime.data.dataset_batches import Shard
-from chorusline.runtime.data.fetching.of_loader import of_loader
+from chorusline.runtime.data.fetching.loader_settings import of_loader
 from chorusline.runtime.data.fetching.options import FetchOptions
-from chorusline.runtime.program.sending import packed_program
+from chorusline.runtime.program.packing import packed_program
 from tests.data.fetching.test_fetcher import Numbers, numbers, runs
 from tests.references.killed_runs import SIX_PHASES, Kind, assert_as_if_nothing_was, train
 

@@ -42,7 +42,7 @@ class Bookmark:
     notices: int = 0
 
 
-class Feed:
+class RunHistory:
     """The news of one run. keeper: goes into the places that it hands out."""
 
     def __init__(self, keeper: str = "") -> None:

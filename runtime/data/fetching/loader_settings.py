@@ -11,7 +11,7 @@ from .options import FetchOptions
 
 
 @dataclass(frozen=True, slots=True)
-class OfLoader:
+class LoaderSettings:
     """batch_size, drop_last, shuffle: as `ctx.shard` takes them. options: the rest."""
 
     dataset: Any
@@ -41,7 +41,7 @@ def refuse_sharded(loader: DataLoader[Any]) -> None:
         )
 
 
-def of_loader(loader: DataLoader[Any]) -> OfLoader:
+def of_loader(loader: DataLoader[Any]) -> LoaderSettings:
     """What `ctx.shard(loader)` needs to know. Raises TypeError or ValueError for a loader whose
     batches the samples' numbers alone do not make."""
     kind = type(loader).__name__
@@ -58,7 +58,7 @@ def of_loader(loader: DataLoader[Any]) -> OfLoader:
             "itself: write batch_size in the loader; to keep samples together that belong "
             "together, ctx.shard(loader.dataset, batch_size, keep_together=keys)"
         )
-    return OfLoader(
+    return LoaderSettings(
         loader.dataset,
         loader.batch_size,
         loader.drop_last,

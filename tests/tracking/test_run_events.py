@@ -8,8 +8,8 @@ import pytest
 
 from chorusline.actors.calls import KILLED
 from chorusline.actors.run_status import GenerationChange, Gone, RunStatus
-from chorusline.runtime.session.showing.seen import in_the_end
-from chorusline.runtime.tracking.happenings import Happenings, event_of
+from chorusline.runtime.session.showing.progress_model import in_the_end
+from chorusline.runtime.tracking.run_events import RunEvents, event_of
 
 
 def status(rank: int, generation: int, *passages: GenerationChange) -> RunStatus:
@@ -17,24 +17,24 @@ def status(rank: int, generation: int, *passages: GenerationChange) -> RunStatus
 
 
 def test_a_loss_is_told_once_when_all_ranks_have_gone_on() -> None:
-    happenings = Happenings()
+    events = RunEvents()
     early = GenerationChange(1, 10.0, 10.5, 2, (1,), step=21)
     late = GenerationChange(1, 10.2, 11.5, 2, (1,), step=21)
-    assert happenings.look([status(0, 1, early), status(1, 0)]) == []
+    assert events.look([status(0, 1, early), status(1, 0)]) == []
     both = [status(0, 1, early), status(1, 1, late)]
-    (event,) = happenings.look(both)
+    (event,) = events.look(both)
     assert (event.kind, event.lost, event.left, event.came) == ("ranks lost", (1,), (), ())
     assert (event.began_at, event.ended_at, event.seconds) == (10.0, 11.5, 1.5)
     assert (event.step, event.generation, event.num_workers) == (21, 1, 2)
     assert event.text == "step 21: rank 1 died. 2 workers continue after 1.5 s; no step is lost"
-    assert happenings.look(both) == happenings.look(both, is_over=True) == []
+    assert events.look(both) == events.look(both, is_over=True) == []
 
 
 def test_leaving_and_coming_have_names_of_their_own() -> None:
-    happenings = Happenings()
+    events = RunEvents()
     leaves = GenerationChange(2, 1.0, 2.0, 1, (1,), (1,))
     comes = GenerationChange(3, 5.0, 6.0, 3, (), (), (1, 2), runs_again=True)
-    told = happenings.look([status(0, 3, leaves, comes), status(1, 3), status(2, 3)])
+    told = events.look([status(0, 3, leaves, comes), status(1, 3), status(2, 3)])
     assert [one.kind for one in told] == ["ranks left", "workers came"]
     assert [one.text for one in told] == [
         "step 0: rank 1 has left. 1 worker continues after 1.0 s; no step is lost",
@@ -44,10 +44,10 @@ def test_leaving_and_coming_have_names_of_their_own() -> None:
 
 
 def test_a_passage_that_not_all_have_told_is_told_at_the_end() -> None:
-    happenings = Happenings()
+    events = RunEvents()
     passage = GenerationChange(1, 10.0, 10.5, 1, (1,))
-    assert happenings.look([status(0, 1, passage), status(1, 0)]) == []
-    assert len(happenings.look([status(0, 1, passage)], is_over=True)) == 1
+    assert events.look([status(0, 1, passage), status(1, 0)]) == []
+    assert len(events.look([status(0, 1, passage)], is_over=True)) == 1
 
 
 KILLED_AT_1456 = GenerationChange(

@@ -13,7 +13,7 @@ from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.parcels.pickling import packed
 
 from ..checkpoint.config import CheckpointConfig
-from ..data.fetching.of_loader import refuse_sharded
+from ..data.fetching.loader_settings import refuse_sharded
 from .argument_owners import owner_of
 from .program import Program
 

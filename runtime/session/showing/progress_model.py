@@ -20,7 +20,7 @@ _WINDOW_S = 20.0
 
 
 @dataclass(frozen=True)
-class RankSeen:
+class RankProgress:
     """The reports of one rank. numbers: the last one of each name."""
 
     epoch: int
@@ -30,7 +30,7 @@ class RankSeen:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProgressModel:
     """The sum of all reports so far. Frozen, since the display draws it from a thread.
 
     Reports come in bursts, one rank's before another's. So a rank counts as joined only when it
@@ -38,24 +38,24 @@ class Seen:
     ranks end an epoch with equal numbers, no rank joins.
     """
 
-    ranks: Mapping[int, RankSeen] = field(default_factory=dict)
+    ranks: Mapping[int, RankProgress] = field(default_factory=dict)
     steps_of: Mapping[int, int] = field(default_factory=dict)  # epoch -> most steps of any rank
     tokens: float = 0.0  # after the first report, whose step includes the start
     first_s: float = 0.0
     last_s: float = 0.0
 
-    def add(self, report: Report) -> Seen:
+    def add(self, report: Report) -> ProgressModel:
         numbers = numbers_of(report.values)
         epoch = _whole(numbers, "epoch") or 0
         before = self.ranks.get(report.rank)
-        rank = RankSeen(
+        rank = RankProgress(
             epoch=epoch,
             taken=1 if before is None or before.epoch != epoch else before.taken + 1,
             left=_whole(numbers, "batches_left"),
             numbers={**(before.numbers if before is not None else {}), **numbers},
         )
         longest = max(self.steps_of.get(epoch, 0), rank.taken)
-        return Seen(
+        return ProgressModel(
             ranks={**self.ranks, report.rank: rank},
             steps_of={**self.steps_of, epoch: longest},
             tokens=self.tokens + numbers.get("tokens", 0.0) if self.ranks else 0.0,
@@ -103,7 +103,7 @@ class Places:
     """Where the ranks are. epoch: the earliest that a rank is in, from 0; None outside of loops.
     num_epochs: None if unknown. taken: optimizer steps of the run. left, batches: of the epoch, by
     rank; batches: with those of the epoch's steps that it has taken no part in. joined: ranks that
-    are out of data. numbers: as those of Seen. ranks: of the workers that are in the run."""
+    are out of data. numbers: as in ProgressModel. ranks: of the workers that are in the run."""
 
     epoch: int | None = None
     num_epochs: int | None = None
@@ -232,7 +232,7 @@ def _whole(numbers: Mapping[str, float], name: str) -> int | None:
 
 
 def headline(
-    seen: Seen,
+    model: ProgressModel,
     places: Places = NOWHERE,
     pace: Pace | None = None,
     num_steps: int | None = None,
@@ -240,7 +240,7 @@ def headline(
 ) -> str:
     """`epoch 2/3  step 33/120  loss 2.991  312 samples/s  2 workers`. over: of an epoch that is
     over, instead of the place in the next one."""
-    step = places.taken or seen.step
+    step = places.taken or model.step
     if over:
         parts = [over, f"step {step}"]
     # Of the two bars one is shown: that of the run, if the user has said how long it is.
@@ -251,11 +251,11 @@ def headline(
         parts = [places.of_epochs, f"step {places.done}/{places.total}"]
     if not over and pace is not None and (left := time_left(places, pace, num_steps)):
         parts.append(left)
-    numbers = seen.numbers or places.numbers
+    numbers = model.numbers or places.numbers
     parts += [f"{name} {_short(value)}" for name, value in [*numbers.items()][:_MAX_NUMBERS]]
     # What the function counts itself comes before what is counted for it.
-    if seen.tokens_per_s is not None:
-        parts.append(f"{_rate(seen.tokens_per_s)} tokens/s")
+    if model.tokens_per_s is not None:
+        parts.append(f"{_rate(model.tokens_per_s)} tokens/s")
     elif pace is not None and pace.samples_per_s is not None:
         parts.append(f"{pace.samples_per_s:,.0f} samples/s")
     if places.num_workers:
@@ -287,11 +287,11 @@ def living(of_ranks: Mapping[int, int], places: Places) -> dict[int, int]:
     return {rank: n for rank, n in of_ranks.items() if not places.ranks or rank in places.ranks}
 
 
-def batches_left(seen: Seen, places: Places = NOWHERE) -> str:
+def batches_left(model: ProgressModel, places: Places = NOWHERE) -> str:
     """`batches left: rank 0 130, rank 1 joined`; many ranks are summed up in one phrase. Empty
     where nobody has reported it, and all ranks have the same number."""
-    joined = places.joined | seen.joined
-    left = dict(sorted(living(seen.left, places).items()))
+    joined = places.joined | model.joined
+    left = dict(sorted(living(model.left, places).items()))
     # What the ranks' loops say is in the headline as well, as long as all have the same left.
     if not left and (len(set(places.left.values())) > 1 or joined):
         left = dict(sorted(places.left.items()))
@@ -324,7 +324,7 @@ def in_the_end(happened: Sequence[TrackedEvent]) -> str:
     return ", ".join(parts) + f"; {repeated} steps repeated"
 
 
-def joining(before: Seen, after: Seen) -> str:
+def joining(before: ProgressModel, after: ProgressModel) -> str:
     """A sentence about the ranks that have joined between the two, or an empty text."""
     ranks = sorted(after.joined - before.joined)
     if not ranks:

@@ -9,9 +9,9 @@ from chorusline.actors.crew.listening import News
 from chorusline.actors.messages import Report
 from chorusline.actors.run_status import GenerationChange, RunStatus
 from chorusline.actors.worker_logs import OUT, Position, Printed, PrintedPiece
-from chorusline.runtime.session.detached import feed as module
-from chorusline.runtime.session.detached.feed import Bookmark, Feed
-from chorusline.runtime.tracking.happenings import Happenings
+from chorusline.runtime.session.detached import history as module
+from chorusline.runtime.session.detached.history import Bookmark, RunHistory
+from chorusline.runtime.tracking.run_events import RunEvents
 
 
 def report(rank: int, step: int) -> Report:
@@ -23,25 +23,25 @@ def printed(text: bytes) -> tuple[int, Printed]:
 
 
 def test_whoever_reads_in_time_gets_every_report_once_and_in_order() -> None:
-    feed, place, got = Feed("a"), Bookmark(keeper="a"), []
+    history, place, got = RunHistory("a"), Bookmark(keeper="a"), []
     for step in range(70_000):
-        feed.add(News([report(0, step), report(1, step)]))
+        history.add(News([report(0, step), report(1, step)]))
         if step % 7_000 == 6_999:
-            news, place = feed.since(place)
+            news, place = history.since(place)
             got += [(one.rank, one.step) for one in news.reports]
-    news, place = feed.since(place)
+    news, place = history.since(place)
     assert news.reports == [] and place.reports == 140_000
     assert got == [(rank, step) for step in range(70_000) for rank in (0, 1)]
 
 
 def test_a_long_run_keeps_its_beginning_thinly_and_its_end_whole() -> None:
-    feed = Feed()
+    history = RunHistory()
     num_steps = 150_000
     for first in range(0, num_steps, 1000):
-        feed.add(News([report(rank, s) for s in range(first, first + 1000) for rank in (0, 1)]))
-    kept = feed.reports()
+        history.add(News([report(rank, s) for s in range(first, first + 1000) for rank in (0, 1)]))
+    kept = history.reports()
     assert len(kept) <= module.MOST_RECENT + module.MOST_OLDER
-    assert kept == feed.since(feed.beginning())[0].reports
+    assert kept == history.since(history.beginning())[0].reports
     assert [one.step for one in kept if one.rank == 0] == [
         one.step for one in kept if one.rank == 1
     ], "the curves of all ranks have the same points"
@@ -53,45 +53,45 @@ def test_a_long_run_keeps_its_beginning_thinly_and_its_end_whole() -> None:
 
 
 def test_a_newcomer_is_shown_the_end_of_the_output_and_a_reader_all_of_it() -> None:
-    feed = Feed("a")
-    place = feed.beginning()
+    history = RunHistory("a")
+    place = history.beginning()
     for number in range(100):
-        feed.add(News(printed=[printed(b"%4d" % number * 1024)]))  # 4 KiB each
-    assert len(feed.since(place)[0].printed) == 100
-    tail = feed.since(feed.beginning())[0].printed
+        history.add(News(printed=[printed(b"%4d" % number * 1024)]))  # 4 KiB each
+    assert len(history.since(place)[0].printed) == 100
+    tail = history.since(history.beginning())[0].printed
     assert len(tail) == module.TAIL_BYTES // 4096
     assert tail[-1][1].pieces[0].data == b"  99" * 1024
 
 
 def test_output_that_nobody_reads_does_not_grow() -> None:
-    feed = Feed()
+    history = RunHistory()
     piece = bytes(1 << 20)
     for _ in range(40):
-        feed.add(News(printed=[printed(piece)]))
-    news, _ = feed.since(Bookmark(0, 0, ""))
+        history.add(News(printed=[printed(piece)]))
+    news, _ = history.since(Bookmark(0, 0, ""))
     assert len(news.printed) == module.MOST_PRINTED_BYTES >> 20
 
 
 def test_the_place_of_another_keeper_is_none() -> None:
-    feed = Feed("second")
-    feed.add(News([report(0, step) for step in range(5)]))
-    news, place = feed.since(Bookmark(100, 100, "first"))
+    history = RunHistory("second")
+    history.add(News([report(0, step) for step in range(5)]))
+    news, place = history.since(Bookmark(100, 100, "first"))
     assert [one.step for one in news.reports] == list(range(5))
     assert place == Bookmark(5, 0, "second")
 
 
 def test_one_who_looks_late_hears_of_all_losses_and_of_each_notice_once() -> None:
-    feed = Feed("a")
+    history = RunHistory("a")
     for generation in range(1, 40):
         passages = tuple(
             GenerationChange(one, 1.0, 2.0, 1, (1,), step=one)
             for one in range(max(1, generation - 2), generation + 1)
         )
         status = RunStatus(rank=0, generation=generation, passages=passages)
-        feed.add(News([report(0, generation)], statuses={0: status}, notices=[f"n{generation}"]))
-    news, place = feed.since(feed.beginning())
-    told = Happenings().look(news.statuses.values())
+        history.add(News([report(0, generation)], statuses={0: status}, notices=[f"n{generation}"]))
+    news, place = history.since(history.beginning())
+    told = RunEvents().look(news.statuses.values())
     assert [event.step for event in told] == list(range(1, 40))
     assert len(news.notices) == 39
-    later, _ = feed.since(place)
+    later, _ = history.since(place)
     assert later.notices == [] and len(later.statuses[0].passages) == 3

@@ -13,7 +13,7 @@ from .tracker import TrackedEvent
 LOST, LEFT, CAME = "ranks lost", "ranks left", "workers came"
 
 
-class Happenings:
+class RunEvents:
     """The passages of one run from generation to generation, each told once."""
 
     def __init__(self) -> None:

@@ -5,7 +5,14 @@ import itertools
 import pytest
 import torch
 
-from chorusline.runtime.zero.shards.copies import Copy, CopyState, Digests, Kept, judge, judge_all
+from chorusline.runtime.zero.shards.digest_verdicts import (
+    Copy,
+    CopyState,
+    Digests,
+    Kept,
+    judge,
+    judge_all,
+)
 from chorusline.runtime.zero.shards.digests import as_votes, digest
 from chorusline.runtime.zero.shards.state_digests import runs
 
