@@ -192,25 +192,30 @@ class GraceEnded:
     """The time is over in which the ranks have to stop."""
 
 
+GenerationEvent: TypeAlias = (
+    RankFroze
+    | RankFinished
+    | RankSilent
+    | PatienceEnded
+    | RanksReady
+    | Declined
+    | PauseEnded
+    | LastSaveEnded
+)
+"""What has happened in one generation, and is over with it."""
+
 Event: TypeAlias = (
     WorkerRegistered
     | SeatEmptied
     | RunStarted
     | RunTakenOver
     | RankEnded
-    | RankFroze
-    | RankFinished
-    | RankSilent
-    | PatienceEnded
-    | RanksReady
     | Rehearsed
     | RehearsalEnded
-    | Declined
-    | PauseEnded
-    | LastSaveEnded
     | Leaving
     | RanksAnswered
     | WorkerDied
     | RunCancelled
     | GraceEnded
+    | GenerationEvent
 )

@@ -159,6 +159,9 @@ class Membership:
                 return self._end(run) if run.phase is Phase.STOPPING else self._end_if_over(run)
         if event.generation != self._generation:
             return []  # It was sent when the sender did not know of the present generation.
+        return self._in_generation(run, event)
+
+    def _in_generation(self, run: RunState, event: events.GenerationEvent) -> list[Instruction]:
         match event:
             case events.RankFroze(frozen):
                 return self._rank_froze(run, frozen)
