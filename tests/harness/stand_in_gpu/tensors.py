@@ -6,6 +6,7 @@ host waits for the stream, as on a GPU, and is counted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -222,9 +223,32 @@ def _on_host(value: Any) -> Any:
     return memory_of(value)
 
 
+def _drawing(func: Any) -> Callable[..., Any]:
+    """What a kernel calls in the place of `func`. Random numbers are those of the generator's state
+    at the launch, as on a GPU: when the kernel runs, the host may have drawn or seeded again."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return func  # type: ignore[no-any-return]
+    generator = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))
+    if func is aten.native_dropout.default:
+        return functools.partial(_dropout, generator)
+    if all(argument.name != "generator" for argument in func._schema.arguments):
+        raise NotImplementedError(f"{func} on the stand-in GPU: it takes no generator")
+    return functools.partial(func, generator=generator)
+
+
+def _dropout(
+    generator: torch.Generator, given: torch.Tensor, p: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if train is False or p == 0:
+        return given.clone(), torch.ones_like(given, dtype=torch.bool)
+    mask = torch.empty_like(given, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return given * mask / (1 - p), mask
+
+
 def _change(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation that writes its arguments."""
     inner, inner_kwargs = tree_map(_on_host, args), tree_map(_on_host, kwargs)
+    kernel = _drawing(func)
     given = {
         frozenset(argument.alias_info.before_set): (
             args[at] if at < len(args) else kwargs.get(argument.name)
@@ -239,7 +263,7 @@ def _change(func: Any, args: Any, kwargs: Any) -> Any:
     ]
     written = tree_flatten(list(given.values()))[0]
     used = tree_flatten((args, kwargs))[0]
-    _kernel(func, used, lambda: func(*inner, **inner_kwargs), written)
+    _kernel(func, used, lambda: kernel(*inner, **inner_kwargs), written)
     if not returned:
         return None
     return returned[0] if len(returned) == 1 else tuple(returned)
@@ -265,9 +289,10 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
         for one in flat
     ]
     targets = [memory_of(one) for one in results]
+    kernel = _drawing(func)
 
     def run() -> None:
-        found, _ = tree_flatten(func(*inner, **inner_kwargs))
+        found, _ = tree_flatten(kernel(*inner, **inner_kwargs))
         for target, value in zip(targets, found, strict=True):
             if isinstance(target, torch.Tensor):
                 target.copy_(value)
