@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 
 # Before anything imports ray: no token files in the home directory, no drain at the end.
 os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -11,6 +12,9 @@ os.environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
 # Ray lets its workers run at 15, where whatever else the machine does keeps them from their CPU.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (Ray spells it so)
 os.environ.pop("RAY_ADDRESS", None)
+# A shell lets its background jobs ignore Ctrl-C, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from collections.abc import Callable, Iterator
 
