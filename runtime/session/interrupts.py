@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 
 from chorusline.actors.errors import NoCluster
@@ -53,8 +52,9 @@ def users_frames(error: BaseException, trace: TracebackType | None) -> Traceback
 
 
 def _came_from_a_session(error: BaseException) -> bool:
-    runtime = str(Path(__file__).resolve().parents[1])
-    return any(file.startswith(runtime) for one in _chain(error) for file in _files(one))
+    # By names of modules: files have another path where chorusline/ links to the three folders.
+    ours = "chorusline.runtime."
+    return any(name.startswith(ours) for one in _chain(error) for name in _modules(one))
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -65,8 +65,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _files(error: BaseException) -> Iterator[str]:
+def _modules(error: BaseException) -> Iterator[str]:
     trace = error.__traceback__
     while trace is not None:
-        yield trace.tb_frame.f_code.co_filename
+        yield str(trace.tb_frame.f_globals.get("__name__"))
         trace = trace.tb_next
