@@ -19,8 +19,11 @@ from tests.harness.standing_ranks import StandingRanks
 
 Check = Callable[[Group], Any]
 
-HOST_TRANSPORTS = [(SHARED_MEMORY, 1), (SHARED_MEMORY, 2), (SHARED_MEMORY, 3), (SHARED_MEMORY, 4)]
-HOST_TRANSPORTS += [(GLOO, 2), (GLOO, 3)]
+HOST_TRANSPORTS = [
+    *((SHARED_MEMORY, size) for size in (1, 2, 3, 4)),
+    pytest.param(GLOO, 2, marks=pytest.mark.slow),  # As with 3, and on fewer branches.
+    (GLOO, 3),
+]
 
 
 def run_checks(rank: Rank, checks: list[Check]) -> list[Any]:

@@ -87,7 +87,7 @@ def results(group: Group, dtype: torch.dtype, symmetric_on: list[int], inset: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_bits_are_those_of_ordinary_tensors(
     size: int, dtype: torch.dtype, standing: Callable[[int], StandingRanks]
 ) -> None:

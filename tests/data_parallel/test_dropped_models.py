@@ -108,10 +108,10 @@ def _kinds_that_stay(group: cl.Group, options: dict[str, Any]) -> Counter[str]:
         )
 
     for _ in range(2):  # What is made once and kept.
-        stepped(group, **options)
+        stepped(group, epochs=1, **options)
     before = living()
-    for _ in range(5):
-        stepped(group, **options)
+    for _ in range(3):
+        stepped(group, epochs=1, **options)
     return living() - before
 
 
