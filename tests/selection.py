@@ -32,7 +32,13 @@ FAST = re.compile(
 """Files whose tests without Ray are decisions, names, and ranks on shared memory: they take seconds
 in all, and are what `make test-fast` runs."""
 
-_SLOWER = re.compile(r"gloo|stand.in|tests/(join/test_beside|steps/test_on_a|data/test_streaming)")
+_SLOWER = re.compile(
+    r"gloo|stand.in|shared-memory-[34]|tests/data/(fetching/|test_streaming)"
+    r"|tests/join/test_(beside|parts_of|random_bodies|several_models)"
+    r"|tests/steps/test_(on_a|refusals|same_bits)"
+)
+"""What takes long in these folders, such as comparisons of many programs with one process."""
+
 _MENTIONS_RAY = re.compile(r"\b(cluster|session)\b")
 _began = pytest.StashKey[float]()
 
