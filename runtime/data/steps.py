@@ -182,7 +182,7 @@ class Steps(Dealt):
     def __iter__(self) -> Iterator[Step]:
         bound = boundary()
         _check_place(bound.joins)
-        between_runs().forget_dropped_models()
+        between_runs().forget_dropped_models(self._group())
         self._first = self._coming_step()
         self._passage = None
         if self._cursor is not None:

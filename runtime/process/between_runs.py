@@ -171,9 +171,10 @@ class BetweenRuns:
         living = [reference() for reference in self.models]
         return [engine for engine in living if engine is not None and engine.group is group]
 
-    def forget_dropped_models(self) -> None:
+    def forget_dropped_models(self, group: Group) -> None:
         """Afterwards `models_of` gives the same models on all ranks: garbage is collected first."""
-        if len(self.models) > 1:
+        # It takes tenths of a second; a single model is the one that the program has.
+        if len(self.models_of(group)) > 1:
             gc.collect()
 
     def drop_model(self, engine: object) -> None:

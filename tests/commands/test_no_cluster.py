@@ -49,10 +49,22 @@ for number, (environment, words) in enumerate(json.loads(sys.stdin.read())):
             os.dup2(os.open(f"{number}.{fd}", os.O_WRONLY | os.O_CREAT), fd)
         os.environ.update(environment)
         sys.argv[:] = words
-        if words[0] == "chorusline":
-            sys.exit(command_line.main(words[1:]))
-        runpy.run_path(words[0], run_name="__main__")
-        sys.exit()
+        status = 0
+        try:
+            if words[0] == "chorusline":
+                status = command_line.main(words[1:])
+            else:
+                runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as ends:
+            if isinstance(ends.code, str):
+                print(ends.code, file=sys.stderr)
+            status = int(bool(ends.code))
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            status = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # To take apart what was imported is a second of a CPU.
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     print(json.dumps([status, *(pathlib.Path(f"{number}.{fd}").read_text() for fd in (1, 2))]))
 """

@@ -25,12 +25,9 @@ def main(library: str, path: str) -> None:
     _end_with_parent()
     loaded = guard.load(Path(library))  # Before torch.
     import pytest  # noqa: F401
-    import torch._dynamo
-    import torch.distributed.checkpoint  # noqa: F401
 
-    import chorusline.actors.worker.worker
-    import chorusline.collectives.group  # noqa: F401
     import tests.contracts.group
+    import tests.harness.preloaded
     import tests.harness.stand_in_gpu.installing  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for ranks.
