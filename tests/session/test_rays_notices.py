@@ -3,6 +3,7 @@ warning of a blocked event loop, where there is no loop."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import ray
 
 import chorusline as cl
 from chorusline.runtime.session.showing import rays_notices
+from tests.harness.programs import completed
 
 DEATH = (
     "A worker died or was killed while executing a task by an unexpected system error. To "
@@ -20,7 +22,9 @@ DEATH = (
 
 
 def test_only_deaths_that_the_session_tells_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that it tells a moment after Ray does."""
     printed: list[str] = []
+    monkeypatch.setattr(rays_notices, "_HOLD_S", 0.2)
     monkeypatch.setattr(rays_notices, "_pids", set())
     monkeypatch.setattr(
         ray._private.worker, "print_to_stdstream", lambda data, **_: printed.extend(data["lines"])
@@ -28,10 +32,50 @@ def test_only_deaths_that_the_session_tells_are_left_out(monkeypatch: pytest.Mon
     rays_notices.leave_out()
     rays_notices.leave_out()  # Of a second session.
     rays_notices.expect_deaths([25762])
-    messages = [DEATH.format(25762), DEATH.format(2576), "A node died. Worker PID: 25762 "]
+    messages = [DEATH.format(pid) for pid in (25762, 25763, 2576)] + ["A node died. PID: 25762 "]
     for message in messages:
         ray._private.worker.print_to_stdstream({"lines": [message]}, ignore_prefix=False)
-    assert printed == messages[1:]
+    rays_notices.expect_deaths([25763])
+    assert printed == messages[3:]
+    wait_for_what_is_held()
+    assert printed == [messages[3], messages[2]]
+
+
+DIES_AT_ONCE = """
+import torch
+import chorusline as cl
+
+def train(ctx, dataset):
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(8, 1)))
+    sgd = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.01, replicas=2)
+    optim = ctx.register("optim", sgd)
+    with cl.Join([model, optim]):
+        for batch in ctx.shard(dataset, batch_size=16):
+            model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+
+cl.run(train, num_workers=(1, 2), dataset=torch.ones(256, 8))
+"""
+
+
+def test_a_worker_that_dies_before_the_session_heard_of_it_is_told_in_one_line_too(
+    on_cluster: dict[str, str],
+) -> None:
+    done = completed(
+        "-c",
+        DIES_AT_ONCE,
+        timeout_s=100,
+        environment=on_cluster | {"CHORUSLINE_FAULT_PLAN": "kill 1 at vote 2"},
+    )
+    assert "was killed or crashed" in done.stderr
+    assert "A worker died" not in done.stdout + done.stderr
+
+
+def wait_for_what_is_held() -> None:
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
 
 
 def gets_an_object(ctx: cl.Context, rows: cl.Stream) -> object:

@@ -7,6 +7,7 @@ in one line which rank it was and what that costs. Other processes' deaths are s
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,10 @@ _DEATH = re.compile(r"A worker died or was killed .*Worker PID: (\d+) ", re.DOTA
 _PRINTER = "print_to_stdstream"
 """The function of ray._private.worker that prints them (Ray 2.50 to 2.60). Its subscription has no
 public filter, and is polled in a thread that waits already when `ray.init` returns."""
+
+_HOLD_S = 2.0
+"""So long each death is held: of a worker that dies in its first step the session hears a moment
+later than Ray, from the others."""
 
 _pids: set[int] = set()
 
@@ -41,7 +46,16 @@ def leave_out() -> None:
 
 def _without_told(printing: Callable[..., None]) -> Callable[..., None]:
     def printed(data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if not any(map(is_told_by_a_session, data.get("lines", ()))):
+        lines = data.get("lines", ())
+
+        def print_unless_told() -> None:
+            if not any(map(is_told_by_a_session, lines)):
+                printing(data, *args, **kwargs)
+
+        if any(map(_DEATH.match, lines)):
+            # Not a daemon: a program that ends meanwhile shows the deaths of others, too.
+            threading.Timer(_HOLD_S, print_unless_told).start()
+        else:
             printing(data, *args, **kwargs)
 
     return printed
