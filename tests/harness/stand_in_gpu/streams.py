@@ -85,7 +85,7 @@ class StreamThread:
         self._jitter_s = here.jitter_s
         self._random = random.Random(f"{here.seed} {number}")
         name = f"gpu-stream-{number}"
-        threading.Thread(target=self._run, daemon=True, name=name).start()
+        self.thread = threading.Thread(target=self._run, daemon=True, name=name)
 
     def launch(self, kernel: Kernel, *, always: bool = False) -> None:
         """always: also if the queue is full."""
@@ -133,9 +133,15 @@ class StreamThread:
 def thread_of(number: int) -> StreamThread:
     here = machine()
     with here.lock:
-        if number not in here.threads:
+        is_new = number not in here.threads
+        if is_new:
             here.threads[number] = StreamThread(number)
-        return here.threads[number]
+        stream = here.threads[number]
+    if is_new:
+        # Without the lock: whoever starts a thread waits for its first lines, in which a garbage
+        # collection may run finalizers, which take the lock.
+        stream.thread.start()
+    return stream
 
 
 def current() -> int:
