@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..join.active import active_join
-from ..join.join import Join
+from ..join.join import JoinEngine
 from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
 from .cursor import Cursor, Passage, Remainder
@@ -96,7 +96,7 @@ class Batches(Dealt):
         bound = boundary()
         self.taken = self.agreed = self.num_given = 0
         self.ids_of_the_lost = []
-        join: Join | None = None
+        join: JoinEngine | None = None
         steps, is_place = bound.steps, bound.is_place
         if is_place:
             goes_on = steps.epoch == self.epoch and self._rest != Remainder()
@@ -165,7 +165,7 @@ class Batches(Dealt):
             self._dealer.end(self)
             self._left()
 
-    def _begin_together(self, join: Join) -> None:
+    def _begin_together(self, join: JoinEngine) -> None:
         """The iterations that have begun and given no batch yet, as in a zip, are one of the
         Join's: it has as many batches as the one that ends first."""
         self._together += [
@@ -188,7 +188,7 @@ class Batches(Dealt):
             least = [*map(min, of_one, least or of_one)]
         return least
 
-    def _begin_batch(self, join: Join, number: int) -> None:
+    def _begin_batch(self, join: JoinEngine, number: int) -> None:
         """This iteration gives batch `number`."""
         beside = self._together
         if any(one.num_given < number for one in beside):  # They do not come together after all.
@@ -202,7 +202,7 @@ class Batches(Dealt):
         if beside and all(one.num_given > number for one in beside):
             join.begin_batch(number, beside, is_last=not all(one.has_more() for one in beside))
 
-    def _leave_together(self, join: Join) -> None:
+    def _leave_together(self, join: JoinEngine) -> None:
         beside, self._together = self._together, []
         beside[:] = [one for one in beside if one is not self]
         join.together[:] = [one for one in join.together if one]

@@ -18,7 +18,7 @@ from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import is_informing
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
-from ..join.join import GroupJoinable, Join, Joinable
+from ..join.join import GroupJoinable, Joinable, JoinEngine
 from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement
 from ..process.running import current_group, recovery_of
@@ -184,7 +184,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def _before_forward(self) -> float:
         """Returns the time at which the module begins."""
         boundary().begin_forward()
-        Join.notify_join_context(self)
+        if self._join is not None:
+            self._join.notified(self)
         self._engine.buffers.begin_forward()
         # In a step of ctx.steps a rank may have no forward pass, so there it is done as it begins.
         if torch.is_grad_enabled():
@@ -377,7 +378,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             if not self._reducer.ends_steps and self._reducer.num_in_step:
                 self._check_second_pass(self._join)
 
-    def _check_second_pass(self, join: Join) -> None:
+    def _check_second_pass(self, join: JoinEngine) -> None:
         """Raises RuntimeError for a second pass before `step()` of an optimizer that shards whole
         parameters: a rank without data would hold the ballot by then."""
         absent = [rank for rank in range(self.group.size) if rank not in join.last_step_live]
@@ -458,7 +459,7 @@ class _ModelHook(JoinHook):
             if model._engine.recovery is not None:
                 model._engine.recovery.has_taken_over()
 
-    def _check_same_values(self, join: Join) -> None:
+    def _check_same_values(self, join: JoinEngine) -> None:
         """Raises CollectiveMismatch, on all ranks, if they have stepped to other parameters."""
         model, reducer = self._model, self._model._reducer
         # Else joined ranks take no steps, and copy the parameters of a rank that does.
@@ -501,7 +502,7 @@ class _ModelHook(JoinHook):
             "that a GradScaler has scaled, use a ZeroRedundancyOptimizer.",
         )
 
-    def _follow_scaler(self, join: Join) -> None:
+    def _follow_scaler(self, join: JoinEngine) -> None:
         """A rank that missed steps has the GradScaler of a rank that took them from now on: the
         gradients of one step are a sum, so all losses have to be scaled alike."""
         group, scaler = self._model.group, self._model._reducer.local_steps.scaler
@@ -524,7 +525,7 @@ class _ModelHook(JoinHook):
         if scaler.state_dict() != newest:
             scaler.load_state_dict(newest)
 
-    def _settle(self, join: Join) -> None:
+    def _settle(self, join: JoinEngine) -> None:
         """Learn from a rank that took the last step whether a step followed its last pass."""
         if not join.has_followers:
             return

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 
 from chorusline.collectives import Group
 
-from ..join.join import Join, Joinable
+from ..join.join import Joinable, JoinEngine
 from ..join.pass_pattern import PassPattern
 from ..process.between_runs import between_runs
 from ..process.running import recovery_of
@@ -280,7 +280,7 @@ class ModelEngine:
         self.reduce_grown()
 
     def sync_buffers(
-        self, live: tuple[int, ...], join: Join | None, *, on_host: bool = False
+        self, live: tuple[int, ...], join: JoinEngine | None, *, on_host: bool = False
     ) -> bool:
         """Copy the buffers of rank 0, or inside a Join of a rank that had the newest batch.
 

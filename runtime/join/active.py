@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from chorusline.collectives import Group
 
 from ..process.step_boundary import boundary
-from .join import Join
+from .join import JoinEngine
 
 
 def change_ranks(former_ranks: Sequence[int]) -> None:
@@ -30,7 +30,7 @@ def change_group(group: Group) -> None:
         join.change_group(group)
 
 
-def active_join() -> Join | None:
+def active_join() -> JoinEngine | None:
     """The innermost Join that this process is in, if it is enabled."""
-    joins: list[Join] = boundary().joins
+    joins: list[JoinEngine] = boundary().joins
     return joins[-1] if joins else None

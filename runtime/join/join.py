@@ -18,7 +18,7 @@ the rules of conductor.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -74,7 +74,7 @@ class Joinable(ABC):
                 cl.Join.notify_join_context(self)  # And then its collectives.
     """
 
-    _join: Join | None = None
+    _join: JoinEngine | None = None
     _pattern: PassPattern | None = None
     """How often its agreements come, as far as its Joins have seen."""
 
@@ -105,7 +105,7 @@ class Joinable(ABC):
         return False
 
     def _ends_step(self) -> bool:
-        """Whether this joinable hands the step's agreement to `Join.record`."""
+        """Whether this joinable hands the step's agreement to `JoinEngine.record`."""
         return False
 
     def _finishes_steps_of(self, reducer: object) -> bool:
@@ -239,22 +239,90 @@ class Join:
         for number, joinable in enumerate(joinables):
             if not isinstance(joinable, Joinable):
                 raise TypeError(not_joinable(number, joinable))
-        self._followers = followers_of(step_along, joinables)
+        followers = followers_of(step_along, joinables)
         check_kinds(Join.__init__, locals())
         if skew_warning is not None:
             check_range("skew_warning", skew_warning, 0, 1)
         for joinable in joinables:
             joinable._check_joined_with(joinables)
+        self._enable = enable
+        self._engine = JoinEngine(
+            joinables,
+            groups,
+            kwargs,
+            step_along=step_along,
+            followers=followers,
+            throws=bool(throw_on_early_termination),
+            skew_warning=skew_warning,
+        )
+
+    @property
+    def live_ranks(self) -> tuple[int, ...]:
+        """The ranks with data for the current batch, if Join follows groups; else the ranks that
+        took the last step."""
+        return self._engine.live_ranks
+
+    def __enter__(self) -> Self:
+        if self._enable:
+            self._engine.enter()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._enable:
+            self._engine.leave(error)
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+    @staticmethod
+    def notify_join_context(joinable: Joinable) -> Work | None:
+        """Call this in a joinable that you write, before its collectives of a step.
+
+        The first joinable of a Join that needs it all-reduces a vector of one int32 per rank, and
+        gets the finished work. All other calls communicate nothing, and return None.
+        """
+        check_kinds(Join.notify_join_context, locals())
+        return joinable._join.notified(joinable) if joinable._join is not None else None
+
+
+class JoinEngine:
+    """A Join on one rank, as joinables, iterations over shards and recovery see it."""
+
+    def __init__(
+        self,
+        joinables: Sequence[Joinable],
+        groups: Sequence[Group],
+        hook_arguments: Mapping[str, Any],
+        *,
+        step_along: Sequence[object],
+        followers: Sequence[Callable[[], object]],
+        throws: bool,
+        skew_warning: float | None,
+    ) -> None:
+        """followers: what a joined rank calls for `step_along`. The others as in `Join`."""
+        self._followers = followers
         self._joinables = list(joinables)
         self._groups = [joinable.join_group for joinable in joinables]
         self._group = self._groups[0]
         followed = [*groups, *(g for j in joinables for g in j._groups_to_follow())]
         check_groups(self._groups, followed)
         self._followed = list(dict.fromkeys(followed))
-        self._hooks = [joinable.join_hook(**kwargs) for joinable in joinables]
+        self._hooks = [joinable.join_hook(**hook_arguments) for joinable in joinables]
         self._device = joinables[0].join_device
-        self._enable = enable
-        self._throws = bool(throw_on_early_termination)
+        self._throws = throws
         self._is_exhausted = False  # True: every rank raises for throw_on_early_termination
         self._step_along = list(step_along)
         self._skew_warning = skew_warning
@@ -281,7 +349,7 @@ class Join:
         """Of `together`, how many are around the iteration that is under way, or that has run out;
         -1: all but the last."""
         self.ledger = JoinLedger(
-            self._group.size, bool(kwargs.get("divide_by_initial_world_size", True))
+            self._group.size, bool(hook_arguments.get("divide_by_initial_world_size", True))
         )
         if self._counts_steps is not None:
             if self._counts_steps._pattern is None:
@@ -316,30 +384,21 @@ class Join:
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
-        """The ranks with data for the current batch, if Join follows groups; else the ranks that
-        took the last step."""
+        """As in `Join`."""
         return self._conductor.live if self._conductor else self.last_step_live
 
-    def __enter__(self) -> Self:
-        if self._enable:
-            for joinable in self._joinables:
-                joinable._join = self
-            self._turn, self._pacemaker = 0, None
-            if self._conductor:
-                self._conductor.attach()
-            self._boundary = boundary()
-            self._boundary.joins.append(self)
-            self.ledger.pattern.begin()
-        return self
+    def enter(self) -> None:
+        for joinable in self._joinables:
+            joinable._join = self
+        self._turn, self._pacemaker = 0, None
+        if self._conductor:
+            self._conductor.attach()
+        self._boundary = boundary()
+        self._boundary.joins.append(self)
+        self.ledger.pattern.begin()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._enable:
-            return
+    def leave(self, error: BaseException | None) -> None:
+        """error: with which the body has ended."""
         try:
             if isinstance(error, Interrupted):
                 return  # All ranks raise it at the same step, so no peer waits.
@@ -378,17 +437,6 @@ class Join:
     def _release_peers(self, error: BaseException) -> None:
         for group in dict.fromkeys([*self._groups, *self._followed]):
             group.abort(error)
-
-    async def __aenter__(self) -> Self:
-        return self.__enter__()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.__exit__(kind, error, trace)
 
     def shadow(
         self,
@@ -572,25 +620,13 @@ class Join:
         self.ledger.record(agreement, is_step=is_step)
         self._raise_if_exhausted(agreement.live)
 
-    @staticmethod
-    def notify_join_context(joinable: Joinable) -> Work | None:
-        """Call this in a joinable that you write, before its collectives of a step.
-
-        The first joinable of a Join that needs it all-reduces a vector of one int32 per rank, and
-        gets the finished work. All other calls communicate nothing, and return None.
-        """
-        check_kinds(Join.notify_join_context, locals())
-        join = joinable._join
-        if join is None:
-            return None
-        if join._conductor is not None:
-            join._notified(joinable, join._conductor)
-            return None
-        if not join._needs_header or joinable is not join._joinables[0]:
-            return None
-        return join._exchange_header()[1]
-
-    def _notified(self, joinable: Joinable, conductor: Conductor) -> None:
+    def notified(self, joinable: Joinable) -> Work | None:
+        """As `Join.notify_join_context`."""
+        conductor = self._conductor
+        if conductor is None:
+            if not self._needs_header or joinable is not self._joinables[0]:
+                return None
+            return self._exchange_header()[1]
         # SyncBatchNorm shares no statistics in evaluation; the user's groups may be used there too.
         counts = self._follows_evaluation or joinable._is_training()
         # With a known batch number, the iteration over the shard has begun the batch.
@@ -598,6 +634,7 @@ class Join:
             conductor.begin_batch()
         if joinable._announces_hook() and not joinable._begins_passes():
             self.begin_hook(joinable)
+        return None
 
     def _may_begin_batch(self, joinable: Joinable) -> bool:
         """Whether the body may have begun again with this joinable. Of a loop over a list nothing

@@ -22,6 +22,7 @@ from lightning.pytorch.trainer import call
 from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..join.active import active_join
 from ..join.join import Join
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -112,9 +113,10 @@ class Epochs(Callback):
     def _leave(self) -> None:
         if self._join is not None:
             join, self._join = self._join, None
-            if join.ledger.batch is not None:
+            engine = active_join()
+            if engine is not None and engine.ledger.batch is not None:
                 # The Shard counts a batch when the next one is asked for; Lightning asks for none.
-                join.ledger.batch += 1
+                engine.ledger.batch += 1
             join.__exit__(None, None, None)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

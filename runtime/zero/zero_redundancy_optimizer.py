@@ -50,7 +50,7 @@ from ..data_parallel.gradients.gradient_bucket import GradientBucket
 from ..data_parallel.gradients.reducer import Reducer
 from ..data_parallel.model_steps import ModelSteps
 from ..data_parallel.same_model import broadcast_tensors, check_same_parameters, unlike_values
-from ..join.join import GroupJoinable, Join, Joinable
+from ..join.join import GroupJoinable, Joinable, JoinEngine
 from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement, Note
 from ..process.between_runs import between_runs
@@ -334,7 +334,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
                 loss = closure()
         if self._join is not None:
             self._join.check_may_begin(self)
-        Join.notify_join_context(self)
+            self._join.notified(self)
         engine = self._engine
         engine.loss_scale = given_scale(self, self.uses_scaler)
         is_live, why_not = self._join.ledger.live if self._join else True, ""
@@ -849,7 +849,7 @@ class OptimizerEngine:
                 stacklevel=users_level(),
             )
 
-    def leave_join(self, join: Join) -> None:
+    def leave_join(self, join: JoinEngine) -> None:
         """A Join ends in which a rank missed steps, and what its body has done to the optimizer's
         state, and to the GradScaler since the last step: `update(new_scale)`."""
         if self._recovery is not None and self._recovery.has_gone_on:

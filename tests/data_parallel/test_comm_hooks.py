@@ -197,7 +197,7 @@ def refusals(group):
     attempt(lambda: sharded.register_comm_hook(None, 3))
     attempt(lambda: cl.Join([sharded]).__enter__())
     attempt(lambda: sharded.register_comm_hook(group, mean))
-    sharded._join.__exit__(None, None, None)
+    sharded._join.leave(None)
     cl.ZeroRedundancyOptimizer(sharded, torch.optim.SGD, lr=0.1)
     attempt(lambda: sharded.register_comm_hook(group, mean))
     apart = cl.DistributedDataParallel(make_model(torch.float32), group)

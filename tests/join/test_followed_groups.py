@@ -223,7 +223,7 @@ def joinables_of_their_own(group, lengths):
             live.append((int(count), join.live_ranks))
     beside.close()
     others.close()
-    return first.total.item(), second.total.item(), live, join.ledger.steps_taken
+    return first.total.item(), second.total.item(), live, join._engine.ledger.steps_taken
 
 
 @pytest.mark.parametrize("lengths", [(2, 4), (3, 0), (2, 2)])

@@ -82,6 +82,11 @@ def test_a_context_shows_the_names_that_users_type_and_no_others():
     assert all(getattr(chorusline.Context, name).__doc__ for name in shown)
 
 
+def test_a_join_shows_the_names_that_users_type_and_no_others():
+    shown = [name for name in dir(chorusline.Join) if not name.startswith("_")]
+    assert shown == ["live_ranks", "notify_join_context"]
+
+
 FOLDERS = ["actors", "collectives", "runtime"]
 
 
