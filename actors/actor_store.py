@@ -223,7 +223,7 @@ class ActorStore(Store):
         self.secret = secret
         self._lock = threading.Lock()
         self._blocked: set[threading.Event] = set()
-        self._cancelled_by: CollectiveError | None = None
+        self._cancelled_by: CollectiveError | None = None  # None: not cancelled
 
     @classmethod
     def start(cls, **options: Any) -> ActorStore:

@@ -54,7 +54,7 @@ class Journal:
         self._reports: deque[Report] = deque()
         self.dropped = 0
         """Reports before the first one that is held; the control loop's."""
-        self.last: Report | None = None
+        self.last: Report | None = None  # None: before the first report
         self._latest: dict[str, ReportValue] = {}
 
     def append(self, report: Report) -> None:

@@ -72,10 +72,10 @@ class Meter:
     """Turns looks into readings: values of gauges, and increments of counters. No Ray."""
 
     def __init__(self) -> None:
-        self._status: RunStatus | None = None
+        self._status: RunStatus | None = None  # None: before the first run
         self._taken = 0
         self._waited_s = 0.0
-        self._group: Group | None = None
+        self._group: Group | None = None  # None: before the first group
         self._num_issued = 0
         self._elements = 0.0
         self._at = time.monotonic()

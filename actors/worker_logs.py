@@ -94,7 +94,7 @@ class Output:
         self._marks: deque[_Mark] = deque()
         self._num_dropped = 0  # marks before the first one that is held
         self._rank_before: int | None = None  # at the first mark that is held
-        self._rank: int | None = None
+        self._rank: int | None = None  # None: before the first run
         self._kind = OUT  # of the stream that was written to last
         # None if Ray was told to write its workers' output to something else than plain files (to
         # rotate them, or to use the terminal): then it continues to show the output in its own way.

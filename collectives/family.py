@@ -67,7 +67,7 @@ class Family:
         self._failed: list[tuple[Known, CollectiveError]] = []  # failures passed on to the others
         self._lock = threading.Lock()
         self._left = threading.Event()  # set when fewer than two members are left
-        self._watcher: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None  # None: until there are two groups
 
     def add(self, member: OpenGroup) -> None:
         with self._lock:

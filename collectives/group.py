@@ -195,7 +195,7 @@ class Group:
         self.name = name
         self.statistics = Statistics()
         self.ranks: tuple[int, ...] = tuple(range(self.size))
-        self.parent: Self | None = None
+        self.parent: Self | None = None  # None: of a root group
         self._recorder = FlightRecorder(self.rank, self.size, name, generation)
         # At debug level DETAIL: the checked shapes, each with the frame of its operation.
         self._shapes: list[tuple[FrameType, tuple[int, ...]]] = []
@@ -212,13 +212,13 @@ class Group:
         self._children_made = itertools.count()
         """Equal on all ranks, because making a group is a collective."""
         self._family = Family()
-        self._channel: ObjectChannel | None = None
-        self._messages: ObjectMessages | None = None
+        self._channel: ObjectChannel | None = None  # None: until objects travel, and after `close`
+        self._messages: ObjectMessages | None = None  # None: until objects travel between two ranks
         self._family.add(self)
         self._coalesced: Coalesced | None = None  # the open block
         self._wire_ops: dict[tuple[ReduceOp, torch.dtype], ReduceOp] = {}  # known to be valid
-        self._announce: Announce | None = None
-        self._kept: KeptResults | None = None
+        self._announce: Announce | None = None  # None: unless ranks follow this one
+        self._kept: KeptResults | None = None  # None: unless a worker may come and need the results
 
     @classmethod
     @outside_modes

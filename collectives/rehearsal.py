@@ -113,7 +113,7 @@ class _Rehearsing(Communicator):
         self.refusal = ""
         self.answers: list[KeptResult] = []
         self._generation = generation
-        self._failure: CollectiveError | None = None
+        self._failure: CollectiveError | None = None  # None: the rehearsal is not over
         self._lock = threading.Lock()
 
     def empty_symmetric(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -101,7 +101,7 @@ class Crew:
         self._reserve = Reserve(seats, lambda seat: self._made(seat, in_reserve=True))
         self.listener = Listener(self._workers, self._starting)
         """Hears what the workers report and print."""
-        self._driver: Actor | None = None
+        self._driver: Actor | None = None  # None: before the start, and after the end
         self._incarnation = -1
         self._is_assembled = False
         self._was_assembled = False  # Ever.

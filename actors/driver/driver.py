@@ -86,7 +86,7 @@ class Driver(StoreActor):
         self._membership = Membership()
         self._workers: dict[str, Actor] = {}  # by worker id
         self._events: asyncio.Queue[Event] | None = None  # of the run in progress
-        self._run: int | None = None
+        self._run: int | None = None  # None: between two runs
         self._over = -1  # the last run that has ended
         self._run_is_over = asyncio.Event()
         self._early_cancels: set[int] = set()  # A cancellation may overtake its run.

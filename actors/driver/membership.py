@@ -105,7 +105,7 @@ class Membership:
         self._members: dict[int, Member] = {}  # by seat
         self._generation = -1
         self._formed: tuple[str, ...] = ()  # worker ids by rank, while the generation is healthy
-        self._run: RunState | None = None
+        self._run: RunState | None = None  # None: between two runs
         self._arrivals = Rehearsals()  # of the run
 
     def snapshot(self, incarnation: int) -> messages.DriverSnapshot:

@@ -67,7 +67,7 @@ class Lifeline:
         status: of this rank, which says how it went from generation to generation."""
         self.faults = Faults.of(request.fault_plan, seat, lambda: ray.kill(self._driver))
         self.goes_on = request.goes_on
-        self.group: Group | None = None
+        self.group: Group | None = None  # None: before the first meeting
         self.assignment = assignment
         self.generation = assignment.generation
         """The generation that this rank was put into last; its group may not exist yet."""
@@ -76,9 +76,9 @@ class Lifeline:
         self._connect = connect
         self._worker_id = worker_id
         self._changed = threading.Condition()
-        self._resumption: Resumption | None = None
-        self._stop_error: CollectiveError | None = None
-        self._freeze_error: CollectiveError | None = None
+        self._resumption: Resumption | None = None  # None: the driver has not decided
+        self._stop_error: CollectiveError | None = None  # None: the run is not stopped
+        self._freeze_error: CollectiveError | None = None  # None: this generation may go further
         self._is_released = False
         self._status = status or RunStatus()
         self._passages = Passages(assignment.world_size)

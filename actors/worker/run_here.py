@@ -69,11 +69,11 @@ class RunHere:
         self.journal = journal
         self.status = RunStatus(rank=assignment.rank)
         self.driver = driver
-        self.lifeline: Lifeline | None = None
-        self.thread: TrainingThread[Success | Failure] | None = None
+        self.lifeline: Lifeline | None = None  # None: before the training thread begins
+        self.thread: TrainingThread[Success | Failure] | None = None  # None: before it begins
         self.ending: concurrent.futures.Future[Success | Failure] = concurrent.futures.Future()
         self.state = WorkerState.STARTING
-        self.stop_error: CollectiveError | None = None
+        self.stop_error: CollectiveError | None = None  # None: the run is not stopped
         self.freezes: dict[int, CollectiveError] = {}
         self.nobody_began = False
         self.rehearses = False

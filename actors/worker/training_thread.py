@@ -53,8 +53,8 @@ class TrainingThread(Generic[Outcome]):
         self._num_threads = num_threads
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[object] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # None: no coroutine runs yet
+        self._task: asyncio.Task[object] | None = None  # None: as `_loop`, and after its end
         self._has_ended = threading.Event()
 
     async def run(self) -> Outcome:

@@ -141,7 +141,7 @@ class Worker:
         )
         self._lock = threading.Lock()
         self._session = session
-        self._run: RunHere | None = None
+        self._run: RunHere | None = None  # None: between two runs
         self._group: Group | None = None  # of the last generation; it lives on between runs
         self._group_store: ActorStore  # where its ranks have met
         self._last: tuple[int, Journal] = (-1, Journal(False))  # number and journal of a run

@@ -64,9 +64,9 @@ class InFlight(Generic[AnyWork]):
         self.abort = abort
         self.changed = threading.Condition()
         self.works: deque[AnyWork] = deque()
-        self.worker: threading.Thread | None = None
-        self.failure: CollectiveError | None = None
-        self.last_done: Operation | None = None
+        self.worker: threading.Thread | None = None  # None: no thread of its own
+        self.failure: CollectiveError | None = None  # None: the generation lives
+        self.last_done: Operation | None = None  # None: none is done yet
         self.settled_at = float("-inf")
 
     def add(self, work: AnyWork) -> None:

@@ -56,7 +56,7 @@ class Work(ABC):
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
         self._output: Any = None
-        self._future: torch.futures.Future[Any] | None = None
+        self._future: torch.futures.Future[Any] | None = None  # None: unless it was asked for
         self._future_taken = False  # whether a thread settles the future, or has done so
 
     @property
@@ -257,7 +257,7 @@ class SettledWork(Work):
         super().__init__(operation)
         self._lock = lock
         self.done = False
-        self.failure: CollectiveError | None = None
+        self.failure: CollectiveError | None = None  # None: in flight, or done
         self.callbacks: list[Callable[[], None]] = []
 
     def settle(self, failure: CollectiveError | None) -> None:

@@ -65,11 +65,11 @@ class DrivenQueue(ABC):
         self._driven = False  # whether a thread drives; it ends that with _release
         self._driver = 0  # the identity of that thread, once it has begun
         self._thread_name = thread_name
-        self._thread: threading.Thread | None = None
-        self._wake_up: WakeTimer | None = None
+        self._thread: threading.Thread | None = None  # None: until works need one
+        self._wake_up: WakeTimer | None = None  # None: as `_thread`
         self._is_set = False  # whether the timer may be set; cancelling it is a system call
         self._called = False  # whether the background thread was called since it last began
-        self._end: CollectiveError | None = None
+        self._end: CollectiveError | None = None  # None: the generation lives
         self._ended: list[DrivenWork] = []  # works whose callbacks are due
 
     def run_until(self, work: DrivenWork) -> None:

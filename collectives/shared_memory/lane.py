@@ -51,7 +51,7 @@ class LaneWork(DrivenWork):
         self.make_body = make_body
         self.arguments = arguments
         self.num_ticks = num_ticks
-        self.body: Body | None = None
+        self.body: Body | None = None  # None: before its turn
         self.first_tick = 0
         self.awaited_tick = 0  # the body continues when all ranks have published this tick
 

@@ -127,7 +127,7 @@ class SharedSegment:
         # serves one thread at a time.
         self._polling = threading.Lock()
         self._meet_timeout_s = 0.0
-        self._look: Callable[[], None] | None = None
+        self._look: Callable[[], None] | None = None  # None: nothing else to look at
         self._turns = 1
         self._lateness = Lateness(rank, self.size)
         # Set for a subgroup: passes on to its parent which ranks this rank waits for, and since.

@@ -147,7 +147,7 @@ class StoreFromTorch(Store):
         self.timeout_s = _seconds(torch_store)
         self._caller = Caller()
         self._appending = threading.Lock()
-        self._lost: StoreLost | None = None
+        self._lost: StoreLost | None = None  # None: while the server answers
         self._clone: Any = self._call("clone", self.torch_store.clone)
 
     def set(self, key: Data, value: Data) -> None:

@@ -51,7 +51,7 @@ class TorchWork(_TorchWork):
         self._after = after
         self._finishing = threading.Lock()
         self._depth = current_depth()
-        self._future: OrderedFuture | None = None
+        self._future: OrderedFuture | None = None  # None: unless it was asked for
         self._is_settled = False
         self._span: Any = None
         if profiler._is_profiler_enabled:

@@ -100,7 +100,7 @@ class GlooCommunicator(Communicator):
         self._gloo: Any = None  # for the runner; None after it was released
         self._torch_store = TorchStore(PrefixStore("gloo", store))
         name = f"chorusline-gloo-{generation}-{rank}"
-        self._messages: GlooMessages | None = None
+        self._messages: GlooMessages | None = None  # None: before all ranks are connected
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
         self._runner = threading.Thread(target=self._run, name=name, daemon=True)
         self._in_flight.worker = self._runner

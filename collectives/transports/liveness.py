@@ -91,7 +91,7 @@ class RollCall:
         self.rank = rank
         self.size = size
         self.generation = generation
-        self._published: StorePosition | None = None
+        self._published: StorePosition | None = None  # None: before this rank has told anything
         self._answered = False
         self._turns = 1
 

@@ -49,7 +49,7 @@ class Attempt:
         self._is_over = threading.Event()
         self._is_given_up = False
         self._communicator: Any = None
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # None: unless connecting has failed
 
     def result(self, roll_call: RollCall) -> Any:
         """NCCL's communicator. Raises CollectiveError, the same one on all ranks; or, at once, what

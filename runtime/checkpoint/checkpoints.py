@@ -76,7 +76,7 @@ class Checkpoints:
     def __init__(self, group: Group, registry: Registry, config: CheckpointConfig | None) -> None:
         self.config = config
         self.registry = registry
-        self.reader: CheckpointReader | None = None
+        self.reader: CheckpointReader | None = None  # None: nothing to resume from
         self.resumes_at_epoch_end = False
         self.run_id = ""
         self.goes_on = False
@@ -88,7 +88,7 @@ class Checkpoints:
         self._run = ""  # drawn by rank 0
         self._corrupted: list[str] = []  # the folders that this run has found so at its beginning
         self._count = 0
-        self._in_flight: Saving | None = None
+        self._in_flight: Saving | None = None  # None: nothing is being written
         self._last_save: LastSave | None = None  # of the epoch that is under way
         self._epoch_ends: list[EpochEnd] = []  # that are being noted
         self._last_step = -1  # the step of the last automatic save

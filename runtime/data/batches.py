@@ -65,7 +65,7 @@ class Batches(Dealt):
         self._at_boundary = at_boundary
         self._to_device = None if device is None else ToDevice(device)
         self._rest = self._coming()
-        self._running: weakref.ref[Generator[Any]] | None = None
+        self._running: weakref.ref[Generator[Any]] | None = None  # None: not iterated yet
         self.num_given = 0
         """The number of batches that the iteration has given."""
         self._together: list[Batches] = []

@@ -152,7 +152,7 @@ class Cursor:
 
     def __init__(self) -> None:
         self._loop = -1
-        self._epoch: int | None = None
+        self._epoch: int | None = None  # None: no loop over ctx.epochs has given one
         self.epoch_under_way: int | None = None
         """Of the loop whose body runs."""
         self._passages: dict[str, Passage] = {}

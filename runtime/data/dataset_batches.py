@@ -130,8 +130,8 @@ class Shard(Batches):
         self._seed, self._shuffle = seed, shuffle
         self._options = options or FetchOptions(collate_fn=collate_fn)
         self._fetchers = fetchers or Fetchers()
-        self._fetcher: Fetcher | None = None
-        self._fetching: Fetching | None = None
+        self._fetcher: Fetcher | None = None  # None: nothing is fetched
+        self._fetching: Fetching | None = None  # None: as `_fetcher`
         self._keep_together = keep_together
         super().__init__(
             batch_size,

@@ -114,7 +114,7 @@ class NumberSet:
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
         self._bits = _bits_of(numbers)
-        self._count: int | None = None
+        self._count: int | None = None  # None: not counted yet
 
     @classmethod
     def _of(cls, bits: bytes) -> Self:

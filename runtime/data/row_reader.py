@@ -171,7 +171,7 @@ class RowReader:
         """The run in which the former reader died, and the last generation that it can have met."""
         self._source = source
         self._readings: dict[ReadingKey, _Reading] = {}
-        self._window: tuple[ReadingKey, _Window] | None = None
+        self._window: tuple[ReadingKey, _Window] | None = None  # None: before the first ctx.steps
         if hasattr(source, "iter_rows"):
             # A number must mean the same row when the data is read again.
             source.context.execution_options.preserve_order = True

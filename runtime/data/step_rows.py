@@ -80,8 +80,8 @@ class DatasetRows:
         self._dataset = SeededDataset(dataset)
         self._options = replace(options, collate_fn=CollateOnly(options.collate_fn))
         self._fetchers = fetchers or Fetchers()
-        self._fetcher: Fetcher | None = None
-        self._fetching: Fetching | None = None
+        self._fetcher: Fetcher | None = None  # None: nothing is fetched
+        self._fetching: Fetching | None = None  # None: as `_fetcher`
         [self._order] = dealt_hands(
             len(dataset), world_size=1, epoch=epoch, seed=seed, shuffle=shuffle
         )

@@ -143,11 +143,11 @@ class Steps(Dealt):
         self._cursor = cursor
         self._at_boundary = at_boundary
         self._admission = admission
-        self._passage: Passage | None = None
+        self._passage: Passage | None = None  # None: no iteration is recorded
         self._key = f"{key}/{global_batch_size}/steps/{epoch}"
         self._first = self._coming_step()
         self._paces: list[float] = []
-        self._sizes: tuple[int, list[int]] | None = None
+        self._sizes: tuple[int, list[int]] | None = None  # None: not counted yet
         self._together: list[SummableModel] | None = None
         """The models that all ranks have; None: not known yet."""
         self._dealt: dict[int, list[int]] = {}

@@ -59,8 +59,8 @@ class ModelSteps:
     ) -> None:
         """on_begin: called on all ranks when a step begins. buffers_travel: whether all ranks get
         the buffers of one."""
-        self.ender: StepEnder | None = None
-        self.plan: StepPlan | None = None
+        self.ender: StepEnder | None = None  # None: no optimizer in shards
+        self.plan: StepPlan | None = None  # None: in no step of ctx.steps
         self.divisor = 1.0
         """The sum of the step is divided by it."""
         self.buffers = StepBuffers(module)

@@ -79,7 +79,7 @@ class SyncBatchNorm(_BatchNorm):
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
         self.process_group = process_group
-        self._group: Group | None = None
+        self._group: Group | None = None  # None: until the first forward pass
         self._checks_at_once = False
 
     @property

@@ -17,7 +17,7 @@ class PassPattern:
 
     def __init__(self) -> None:
         self.of_batch = 0
-        self._most_of_batch: int | None = None
+        self._most_of_batch: int | None = None  # None: no batch is over
         self._of_step = 0  # passes since the last step, the present one included
         self._usual = 1  # passes of a step
 

@@ -42,7 +42,7 @@ class Epochs(Callback):
         self._model = model
         self._sharded = list(sharded)
         self._divides_by_all = divide_by_initial_world_size
-        self._join: Join | None = None
+        self._join: Join | None = None  # None: between two epochs
         trainer.callbacks.insert(0, self)
         self._loop = trainer.fit_loop.epoch_loop
         # Lightning has no hook between its two updates of learning rates, so replace the method.

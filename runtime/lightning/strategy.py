@@ -122,7 +122,7 @@ class ChoruslineStrategy(ParallelStrategy):
         self._comm_hook = comm_hook
         self._comm_state = comm_state
         self._divides_by_all = divide_by_initial_world_size
-        self._epochs: Epochs | None = None
+        self._epochs: Epochs | None = None  # None: outside of fit()
 
     @property
     def group(self) -> Group:

@@ -48,7 +48,7 @@ class History:
     def __init__(self) -> None:
         self.unit = "batches"
         self._curves: dict[str, dict[int, Thinned[tuple[float, float]]]] = {}  # by name and rank
-        self.began_at: float | None = None
+        self.began_at: float | None = None  # None: before the first report
         self._length_s = 0.0
         self._num_reports = 0
         self._bins: list[float] = []  # the amount of each interval of _bin_s since the beginning

@@ -108,7 +108,7 @@ class BetweenRuns:
         self.objects: dict[str, Any] = {}
         self.places: dict[str, LoopPlace] = {}
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._group: Group | None = None
+        self._group: Group | None = None  # None: before the first run
         self._made_at: dict[str, int] = {}  # by name: _num_steps when `keep` made the object
         self._num_steps = 0  # steps that this process began to apply
         self._is_applying = False

@@ -54,7 +54,7 @@ class RankSeed:
 
     def __init__(self, seed: int, rank: int) -> None:
         self.seed, self._rank = seed, rank
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None  # None: nothing is left to load
         self._is_by_rank = False
         seed_all(seed)
 

@@ -82,7 +82,7 @@ class FunctionCall:
         self._journal = journal
         self._num_reports: int = before._num_reports if before is not None else 0
         self._boundaries = 0
-        self._boundaries_of_step: int | None = None
+        self._boundaries_of_step: int | None = None  # None: no step yet
         self.enter(assignment, group)
         if recovery is not None:
             recovery.attach(self)

@@ -93,7 +93,7 @@ class FunctionRun:
         self._recovery = Recovery(lifeline) if lifeline.goes_on else None
         if self._recovery is not None and is_newcomer:
             self._recovery.begin_as_newcomer()
-        self._call: FunctionCall | None = None
+        self._call: FunctionCall | None = None  # None: before the first call
         self._seeded: tuple[FunctionCall, Callable[[int], None] | None] | None = None
         self._goes_back = False  # True: to the last checkpoint, as no rank's memory has all state.
 

@@ -70,7 +70,7 @@ class Arrivals:
         """The call of the function in which a step was taken with `ctx.steps`."""
         self._lock = threading.Lock()
         self._asked: list[concurrent.futures.Future[GivenReplayLog]] = []
-        self._request: AdmissionRequest | None = None
+        self._request: AdmissionRequest | None = None  # None: no worker waits
         self._has_told = False
         self._kept = KeptResults()
         self._is_keeping = False

@@ -61,7 +61,7 @@ class LiveObjects:
         ended here, they have left it."""
         self.makes_model = False
         """Whether the function has begun to make a model."""
-        self._call: RunningCall | None = None
+        self._call: RunningCall | None = None  # None: before the first call
         self._began_at = 0.0
         self._optimizers: list[weakref.ref[OptimizerEngine]] = []
         self._models: list[weakref.ref[ModelEngine]] = []

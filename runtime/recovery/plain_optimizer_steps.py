@@ -73,7 +73,7 @@ class PlainSteps:
         self._seen = 0
         self._taken = 0
         self._stepped = 0
-        self._agreed: tuple[Cursors, list[int]] | None = None
+        self._agreed: tuple[Cursors, list[int]] | None = None  # None: no step waits to be taken
         self._watched: list[_Watched] = []
         self._handles: list[RemovableHandle] = []
 

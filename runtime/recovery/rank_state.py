@@ -120,7 +120,7 @@ class RankState:
         """The last generation that this rank has entered."""
         self._formed: list[tuple[int, ...]] = []
         """For each generation formed since: by rank in it, the rank in the generation before."""
-        self._restart: Resumption | None = None
+        self._restart: Resumption | None = None  # None: the function need not run again
         self._kept = _NOTHING
         """Facts of the call that took the last step that counts, at the time it was left."""
         self._met = NOWHERE

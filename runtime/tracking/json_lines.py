@@ -35,7 +35,7 @@ class JSONLinesTracker(Tracker):
     def __init__(self, path: str | Path | None = None) -> None:
         check_kinds(JSONLinesTracker.__init__, locals())
         self._path = Path(path) if path is not None else None
-        self._file: TextIO | None = None
+        self._file: TextIO | None = None  # None: between two runs
 
     def begin(self, run: TrackedRun) -> None:
         path = self._path or Path("runs") / f"{run.title}.jsonl"

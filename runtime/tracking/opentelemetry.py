@@ -49,8 +49,8 @@ class OpenTelemetryTracker(Tracker):
             )
         self._every, self._provider = every_n_steps, tracer_provider
         self._tracer: Any = None
-        self._run: Span | None = None
-        self._generation: Span | None = None
+        self._run: Span | None = None  # None: between two runs
+        self._generation: Span | None = None  # None: as `_run`
         self._number = 0
         self._last_at = 0.0
 

@@ -32,7 +32,7 @@ class TensorBoardTracker(Tracker):
         check_kinds(TensorBoardTracker.__init__, locals())
         self._log_dir = Path(log_dir)
         self._folder = self._log_dir
-        self._writer: SummaryWriter | None = None
+        self._writer: SummaryWriter | None = None  # None: before `begin`
         self._step = 0
 
     def begin(self, run: TrackedRun) -> None:

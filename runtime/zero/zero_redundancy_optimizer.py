@@ -562,7 +562,7 @@ class OptimizerEngine:
         self.reducer: Reducer | None = None
         """The model's reducer if gradients are reduce-scattered; None if they are all-reduced or
         used as they are."""
-        self.loss_scale: torch.Tensor | None = None
+        self.loss_scale: torch.Tensor | None = None  # None: no GradScaler
         self.consolidated: dict[str, Any] | None = None
         """The whole state, on a rank to which it was gathered; None after the group changes."""
         self.last_live: tuple[int, ...] = ()
@@ -571,7 +571,7 @@ class OptimizerEngine:
         """Parameters in the groups that no shard holds, because they have been frozen so far."""
         self._why_not = ""
         """What keeps this rank from taking the step under way; empty if nothing does."""
-        self._early: EarlyUpdate | None = None
+        self._early: EarlyUpdate | None = None  # None: no overlap_with_ddp
         self._seen = OptimizerProgress(0)
         """The number and content of the last ballot that this rank has seen."""
         self._ballot_of_step = 0
@@ -584,7 +584,7 @@ class OptimizerEngine:
         self.state_changes = StateChanges(shard)
         self._summed: SummedStep | None = None
         """The step of `ctx.steps` that all ranks have agreed on and `step()` has not taken."""
-        self._recovery: Survival | None = None
+        self._recovery: Survival | None = None  # None: the run ends with a loss, or is over
         self.faults = Faults()
         given = [p for options in face.param_groups for p in options["params"]]
         if model is not None and shard.elementwise:

@@ -53,7 +53,7 @@ class CheckpointReader:
         self.manifest: Manifest = read_manifest(storage, folder)
         self.bytes_read = 0
         self._entries = {entry.path: entry for entry in self.manifest.entries}
-        self._last: tuple[Item, torch.Tensor] | None = None
+        self._last: tuple[Item, torch.Tensor] | None = None  # None: nothing read yet
 
     def find(self, path: Path) -> ManifestEntry | None:
         return self._entries.get(path)

@@ -20,7 +20,7 @@ class _Checked:
         self._file = file
         self.position = 0
         self.crc32 = 0
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # None: writing has not failed
 
     def write(self, data: Any) -> int:
         # crc32 finds the faults of disks and copies; 4 GB/s here, where sha256 has 1.7.

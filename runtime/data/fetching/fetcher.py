@@ -110,8 +110,8 @@ class Fetcher:
     def __init__(self, dataset: Any, options: FetchOptions) -> None:
         self.dataset = dataset
         self.options = options
-        self._loader: DataLoader[Any] | None = None
-        self._fetching: Fetching | None = None
+        self._loader: DataLoader[Any] | None = None  # None: before the first batch, and when closed
+        self._fetching: Fetching | None = None  # None: as `_loader`
         self._generator = torch.Generator()
 
     def fetch(self, index_lists: Iterable[Indices], *, seed: int = 0) -> Fetching:

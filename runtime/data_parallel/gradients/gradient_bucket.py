@@ -47,7 +47,7 @@ class GradientBucket:
         self.missing = 0
         self.launched_at = 0.0
         self.launched_version = self.held_version = 0
-        self.work: Work | None = None
+        self.work: Work | None = None  # None: not launched, or waited for
         self.future: torch.futures.Future[Any] | None = None
         """The future that a communication hook returned for this bucket."""
 

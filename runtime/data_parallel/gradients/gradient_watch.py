@@ -27,7 +27,7 @@ class GradientWatch:
     def __init__(self, on_gradient: OnGradient) -> None:
         self._told = weakref.WeakMethod(on_gradient)
         self._handles: list[RemovableHandle] = []
-        self._keeper: RemovableHandle | None = None
+        self._keeper: RemovableHandle | None = None  # None: there are no parameters
 
     def add(self, parameters: Sequence[torch.nn.Parameter], first: int) -> None:
         """first: the number of the first one."""

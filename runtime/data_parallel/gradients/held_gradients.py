@@ -39,8 +39,8 @@ class HeldGradients:
         self._held: set[int] = set()
         self.cleared: set[int] = set()
         self._usual = self.counts
-        self._weight: float | None = None
-        self._coming: float | None = None
+        self._weight: float | None = None  # None: no loss was weighted
+        self._coming: float | None = None  # None: none was, in the coming pass
         self._versions = 0
         """Of all parameters, at the first pass of a sharded step."""
 

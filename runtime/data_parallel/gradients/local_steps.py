@@ -116,7 +116,7 @@ class LocalSteps:
 
     def __init__(self) -> None:
         self.have_been_seen = False
-        self.scaler: torch.amp.GradScaler | None = None
+        self.scaler: torch.amp.GradScaler | None = None  # None: none in the last step
         self._scale_before: torch.Tensor | None = None  # at the vote before
         self._steps: list[_Steps] = []
         self._voted: list[_Steps] = []

@@ -69,7 +69,7 @@ class AllReduce(Reduction):
 
     def __init__(self) -> None:
         self._vote = torch.empty(0)
-        self._reading: Reading | None = None
+        self._reading: Reading | None = None  # None: no vote is in flight
 
     def place_vote(self, last: GradientBucket, numel: int) -> None:
         self._reading = None
@@ -118,7 +118,7 @@ class ByHook(Reduction):
     def __init__(self, hook: CommHook, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.hook = hook
         self._parameters = parameters
-        self._last: GradientBucket | None = None
+        self._last: GradientBucket | None = None  # None: before the vote has a place
         self._vote: Sequence[float] = ()
 
     def place_vote(self, last: GradientBucket, numel: int) -> None:

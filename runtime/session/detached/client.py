@@ -52,12 +52,12 @@ class KeeperClient:
         self.name = name
         self._keeper = keeper
         self._id = uuid.uuid4().hex
-        self._place: Bookmark | None = None
+        self._place: Bookmark | None = None  # None: at the beginning of what the keeper has
         self._whole = False
         self._latest: dict[int, float] = {}  # by rank, when its last report was made
         self._is_away = threading.Event()
         self._is_over = False
-        self.last: DetachedStatus | None = None
+        self.last: DetachedStatus | None = None  # None: before the first answer
 
     # ── How to come by one ───────────────────────────────────────────────────────────────────────
 

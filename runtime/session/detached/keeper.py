@@ -74,9 +74,9 @@ class _Run:
         self.began = began  # seconds since the epoch, as a keeper that is started again reads it
         self.took_s = 0.0
         self.history = RunHistory(keeper)
-        self.ending: Ending | None = None
+        self.ending: Ending | None = None  # None: the run is in progress
         self.is_over = asyncio.Event()
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None  # None: before it begins
         self.why = ""
 
 
@@ -91,14 +91,14 @@ class Keeper:
         self._idle_timeout_s = idle_timeout_s
         self._holding = Holding(options, self._lasting)
         self._id = uuid.uuid4().hex[:8]
-        self._run: _Run | None = None
+        self._run: _Run | None = None  # None: before the first run
         self._clients: dict[str, float] = {}  # when each was heard last
         self._busy_at = time.monotonic()
         self._ended = ""
         self._ended_at = 0.0
         self._restarts = 0
         self._is_up = asyncio.Event()
-        self._start_error: BaseException | None = None
+        self._start_error: BaseException | None = None  # None: the start has not failed
         # Ray starts a keeper again with its id.
         saved = self._lasting.saved("session")
         is_again = saved is not None and saved[0] == ray.get_runtime_context().get_actor_id()

@@ -76,7 +76,7 @@ class Progress:
         self._began_s: float | None = None  # when there was something to show first
         self._line_s = -LINE_INTERVAL_S  # when the last line was printed
         self._last_line = ""
-        self._live: Live | None = None
+        self._live: Live | None = None  # None: nothing is drawn
         self._happened: list[TrackedEvent] = []
         self._has_stdout = False  # True: what this process prints goes above the bars.
 

@@ -74,7 +74,7 @@ class ParameterShard:
         self.optimizer_class = optimizer_class
         self.defaults = defaults
         self.group = group
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: torch.optim.Optimizer | None = None  # None: this rank owns no piece
         self.parameters: list[torch.nn.Parameter] = []
         self.buckets: list[ParameterBucket] = []
         self.pieces: list[list[KeptPiece]] = []  # by bucket
