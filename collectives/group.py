@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import sys
 import time
 import traceback
@@ -113,6 +114,13 @@ from .transports.backends import backend_for
 from .transports.interfaces import network_of
 
 DEFAULT_TIMEOUT_S = 60.0
+_OF_THE_RUNTIME = re.compile(
+    "activity|all_reduce_and_read|announce_to|another_store|as_counted_here|broadcast_and_read|"
+    "connect_child|end_with|failure|has_misled|has_misled_here|keep_results|meet|rehearses|rest|"
+    "seal|turn|unkept|waits_on_issue"
+)
+"""What Tab does not show of a group, and the reference leaves out: users have no use for it."""
+
 _LONGEST_NAME = 1000  # characters; a subgroup's name begins with that of its group
 
 Announce = Callable[[Kind, int, int, int], None]
@@ -1368,6 +1376,9 @@ class Group:
         def __getattr__(self, name: str) -> Any:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(text + instead_of_method(name), name=name, obj=self)
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not _OF_THE_RUNTIME.fullmatch(name)]
 
     # -- what the runtime asks of it ---------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """What `import chorusline` gives."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,16 @@ def test_a_context_shows_the_names_that_users_type_and_no_others():
 def test_a_join_shows_the_names_that_users_type_and_no_others():
     shown = [name for name in dir(chorusline.Join) if not name.startswith("_")]
     assert shown == ["live_ranks", "notify_join_context"]
+
+
+def test_a_group_shows_the_names_that_the_reference_explains():
+    page = (ROOT / "docs/reference/collectives.md").read_text().split("::: chorusline.Group\n")[1]
+    left_out = re.search(r'"!\^\((\S+)\)\$"', page)[1].split("|")
+    with chorusline.Group.create(chorusline.HashStore(), rank=0, size=1) as group:
+        names = {*dir(chorusline.Group), *vars(group)}
+        shown = {name for name in dir(group) if not name.startswith("_")}
+    assert shown == {name for name in names if not name.startswith("_")} - {*left_out}
+    assert {*left_out} < names
 
 
 FOLDERS = ["actors", "collectives", "runtime"]
