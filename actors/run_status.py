@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-MOST_PASSAGES = 16
+MOST_CHANGES = 16
 """That a status remembers: whoever follows a run looks several times a second."""
 
 
@@ -76,7 +76,7 @@ class RunStatus:
     resumed_from: the checkpoint that the run, or the function's last call in it, has resumed from.
     resumed_step: the step of that checkpoint.
     steps_before: to add to `taken` for the steps of the whole chain.
-    passages: from generation to generation, the last ones.
+    generation_changes: from generation to generation, the last ones.
     """
 
     rank: int | None = None
@@ -99,7 +99,7 @@ class RunStatus:
     resumed_from: str = ""
     resumed_step: int = 0
     steps_before: int = 0
-    passages: tuple[GenerationChange, ...] = ()
+    generation_changes: tuple[GenerationChange, ...] = ()
     pid: int = field(default_factory=os.getpid)
 
     @property

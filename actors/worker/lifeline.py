@@ -24,8 +24,8 @@ from ..calls import Actor
 from ..errors import ends_a_generation
 from ..fault_plan import Faults, Instant
 from ..messages import NOWHERE, Assignment, Frozen, Readiness, Resumption, RunRequest
-from ..run_status import MOST_PASSAGES, RunStatus
-from .passages import Passages
+from ..run_status import MOST_CHANGES, RunStatus
+from .generation_changes import GenerationChanges
 
 if TYPE_CHECKING:
     from chorusline.collectives.group import Group
@@ -81,7 +81,7 @@ class Lifeline:
         self._freeze_error: CollectiveError | None = None  # None: this generation may go further
         self._is_released = False
         self._status = status or RunStatus()
-        self._passages = Passages(assignment.world_size)
+        self._changes = GenerationChanges(assignment.world_size)
         self.last_resumption = resumption
         self.readiness: Callable[[], Readiness] = _not_yet
         """Set by the run's program, as is `arrivals`. For any thread."""
@@ -122,7 +122,7 @@ class Lifeline:
         read after this call, when it can no longer change.
         """
         met = self._as_collective_error(error)
-        self._passages.left(time.time(), self._status.steps_before + self._status.taken)
+        self._changes.left(time.time(), self._status.steps_before + self._status.taken)
         if self.group is not None and not self.group.failure():
             self.group.abort(met)
         return Frozen(self.assignment.rank, self.generation, (), met, NOWHERE)
@@ -160,7 +160,7 @@ class Lifeline:
             self.assignment = resumption.assignment
             self.generation = self.assignment.generation
             self._freeze_error = None
-        self._passages.attempted(resumption)
+        self._changes.attempted(resumption)
         return resumption
 
     def has_entered(self, *, runs_again: bool, dealt_again: int = 0) -> None:
@@ -168,11 +168,11 @@ class Lifeline:
         be called there: say so in the status. dealt_again: as in GenerationChange."""
         status = self._status
         step = status.steps_before + status.taken
-        passage = self._passages.entered(
+        change = self._changes.entered(
             self.assignment, time.time(), step, runs_again=runs_again, dealt_again=dealt_again
         )
-        if passage is not None:
-            status.passages = (*status.passages, passage)[-MOST_PASSAGES:]
+        if change is not None:
+            status.generation_changes = (*status.generation_changes, change)[-MOST_CHANGES:]
         status.generation = self.generation
 
     def before_step(self) -> None:

@@ -148,7 +148,7 @@ def happened(seen: Survey) -> list[str]:
     """What has happened to the workers of the run in progress, or of the last one: how many were
     lost, and the last lines."""
     statuses = [word.steps for word in seen.workers if isinstance(word, WorkerSnapshot)]
-    # As if it were over: this command looks once, so no later look will complete a passage.
+    # As if it were over: this command looks once, so no later look will complete a change.
     events = RunEvents().look(statuses, is_over=True)
     if not events:
         return []

@@ -14,20 +14,20 @@ LOST, LEFT, CAME = "ranks lost", "ranks left", "workers came"
 
 
 class RunEvents:
-    """The passages of one run from generation to generation, each told once."""
+    """The changes of one run from generation to generation, each told once."""
 
     def __init__(self) -> None:
         self._told = -1
         self._latest: dict[int, dict[int, GenerationChange]] = {}  # by generation and rank
 
     def look(self, statuses: Collection[RunStatus], *, is_over: bool = False) -> list[TrackedEvent]:
-        """What has happened since the last look. A passage is told when all ranks have made it, or
+        """What has happened since the last look. A change is told when all ranks have made it, or
         the run is over."""
         for status in statuses:
-            for passage in status.passages:
-                if passage.generation > self._told and status.rank is not None:
-                    ranks = self._latest.setdefault(passage.generation, {})
-                    ranks[status.rank] = passage
+            for change in status.generation_changes:
+                if change.generation > self._told and status.rank is not None:
+                    ranks = self._latest.setdefault(change.generation, {})
+                    ranks[status.rank] = change
         events: list[TrackedEvent] = []
         for generation in sorted(self._latest):
             if not is_over and any(one.generation < generation for one in statuses):
@@ -38,47 +38,47 @@ class RunEvents:
         return events
 
 
-def event_of(passages: Sequence[GenerationChange]) -> TrackedEvent:
-    """passages: of the ranks that went from the same generation into the same one."""
-    one = max(passages, key=lambda passage: len(passage.lost))
+def event_of(changes: Sequence[GenerationChange]) -> TrackedEvent:
+    """changes: of the ranks that went from the same generation into the same one."""
+    one = max(changes, key=lambda change: len(change.lost))
     left = one.left
     lost = tuple(rank for rank in one.lost if rank not in left)
     kind = LOST if lost else LEFT if left else CAME
-    began_at = min(passage.left_at for passage in passages)
-    ended_at = max(passage.entered_at for passage in passages)
+    began_at = min(change.left_at for change in changes)
+    ended_at = max(change.entered_at for change in changes)
     return TrackedEvent(
         kind,
         began_at,
         ended_at,
-        max(passage.step for passage in passages),
+        max(change.step for change in changes),
         one.generation,
         one.num_workers,
         lost,
         left,
         one.came,
-        _in_words(passages),
-        max(passage.repeated for passage in passages),
+        _in_words(changes),
+        max(change.repeated for change in changes),
     )
 
 
-def _in_words(passages: Sequence[GenerationChange]) -> str:
-    """What a person reads about a passage: who died or left, and what that cost; who came."""
+def _in_words(changes: Sequence[GenerationChange]) -> str:
+    """What a person reads about a change: who died or left, and what that cost; who came."""
     # Newcomers know of no loss, and ranks that met in fewer attempts may know of fewer.
-    one = max(passages, key=lambda passage: (len(passage.lost), len(passage.gone)))
-    seconds = max(0.0, max(p.entered_at for p in passages) - min(p.left_at for p in passages))
+    one = max(changes, key=lambda change: (len(change.lost), len(change.gone)))
+    seconds = max(0.0, max(p.entered_at for p in changes) - min(p.left_at for p in changes))
     workers = f"{one.num_workers} worker{'s' * (one.num_workers > 1)}"
     sentences = []
     if one.lost:
         gone = {who.rank: who for who in one.gone}
         told = [_departure(rank, gone.get(rank), rank in one.left) for rank in one.lost]
         continues = "continue" + "s" * (one.num_workers == 1)
-        repeated = max(passage.repeated for passage in passages)
+        repeated = max(change.repeated for change in changes)
         cost = (
             f"{repeated} step{'s' * (repeated > 1)} will be repeated"
             if repeated
             else "no step is lost"
         )
-        if dealt := max(passage.dealt_again for passage in passages):
+        if dealt := max(change.dealt_again for change in changes):
             cost += f", {dealt} batch{'es are' if dealt > 1 else ' is'} dealt again"
         sentences.append(f"{', '.join(told)}. {workers} {continues} after {seconds:.1f} s; {cost}")
     if one.came:
@@ -86,7 +86,7 @@ def _in_words(passages: Sequence[GenerationChange]) -> str:
         ranks = ", ".join(_named(rank, pids.get(rank, 0)) for rank in one.came)
         new = "a new worker is" if len(one.came) == 1 else "new workers are"
         sentences.append(f"{new} {ranks}; {workers}")
-    step = max(passage.step for passage in passages)
+    step = max(change.step for change in changes)
     return f"step {step}: " + (". ".join(sentences) or f"the ranks met again; {workers}")
 
 

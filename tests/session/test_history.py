@@ -83,15 +83,15 @@ def test_the_place_of_another_keeper_is_none() -> None:
 def test_one_who_looks_late_hears_of_all_losses_and_of_each_notice_once() -> None:
     history = RunHistory("a")
     for generation in range(1, 40):
-        passages = tuple(
+        changes = tuple(
             GenerationChange(one, 1.0, 2.0, 1, (1,), step=one)
             for one in range(max(1, generation - 2), generation + 1)
         )
-        status = RunStatus(rank=0, generation=generation, passages=passages)
+        status = RunStatus(rank=0, generation=generation, generation_changes=changes)
         history.add(News([report(0, generation)], statuses={0: status}, notices=[f"n{generation}"]))
     news, place = history.since(history.beginning())
     told = RunEvents().look(news.statuses.values())
     assert [event.step for event in told] == list(range(1, 40))
     assert len(news.notices) == 39
     later, _ = history.since(place)
-    assert later.notices == [] and len(later.statuses[0].passages) == 3
+    assert later.notices == [] and len(later.statuses[0].generation_changes) == 3

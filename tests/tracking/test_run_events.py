@@ -12,8 +12,8 @@ from chorusline.runtime.session.showing.progress_model import in_the_end
 from chorusline.runtime.tracking.run_events import RunEvents, event_of
 
 
-def status(rank: int, generation: int, *passages: GenerationChange) -> RunStatus:
-    return RunStatus(rank=rank, generation=generation, passages=passages)
+def status(rank: int, generation: int, *changes: GenerationChange) -> RunStatus:
+    return RunStatus(rank=rank, generation=generation, generation_changes=changes)
 
 
 def test_a_loss_is_told_once_when_all_ranks_have_gone_on() -> None:
@@ -43,11 +43,11 @@ def test_leaving_and_coming_have_names_of_their_own() -> None:
     assert (told[0].lost, told[0].left) == ((), (1,))
 
 
-def test_a_passage_that_not_all_have_told_is_told_at_the_end() -> None:
+def test_a_change_that_not_all_have_told_is_told_at_the_end() -> None:
     events = RunEvents()
-    passage = GenerationChange(1, 10.0, 10.5, 1, (1,))
-    assert events.look([status(0, 1, passage), status(1, 0)]) == []
-    assert len(events.look([status(0, 1, passage)], is_over=True)) == 1
+    change = GenerationChange(1, 10.0, 10.5, 1, (1,))
+    assert events.look([status(0, 1, change), status(1, 0)]) == []
+    assert len(events.look([status(0, 1, change)], is_over=True)) == 1
 
 
 KILLED_AT_1456 = GenerationChange(
@@ -57,7 +57,7 @@ NEW_AT_1790 = GenerationChange(2, 30.0, 30.1, 2, came=(1,), step=1790, pids=(269
 
 
 @pytest.mark.parametrize(
-    ("passage", "text"),
+    ("change", "text"),
     [
         (
             KILLED_AT_1456,
@@ -83,9 +83,9 @@ NEW_AT_1790 = GenerationChange(2, 30.0, 30.1, 2, came=(1,), step=1790, pids=(269
     ],
 )
 def test_a_line_names_the_process_and_what_its_loss_costs(
-    passage: GenerationChange, text: str
+    change: GenerationChange, text: str
 ) -> None:
-    assert event_of([passage]).text == text
+    assert event_of([change]).text == text
 
 
 def test_the_sum_of_a_run_counts_losses_arrivals_and_repeated_steps() -> None:

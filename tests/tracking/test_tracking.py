@@ -57,9 +57,11 @@ class Kept(cl.Tracker):
         self._note("end", status, error)
 
 
-def status(taken: int, *passages: GenerationChange) -> dict[int, RunStatus]:
-    generation = passages[-1].generation if passages else 0
-    one = RunStatus(rank=0, taken=taken, generation=generation, origin="f" * 32, passages=passages)
+def status(taken: int, *changes: GenerationChange) -> dict[int, RunStatus]:
+    generation = changes[-1].generation if changes else 0
+    one = RunStatus(
+        rank=0, taken=taken, generation=generation, origin="f" * 32, generation_changes=changes
+    )
     return {0: one}
 
 
@@ -76,8 +78,8 @@ async def test_a_run_is_told_in_order_in_a_thread_of_its_own() -> None:
     run = tracking(kept, lr=0.1)
     run.look([], {0: RunStatus(rank=0)})
     run.look([report(1), report(2)], status(2))
-    passage = GenerationChange(1, 2.0, 3.0, 1, (1,), step=2)
-    run.look([report(3), report(4)], status(5, passage))
+    change = GenerationChange(1, 2.0, 3.0, 1, (1,), step=2)
+    run.look([report(3), report(4)], status(5, change))
     await run.end(ValueError("no"))
     (_, begun), *told = kept.told
     assert (begun.id, begun.name, begun.title) == ("f" * 32, "train", "train-ffffffff")

@@ -57,7 +57,7 @@ class RunHistory:
         self._numbers: Mapping[int, dict[str, float]] = {}
         self._num_lost = 0
         self._notices: list[str] = []
-        self._passages: dict[int, GenerationChange] = {}  # by generation
+        self._changes: dict[int, GenerationChange] = {}  # by generation
 
     def add(self, news: News) -> None:
         self._recent.extend(news.reports)
@@ -74,10 +74,10 @@ class RunHistory:
             self._statuses, self._numbers = dict(news.statuses), dict(news.numbers)
         self._notices += news.notices
         for status in news.statuses.values():
-            for passage in status.passages:
-                known = self._passages.setdefault(passage.generation, passage)
-                if len(passage.lost) > len(known.lost):
-                    self._passages[passage.generation] = passage
+            for change in status.generation_changes:
+                known = self._changes.setdefault(change.generation, change)
+                if len(change.lost) > len(known.lost):
+                    self._changes[change.generation] = change
         self._num_lost = news.num_lost
 
     def beginning(self, *, whole: bool = False) -> Bookmark:
@@ -107,7 +107,7 @@ class RunHistory:
         if place.reports == 0 and statuses:
             # One who begins to look hears of all losses, and a status has the last ones only.
             seat, first_one = next(iter(statuses.items()))
-            statuses[seat] = replace(first_one, passages=tuple(self._passages.values()))
+            statuses[seat] = replace(first_one, generation_changes=tuple(self._changes.values()))
         news = News(
             [*older, *recent],
             list(printed),

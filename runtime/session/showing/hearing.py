@@ -99,7 +99,7 @@ class Audience:
         if news.statuses:
             self._statuses = tuple(news.statuses.values())
             expect_deaths(one.pid for one in self._statuses)
-            changes = (change for one in self._statuses for change in one.passages)
+            changes = (change for one in self._statuses for change in one.generation_changes)
             expect_deaths(gone.pid for change in changes for gone in change.gone)
         self._tell(self._events.look(self._statuses))
         for notice in news.notices:

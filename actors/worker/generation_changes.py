@@ -1,8 +1,8 @@
 """How a rank went from one generation, in which its function ran, into the next such one. Pure.
 
-A passage may take several attempts: ranks are lost while the others meet, and those that leave hand
+A change may take several attempts: ranks are lost while the others meet, and those that leave hand
 their state over in a generation of its own. In these the function runs nowhere, so they are steps
-of the same passage, and the ranks of the new generation are traced back through all of them.
+of the same change, and the ranks of the new generation are traced back through all of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from ..messages import Assignment, Resumption
 from ..run_status import GenerationChange, Gone
 
 
-class Passages:
-    """The passages of one rank in one run. num_ranks: of its first generation."""
+class GenerationChanges:
+    """The changes of one rank in one run. num_ranks: of its first generation."""
 
     def __init__(self, num_ranks: int) -> None:
         self._has_entered = False  # Ever: before that a rank has no function to leave.
@@ -65,13 +65,13 @@ class Passages:
         dealt_again: int = 0,
     ) -> GenerationChange | None:
         """The function continues in this generation, or is about to be called there. Returns the
-        passage, unless this is the first generation of this rank. step, dealt_again: as in
+        change, unless this is the first generation of this rank. step, dealt_again: as in
         GenerationChange."""
-        passage = None
+        change = None
         if self._left_at is not None and self._has_entered:
             lost = tuple(sorted(set(range(self._num_before)) - set(self._origins)))
             came = tuple(rank for rank, before in enumerate(self._origins) if before < 0)
-            passage = GenerationChange(
+            change = GenerationChange(
                 assignment.generation,
                 self._left_at,
                 at,
@@ -88,4 +88,4 @@ class Passages:
             )
         self._has_entered = True
         self._begin(assignment.world_size)
-        return passage
+        return change

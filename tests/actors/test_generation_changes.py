@@ -8,7 +8,7 @@ import pytest
 
 from chorusline.actors.messages import Assignment, FormerRanks, Resumption
 from chorusline.actors.run_status import GenerationChange, Gone
-from chorusline.actors.worker.passages import Passages
+from chorusline.actors.worker.generation_changes import GenerationChanges
 
 
 def assignment(generation: int, size: int, rank: int = 0) -> Assignment:
@@ -22,17 +22,17 @@ def resumption(generation: int, former: list[int], leaving: tuple[int, ...] = ()
 
 def passed(
     num_ranks: int, attempts: list[tuple[list[int], tuple[int, ...]]]
-) -> tuple[GenerationChange, Passages]:
-    passages = Passages(num_ranks)
-    assert passages.entered(assignment(0, num_ranks), 1.0, 0, runs_again=True) is None
+) -> tuple[GenerationChange, GenerationChanges]:
+    changes = GenerationChanges(num_ranks)
+    assert changes.entered(assignment(0, num_ranks), 1.0, 0, runs_again=True) is None
     size = num_ranks
     for generation, (former, leaving) in enumerate(attempts, start=1):
-        passages.left(generation + 1.0)
-        passages.attempted(resumption(generation, former, leaving))
+        changes.left(generation + 1.0)
+        changes.attempted(resumption(generation, former, leaving))
         size = len(former)
-    passage = passages.entered(assignment(len(attempts), size), 9.0, 7, runs_again=False)
-    assert passage is not None
-    return passage, passages
+    change = changes.entered(assignment(len(attempts), size), 9.0, 7, runs_again=False)
+    assert change is not None
+    return change, changes
 
 
 @pytest.mark.parametrize(
@@ -58,38 +58,38 @@ def test_ranks_are_traced_back_through_all_attempts(
     left: tuple[int, ...],
     came: tuple[int, ...],
 ) -> None:
-    passage, _ = passed(num_ranks, attempts)
-    assert (passage.lost, passage.left, passage.came) == (lost, left, came)
-    assert (passage.left_at, passage.entered_at) == (2.0, 9.0), "it began with the first loss"
-    assert (passage.generation, passage.num_workers) == (len(attempts), len(attempts[-1][0]))
-    assert passage.step == 7
+    change, _ = passed(num_ranks, attempts)
+    assert (change.lost, change.left, change.came) == (lost, left, came)
+    assert (change.left_at, change.entered_at) == (2.0, 9.0), "it began with the first loss"
+    assert (change.generation, change.num_workers) == (len(attempts), len(attempts[-1][0]))
+    assert change.step == 7
 
 
-def test_the_next_passage_begins_anew() -> None:
-    _, passages = passed(3, [([0, 2], ())])
-    passages.left(20.0)
-    passages.attempted(resumption(2, [1]))
-    passage = passages.entered(assignment(2, 1), 21.0, 9, runs_again=True)
-    assert passage == GenerationChange(2, 20.0, 21.0, 1, (0,), (), (), True, 9)
+def test_the_next_change_begins_anew() -> None:
+    _, changes = passed(3, [([0, 2], ())])
+    changes.left(20.0)
+    changes.attempted(resumption(2, [1]))
+    change = changes.entered(assignment(2, 1), 21.0, 9, runs_again=True)
+    assert change == GenerationChange(2, 20.0, 21.0, 1, (0,), (), (), True, 9)
 
 
 def test_a_rank_that_has_not_begun_has_left_nothing() -> None:
-    passages = Passages(3)
-    passages.left(1.0)
-    passages.attempted(resumption(1, [0, 2]))
-    assert passages.entered(assignment(1, 2), 2.0, 0, runs_again=True) is None
+    changes = GenerationChanges(3)
+    changes.left(1.0)
+    changes.attempted(resumption(1, [0, 2]))
+    assert changes.entered(assignment(1, 2), 2.0, 0, runs_again=True) is None
 
 
-def test_a_passage_names_processes_through_all_attempts_and_counts_repeated_steps() -> None:
-    passages = Passages(3)
-    passages.entered(assignment(0, 3), 1.0, 0, runs_again=True)
-    passages.left(2.0, 9)
+def test_a_change_names_processes_through_all_attempts_and_counts_repeated_steps() -> None:
+    changes = GenerationChanges(3)
+    changes.entered(assignment(0, 3), 1.0, 0, runs_again=True)
+    changes.left(2.0, 9)
     first = replace(resumption(1, [0, 2, -1]), gone=(Gone(1, 11, "killed"),), pids=(14,))
-    passages.attempted(first)
+    changes.attempted(first)
     # Of this attempt's ranks, rank 1 was rank 2 at first, and the newcomer stays.
-    passages.attempted(replace(resumption(2, [0, 2]), gone=(Gone(1, 12, "killed too"),)))
-    passage = passages.entered(assignment(2, 2), 3.0, 7, runs_again=True, dealt_again=5)
-    assert passage is not None
-    assert passage.gone == (Gone(1, 11, "killed"), Gone(2, 12, "killed too"))
-    assert (passage.lost, passage.came, passage.pids) == ((1, 2), (1,), (14,))
-    assert (passage.repeated, passage.dealt_again) == (2, 5)
+    changes.attempted(replace(resumption(2, [0, 2]), gone=(Gone(1, 12, "killed too"),)))
+    change = changes.entered(assignment(2, 2), 3.0, 7, runs_again=True, dealt_again=5)
+    assert change is not None
+    assert change.gone == (Gone(1, 11, "killed"), Gone(2, 12, "killed too"))
+    assert (change.lost, change.came, change.pids) == ((1, 2), (1,), (14,))
+    assert (change.repeated, change.dealt_again) == (2, 5)
