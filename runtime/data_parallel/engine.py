@@ -97,7 +97,7 @@ def _models_of(
 class ModelEngine:
     """The engine of one model on one rank.
 
-    face: the model as the user holds, registers and joins it.
+    wrapper: the model as the user holds, registers and joins it.
     module: the module that the model wraps.
     reducer: reduces the gradients of the module.
     broadcast_buffers: whether all ranks copy the buffers of one rank after each step.
@@ -105,13 +105,13 @@ class ModelEngine:
 
     def __init__(
         self,
-        face: Joinable,
+        wrapper: Joinable,
         module: torch.nn.Module,
         reducer: Reducer,
         *,
         broadcast_buffers: bool,
     ) -> None:
-        self.face = face
+        self.wrapper = wrapper
         self.module = module
         self.reducer = reducer
         self.recovery = recovery_of(reducer.group)
@@ -145,11 +145,11 @@ class ModelEngine:
     def habits(self) -> tuple[PassPattern | None, Habits]:
         """What the steps of the model usually are: how many passes they have, as its Joins have
         seen it (None before one), and when the program clears the gradients."""
-        return copy.copy(self.face._pattern), self.reducer.held.habits
+        return copy.copy(self.wrapper._pattern), self.reducer.held.habits
 
     @habits.setter
     def habits(self, habits: tuple[PassPattern | None, Habits]) -> None:
-        self.face._pattern, self.reducer.held.habits = copy.copy(habits[0]), habits[1]
+        self.wrapper._pattern, self.reducer.held.habits = copy.copy(habits[0]), habits[1]
 
     # -- parameters ------------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class ModelEngine:
                 "optimizer.add_param_group({'params': [...]}) on all ranks before the next "
                 "forward pass"
             )
-        if self.face._join is not None:
+        if self.wrapper._join is not None:
             raise RuntimeError(
                 f"the module has new parameters ({names}) inside a Join, but a rank that has run "
                 "out of data does not run the code that makes them. Add them outside of the "

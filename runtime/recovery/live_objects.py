@@ -139,7 +139,7 @@ class LiveObjects:
                 "it has not registered a DistributedDataParallel of the session's group with its "
                 "optimizer (ctx.register)"
             )
-        if any(id(one.face) not in registered for one in optimizers):
+        if any(id(one.optimizer) not in registered for one in optimizers):
             return "it has not registered its model and its ZeroRedundancyOptimizer (ctx.register)"
         return self.plain.why_not_again(self.call.registry, models)
 

@@ -153,7 +153,7 @@ class PlainSteps:
         can."""
         registered = {id(entry.object) for entry in registry}
         for model in models:
-            if id(model.face) not in registered:
+            if id(model.wrapper) not in registered:
                 return f"{_name(model)} is not registered (ctx.register)"
             if not model.reducer.is_sharded and (why := self._why_not_stepped(model)):
                 return why

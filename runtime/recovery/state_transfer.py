@@ -170,7 +170,7 @@ def _transfer_of(objects: LiveObjects, steps: StepsUnderWay) -> StateTransfer:
         call.checkpoints.place if call.checkpoints is not None else None,
         RandomState().state_dict(),
         {
-            number: OptimizerPlace(one.progress, one.last_live, OptimizerOptions.of(one.face))
+            number: OptimizerPlace(one.progress, one.last_live, OptimizerOptions.of(one.optimizer))
             for number, one in objects.optimizers().items()
         },
         {number: model.reducer.num_passes for number, model in models.items()},
@@ -210,10 +210,10 @@ def _take(transfer: StateTransfer, objects: LiveObjects, steps: StepsUnderWay) -
     call.take_data(transfer.data)
     if call.checkpoints is not None:
         call.checkpoints.place = transfer.checkpoints
-    for number, optimizer in objects.optimizers().items():
+    for number, engine in objects.optimizers().items():
         place = transfer.optimizers[number]
-        place.options.load(optimizer.face)
-        optimizer.take_place(place.progress, place.last_live)
+        place.options.load(engine.optimizer)
+        engine.take_place(place.progress, place.last_live)
     for number, model in objects.models().items():
         model.reducer.num_passes = transfer.passes[number]
         # One less, so that the buffers of the others are sent (Buffers.sync_again).

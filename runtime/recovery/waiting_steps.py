@@ -138,8 +138,8 @@ def _want(registry: Registry, waiting: OptimizerEngine) -> _Want:
     assert model is not None
     travel = model.buffers.travel and bool(waiting.last_live)
     return _Want(
-        names[id(waiting.face)],
-        names[id(model.face)],
+        names[id(waiting.optimizer)],
+        names[id(model.wrapper)],
         waiting.shard.layout,
         waiting.progress.ballots,
         tuple(name for name, _ in model.module.named_buffers()) if travel else (),

@@ -493,7 +493,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         if self._engine.model is None:
             return
-        model = self._engine.model.face
+        model = self._engine.model.wrapper
         if [j for j in joinables if j is self or j is model] != [model, self]:
             raise ValueError(
                 "a ZeroRedundancyOptimizer finishes the steps of its model, so Join must list the "
@@ -554,9 +554,9 @@ class OptimizerEngine:
     """
 
     def __init__(
-        self, face: ZeroRedundancyOptimizer, shard: ParameterShard, model: ModelEngine | None
+        self, optimizer: ZeroRedundancyOptimizer, shard: ParameterShard, model: ModelEngine | None
     ) -> None:
-        self.face = face
+        self.optimizer = optimizer
         self.shard = shard
         self.model = model
         self.reducer: Reducer | None = None
@@ -580,13 +580,13 @@ class OptimizerEngine:
         """Whether the next ballot says that the state was changed."""
         self._tells_perturbed = True
         """Whether it says that parameters were changed between two passes: once is enough."""
-        self._digests = DigestChecks(shard, face.check_every, face.corrections)
+        self._digests = DigestChecks(shard, optimizer.check_every, optimizer.corrections)
         self.state_changes = StateChanges(shard)
         self._summed: SummedStep | None = None
         """The step of `ctx.steps` that all ranks have agreed on and `step()` has not taken."""
         self._recovery: Survival | None = None  # None: the run ends with a loss, or is over
         self.faults = Faults()
-        given = [p for options in face.param_groups for p in options["params"]]
+        given = [p for options in optimizer.param_groups for p in options["params"]]
         if model is not None and shard.elementwise:
             self.reducer = model.reducer
             self._recovery = recovery_of(self.group)
@@ -627,7 +627,7 @@ class OptimizerEngine:
             # As in a plain optimizer, a gradient is enough, whatever wrote it.
             if p.requires_grad or (self.model is None and p.grad is not None)
         ]
-        if not fresh and self.shard.num_groups == len(self.face.param_groups):
+        if not fresh and self.shard.num_groups == len(self.optimizer.param_groups):
             return
         taken = {id(p) for p in fresh}
         self._waiting = [p for p in self._waiting if id(p) not in taken]
@@ -638,7 +638,7 @@ class OptimizerEngine:
         self, parameters: Sequence[torch.nn.Parameter], buckets: Sequence[GradientBucket] | None
     ) -> None:
         """Lay out shards of `parameters`. buckets: the reducer's, if it reduces them."""
-        self.shard.add(parameters, self.face.param_groups, buckets)
+        self.shard.add(parameters, self.optimizer.param_groups, buckets)
         self._make_ballot()
 
     def _make_ballot(self) -> None:
@@ -659,7 +659,7 @@ class OptimizerEngine:
         self._why_not = why_not or self._why_not_now()
         # Inside a Join the others would wait in this step, or see it as ended by this rank: there
         # the ballot tells them why. Elsewhere no other rank need have come here.
-        if self._why_not and (self.face._join is None or self.has_early_update):
+        if self._why_not and (self.optimizer._join is None or self.has_early_update):
             raise RuntimeError(self._why_not)
         self.shard.bring_home()
         if self.reducer is not None:
@@ -702,13 +702,13 @@ class OptimizerEngine:
     def switch(self, mode: str) -> None:
         """Call `train()` or `eval()` of the optimizers of all shards, on all ranks, and gather the
         parameters, which schedule-free optimizers then change."""
-        if self.face._join is not None:
+        if self.optimizer._join is not None:
             raise RuntimeError(
                 f"optimizer.{mode}() changes the shards of all ranks, and ranks that have run out "
                 "of data do not call it inside Join; call it before or after the Join"
             )
         self.shard.bring_home()
-        self.shard.switch(mode, self.face.param_groups)
+        self.shard.switch(mode, self.optimizer.param_groups)
         self.shard.gather()
 
     @property
@@ -753,7 +753,7 @@ class OptimizerEngine:
             payload = self._vote_with_others(is_live)
         self.faults.reach(Instant.SEEN)
         outcome = self._see(payload)
-        if self.model is None and not self.face.num_steps:
+        if self.model is None and not self.optimizer.num_steps:
             self._check_reduced(outcome.agreement)
         gathers = self._apply(outcome)  # (4), and (5) begins
         for gather in gathers:
@@ -769,7 +769,7 @@ class OptimizerEngine:
         if len(given) != 1 or given == {0.0} or all(norm for norm, _ in norms):
             return False
         if not is_live:
-            self.face.max_norm = given.pop()
+            self.optimizer.max_norm = given.pop()
         return True
 
     def _takes_gradients(self, payload: tuple[float, ...]) -> bool:
@@ -803,7 +803,7 @@ class OptimizerEngine:
         goes_on = self._recovery is not None
         were_sent = False
         if self.model is not None and self.reducer is not None:
-            were_sent = self.model.sync_buffers(live, self.face._join, on_host=goes_on)
+            were_sent = self.model.sync_buffers(live, self.optimizer._join, on_host=goes_on)
         if goes_on and not were_sent and gathers:
             gathers[-1].work.wait_on_host()
 
@@ -813,7 +813,7 @@ class OptimizerEngine:
         payload = self._hold_ballot(is_live)
         if self._ballot.says(Note.CHANGES_STATE, payload):
             # No rank takes the step by this ballot, and the next one says it no more.
-            join = self.face._join
+            join = self.optimizer._join
             last_live = join.ledger.last_live if join is not None else ()
             told = all_gather_object(self.group, self.state_changes.own)
             live = self._ballot.live(payload) or last_live
@@ -855,21 +855,21 @@ class OptimizerEngine:
         if self._recovery is not None and self._recovery.has_gone_on:
             return  # Another rank may have been in here when the ranks changed, and be through.
         try:
-            own = self.state_changes.own, self.face._scaler_state()
+            own = self.state_changes.own, self.optimizer._scaler_state()
             digest = zlib.crc32(repr((sorted(own[0].dropped), own[0].num_loads, own[1])).encode())
             if len({*map(tuple, all_gather_row(self.group, [digest]))}) == 1:
                 return  # As most often.
             told = all_gather_object(self.group, own)
             live = join.ledger.last_live
             self.state_changes.take([changes for changes, _ in told], live, self.group)
-            self.face._load_scaler_state(told[join.newest_rank(live)][1])
+            self.optimizer._load_scaler_state(told[join.newest_rank(live)][1])
         except Exception as error:
             if self._recovery is None or not ends_a_generation(error):
                 raise  # Else the next step recovers.
 
     def drop_state(self, numbers: Iterable[int]) -> None:
         """Drop the state of these parameters, on all ranks before the next step."""
-        if self.face._join is not None and self.has_early_update:
+        if self.optimizer._join is not None and self.has_early_update:
             raise RuntimeError(
                 "optimizer.state was cleared inside a Join, but with overlap_with_ddp ranks that "
                 "have run out of data step in the backward pass, before they can hear of it. Clear "
@@ -901,15 +901,15 @@ class OptimizerEngine:
 
     @property
     def _needs_norm(self) -> bool:
-        return self.face.max_norm is not None or self.face.uses_scaler
+        return self.optimizer.max_norm is not None or self.optimizer.uses_scaler
 
     def _vote(self, is_live: bool) -> Vote:
         needs_norm = self._needs_norm
         in_steps = self.model is not None and self.model.steps.is_under_way
         return Vote(
-            step=self.face.num_steps,
+            step=self.optimizer.num_steps,
             standing=self.reducer.standing(is_live) if self.reducer else LeftoverVote(is_live),
-            has_next=self.face._has_next(),
+            has_next=self.optimizer._has_next(),
             used=[parameter.grad is not None for parameter in self.shard.parameters],
             weight=self.reducer.weight if self.reducer else None,
             add_squared_norm=self.shard.add_squared_norm if needs_norm and not in_steps else None,
@@ -931,10 +931,10 @@ class OptimizerEngine:
                 ),
                 *([Note.PERTURBS] if self._perturbs else ()),
             ],
-            join=self.face._told_of_join(),
+            join=self.optimizer._told_of_join(),
             epoch=boundary().epoch,
             digest=-boundary().draws,
-            digests=self._digests.vote(self.face.num_steps),
+            digests=self._digests.vote(self.optimizer.num_steps),
         )
 
     @property
@@ -946,30 +946,32 @@ class OptimizerEngine:
         """Record the result of a ballot on this rank. From here on the step counts."""
         outcome = self._ballot.read(payload)
         live = outcome.agreement.live
-        names = sorted(self.face.defaults)
-        check_same_options(outcome, self.face.param_groups, names, self.group.generation)
+        names = sorted(self.optimizer.defaults)
+        check_same_options(outcome, self.optimizer.param_groups, names, self.group.generation)
         self._seen = OptimizerProgress(self._seen.ballots + 1, payload)
         self.last_live = live
         if live:
             self.state_changes.forget()
-        self.face._step_agreed(outcome.agreement, self._recovery, ends_step=True, counts=True)
+        self.optimizer._step_agreed(outcome.agreement, self._recovery, ends_step=True, counts=True)
         if self.group.rank not in live or self._steps_nothing:
             # A joined rank runs no learning rate schedule: it steps its shard with the options of
             # a live rank. A rank that steps nothing does not count what the optimizer counts.
             given = [rank for rank in live if not math.isnan(sum(outcome.options[rank]))]
             if given:
                 numbers = outcome.options[max(given)]
-                set_numbers(self.face.param_groups, names, numbers[: -len(OF_THE_STEP)])
-                self.face.max_norm = numbers[-len(OF_THE_STEP)] or None
-        if self.face.uses_scaler:
+                set_numbers(self.optimizer.param_groups, names, numbers[: -len(OF_THE_STEP)])
+                self.optimizer.max_norm = numbers[-len(OF_THE_STEP)] or None
+        if self.optimizer.uses_scaler:
             scale = agreed_scale(outcome.loss_scales, live)
             if live and self.group.rank not in live:
-                self.face._follow_scale(scale, outcome.options[max(live)][-len(GROWTH) :])
-        self.face.found_overflow = self.face.uses_scaler and not math.isfinite(outcome.squared_norm)
+                self.optimizer._follow_scale(scale, outcome.options[max(live)][-len(GROWTH) :])
+        self.optimizer.found_overflow = self.optimizer.uses_scaler and not math.isfinite(
+            outcome.squared_norm
+        )
         if self.reducer is not None:
             self.reducer.end_step(outcome.agreement)
         if live and self.group.rank not in live:
-            self.face._run_pre_hooks()
+            self.optimizer._run_pre_hooks()
         return outcome
 
     def _apply(self, outcome: Outcome, divisor: float | None = None) -> list[Gather]:
@@ -982,17 +984,19 @@ class OptimizerEngine:
         if not agreement.live:
             return []  # All ranks have joined: there is no gradient.
         divisor = self.divisor(agreement) if divisor is None else divisor
-        uses_scaler, live = self.face.uses_scaler, agreement.live
+        uses_scaler, live = self.optimizer.uses_scaler, agreement.live
         scale = agreed_scale(outcome.loss_scales, live) if uses_scaler else 1.0
-        if self.face.max_norm is not None:
-            self.face.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
-        if self.face.found_overflow or self._digests.leaves_out(outcome.digests):
+        if self.optimizer.max_norm is not None:
+            self.optimizer.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
+        if self.optimizer.found_overflow or self._digests.leaves_out(outcome.digests):
             return []
         coefficient = self._clip_coefficient() / scale
         failure: CollectiveError | None = None
         for portion in self.shard.portions[len(gathers) :]:
             self.faults.reach(Instant.APPLY)
-            self.shard.apply(portion, self.face.param_groups, agreement.used, divisor, coefficient)
+            self.shard.apply(
+                portion, self.optimizer.param_groups, agreement.used, divisor, coefficient
+            )
             self.faults.reach(Instant.APPLIED)
             try:
                 if failure is None:
@@ -1000,8 +1004,8 @@ class OptimizerEngine:
                     self.faults.reach(Instant.GATHER)
             except CollectiveError as error:
                 failure = error  # The step counts, so the remaining shards are stepped first.
-        self.face.num_steps += 1
-        self._digests.note(self.face.num_steps)
+        self.optimizer.num_steps += 1
+        self._digests.note(self.optimizer.num_steps)
         if failure is not None:
             raise failure
         return gathers
@@ -1055,24 +1059,24 @@ class OptimizerEngine:
     def divisor(self, agreement: Agreement) -> float:
         """The number by which the summed gradient is divided to get the mean."""
         # Without a reducer, the code that made the gradients equal has divided them.
-        return 1.0 if self.reducer is None else self.face._divisor(agreement)
+        return 1.0 if self.reducer is None else self.optimizer._divisor(agreement)
 
     def _clip_coefficient(self) -> float:
         """The factor for the mean gradient that brings its norm to max_norm."""
-        if self.face.max_norm is None or self.face.grad_norm is None:
+        if self.optimizer.max_norm is None or self.optimizer.grad_norm is None:
             return 1.0
         # As in torch: never enlarge, never divide by zero, and let a NaN norm propagate.
-        coefficient = self.face.max_norm / (self.face.grad_norm + 1e-6)
+        coefficient = self.optimizer.max_norm / (self.optimizer.grad_norm + 1e-6)
         return 1.0 if coefficient > 1 else coefficient
 
     def _option_numbers(self) -> list[float]:
         """The numeric options of the optimizer, without entries that schedulers add to groups, and
         the numbers of OF_THE_STEP; 0 for none."""
-        numbers = numbers_of(self.face.param_groups, sorted(self.face.defaults))
-        return [*numbers, float(self.face.max_norm or 0.0), *self.face._growth_of_scale()]
+        numbers = numbers_of(self.optimizer.param_groups, sorted(self.optimizer.defaults))
+        return [*numbers, float(self.optimizer.max_norm or 0.0), *self.optimizer._growth_of_scale()]
 
     def _option_labels(self) -> list[str]:
-        return labels_of(self.face.param_groups, sorted(self.face.defaults))
+        return labels_of(self.optimizer.param_groups, sorted(self.optimizer.defaults))
 
     @property
     def _steps_nothing(self) -> bool:
@@ -1142,7 +1146,7 @@ class OptimizerEngine:
         assert self.reducer is not None and sums is not None
         self.reducer.weight = None
         self.reducer.offer_nothing(sums.used)
-        self.loss_scale = self.face._scale_of_losses()
+        self.loss_scale = self.optimizer._scale_of_losses()
         self.shard.bring_home()
         payload = self._vote_with_others(True)
         self.faults.reach(Instant.SEEN)
@@ -1239,15 +1243,15 @@ class OptimizerEngine:
         """
         assert self.reducer is not None
         self.faults.reach(Instant.MOVE)
-        for ours, theirs in zip(self.face.param_groups, options, strict=True):
+        for ours, theirs in zip(self.optimizer.param_groups, options, strict=True):
             ours.update(theirs)
-        self.face.num_steps, self._seen = num_steps, progress
+        self.optimizer.num_steps, self._seen = num_steps, progress
         self._ballot_of_step = progress.ballots
         self.state_changes.forget()
         if self.model is not None:
             self.model.buffers.synced_step = progress.ballots
         sent_bytes = self.shard.complete(held, inventories, self.group)
-        self.shard.recut(self.group, self.reducer.buckets, self.face.param_groups, held)
+        self.shard.recut(self.group, self.reducer.buckets, self.optimizer.param_groups, held)
         self.shard.gather()
         return sent_bytes
 
@@ -1256,6 +1260,6 @@ class OptimizerEngine:
         """Continue as a rank of another group. held: the state that this rank will keep there."""
         assert self.reducer is not None
         self.reducer.change_group(group)
-        self.shard.recut(group, self.reducer.buckets, self.face.param_groups, held)
+        self.shard.recut(group, self.reducer.buckets, self.optimizer.param_groups, held)
         self._make_ballot()
         self.consolidated = None

@@ -296,9 +296,9 @@ def stop_on_rank_1(ctx: cl.Context) -> Told:
         original = OptimizerEngine._try_step
 
         def stepped(engine: OptimizerEngine, is_live: bool) -> None:
-            if engine.face.num_steps == 1:
+            if engine.optimizer.num_steps == 1:
                 context.group.timeout_s = 3.0  # Of what is issued from now on.
-            if engine.face.num_steps == 2 and first_rank == 1:
+            if engine.optimizer.num_steps == 2 and first_rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             original(engine, is_live)
 
