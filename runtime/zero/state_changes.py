@@ -8,9 +8,9 @@ ranks vote on that step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -87,14 +87,6 @@ class StateChanges:
         )
 
 
-class _Owner(Protocol):
-    """The optimizer's engine, as far as it is used here."""
-
-    shard: ParameterShard
-
-    def drop_state(self, numbers: Iterable[int]) -> None: ...
-
-
 class StateOfParameter:
     """The state of one parameter, which can be dropped: `clear()`. All else that a dictionary has
     raises RuntimeError, and says what to do."""
@@ -106,7 +98,7 @@ class StateOfParameter:
         del self._state[self._parameter]
 
     def is_of(self, state: ShardedState, parameter: torch.Tensor) -> bool:
-        return self._state._owner is state._owner and self._parameter is parameter
+        return self._state._shard is state._shard and self._parameter is parameter
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(dict, name):
@@ -123,11 +115,12 @@ class ShardedState(MutableMapping[torch.Tensor, Any]):
     """`optimizer.state`. What is dropped of it (clear, pop, del, `state[p] = {}`) is dropped in the
     shards. It has all parameters, or none where no state can be."""
 
-    def __init__(self, owner: _Owner) -> None:
-        self._owner = owner
+    def __init__(self, shard: ParameterShard, drop: Callable[[Iterable[int]], None]) -> None:
+        """drop: drops the state of parameters, by their numbers, on all ranks."""
+        self._shard, self._drop = shard, drop
 
     def _number_of(self, parameter: torch.Tensor) -> list[int]:
-        known = enumerate(self._owner.shard.parameters)
+        known = enumerate(self._shard.parameters)
         return [number for number, one in known if one is parameter]
 
     def __getitem__(self, parameter: torch.Tensor) -> Any:
@@ -141,21 +134,20 @@ class ShardedState(MutableMapping[torch.Tensor, Any]):
         del self[parameter]
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        self._owner.drop_state(self._number_of(parameter))
+        self._drop(self._number_of(parameter))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        shard = self._owner.shard
-        return iter([*shard.parameters] if shard.may_have_state else [])
+        return iter([*self._shard.parameters] if self._shard.may_have_state else [])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def clear(self) -> None:
-        self._owner.drop_state(range(len(self._owner.shard.parameters)))
+        self._drop(range(len(self._shard.parameters)))
 
     def replace(self, value: Any) -> None:
         """`optimizer.state = value`. Raises RuntimeError for anything but an empty mapping."""
-        if isinstance(value, ShardedState) and value._owner is self._owner:
+        if isinstance(value, ShardedState) and value._shard is self._shard:
             return
         if not isinstance(value, dict) or value:
             raise RuntimeError(_IN_SHARDS)

@@ -398,7 +398,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
     def state(self) -> ShardedState:
         """The state by parameter, to drop it: `state.clear()`, `state.pop(parameter)`, on all ranks
         (inside Join, joined ranks do it too). To read or write it raises RuntimeError."""
-        return ShardedState(self._engine)
+        return ShardedState(self._engine.shard, self._engine.drop_state)
 
     @state.setter
     def state(self, value: Any) -> None:
