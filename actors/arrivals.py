@@ -2,8 +2,8 @@
 
 A worker that comes **rehearses**: it runs the function from the top by itself, with the rank that
 it will have, up to its first step of `ctx.steps`, while the others train. What it needs for that, a
-**replay log**, it gets from one of them. When it waits at its first step, all ranks take it in
-between two steps of theirs, and continue where they are. If the functions cannot take it in so,
+**replay log**, it gets from one of them. When it waits at its first step, all ranks admit it
+between two steps of theirs, and continue where they are. If the functions cannot admit it so,
 they run again from the top on all ranks, with the newcomer.
 """
 
@@ -20,7 +20,7 @@ class Readiness(enum.Enum):
     RUNS_AGAIN = "runs again"
     """It can run again from the top: all that has to survive is registered."""
 
-    TAKES_IN = "takes in"
+    ADMITS = "admits"
     """As above, and it continues where it is when a worker comes that has rehearsed."""
 
     PARKS = "parks"
@@ -42,7 +42,7 @@ class GivenReplayLog:
 
 @dataclass(frozen=True, slots=True)
 class ReadyToken:
-    """Where a worker waits that has rehearsed; it comes in where the others' tokens are the same.
+    """Where a worker waits that has rehearsed; it is admitted where the others have equal tokens.
 
     passage: the pass over an epoch that it is in. objects: a digest of all that it has made.
     """
@@ -53,7 +53,7 @@ class ReadyToken:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """All ranks of a generation are asked to take workers in. number: of the attempt."""
+    """All ranks of a generation are asked to admit workers. number: of the attempt."""
 
     number: int
     generation: int

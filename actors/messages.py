@@ -215,7 +215,7 @@ class Frozen:
     plain_steps: steps that this rank has taken with optimizers that hold no ballots.
     can_save: the ranks that are left can write everything that counts to a checkpoint.
     saved: the path of the run's last checkpoint, if it was written in this generation.
-    takes_in: the function continues where it is when a worker comes that has rehearsed
+    admits: the function continues where it is when a worker comes that has rehearsed
     (arrivals.py).
     is_at_boundary: it waits between two steps for such a worker.
     """
@@ -233,7 +233,7 @@ class Frozen:
     plain_steps: int = 0
     can_save: bool = False
     saved: str = ""
-    takes_in: bool = False
+    admits: bool = False
     is_at_boundary: bool = False
 
 

@@ -393,7 +393,7 @@ class Crew:
     async def _recruiting(
         self, driver: Actor, request: RunRequest, payload: Any, has_taken_over: bool
     ) -> AsyncIterator[None]:
-        """While the body runs, start workers, if the run can take them in."""
+        """While the body runs, start workers, if the run can admit them."""
         if not request.goes_on:
             yield
             return

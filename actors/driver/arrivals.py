@@ -1,16 +1,16 @@
 """Workers that come to a run in progress, and do not interrupt it. Pure; membership.py asks.
 
-A worker that comes is READY until all ranks can take it in. Then it becomes REHEARSING, with all
-others that wait at that time, and they come in together:
+A worker that comes is READY until all ranks can admit it. Then it becomes REHEARSING, with all
+others that wait at that time, and they are admitted together:
 
     begin   give each of them its place among the ranks, and have it run the function by itself.
-    ready   one waits at its first step. When all do, ask the ranks to take them in.
+    ready   one waits at its first step. When all do, ask the ranks to admit them.
     enter   the ranks have ended their generation between two steps: the next one is formed with the
             workers (situation.py), which were given just those places.
 
 What comes between ends the rehearsals of all of them (call off), and they begin again, at most
 MOST_ATTEMPTS times: one of them has died; a generation was formed without them, so their places are
-others; the ranks have come to another epoch. A function that cannot be rehearsed, or not taken in,
+others; the ranks have come to another epoch. A function that cannot be rehearsed, or not admitted,
 says so once: from then on in this run the functions of all ranks run again from the top.
 """
 
@@ -112,7 +112,7 @@ class Rehearsals:
         return todo
 
     def ended(self, worker_id: str, *, is_dead: bool, is_final: bool) -> list[Instruction]:
-        """A worker does not rehearse any more, and has not come in. is_final: the function cannot
+        """A worker does not rehearse any more, and was not admitted. is_final: the function cannot
         be rehearsed."""
         mine = self.by_id.pop(worker_id)
         if not is_dead:
@@ -130,8 +130,8 @@ class Rehearsals:
     def entering(
         self, survivors: Sequence[Member], frozen: Mapping[int, Frozen], generation: int
     ) -> list[Member]:
-        """The workers that come in now; none if the ranks do not all wait for them, or their places
-        would be others than those that they were given.
+        """The workers that are admitted now; none if the ranks do not all wait for them, or their
+        places would be others than those that they were given.
 
         survivors: by rank. frozen: of all of them. generation: the one that has ended."""
         # A rank that is inside a step has to finish it with those that were in it.
@@ -141,7 +141,7 @@ class Rehearsals:
         if any(one.entered != generation for one in frozen.values()):
             return []
         come = list(self.by_id.values())
-        # They come in together: their places count one another.
+        # They are admitted together: their places count one another.
         if any(one.token is None or one.is_called_off for one in come):
             return []
         order = in_rank_order([*survivors, *(one.member for one in come)])

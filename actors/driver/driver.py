@@ -305,7 +305,7 @@ class Driver(StoreActor):
     async def declined(
         self, run: int, generation: int, number: int, why: str, is_final: bool
     ) -> None:
-        """A rank does not take in the workers, as it was asked."""
+        """A rank does not admit the workers, as it was asked."""
         self._report(run, events.Declined(generation, number, why, is_final))
 
     def _report(self, run: int, event: Event) -> None:
@@ -537,9 +537,9 @@ class _Errands:
         pause_s = _AGAIN_S
         while self._driver.is_in(generation):
             said = await self._driver.readiness(self._request.run, worker_ids)
-            if all(one in (Readiness.RUNS_AGAIN, Readiness.TAKES_IN) for one in said):
-                take_in = all(one is Readiness.TAKES_IN for one in said)
-                self._events.put_nowait(events.RanksReady(generation, take_in))
+            if all(one in (Readiness.RUNS_AGAIN, Readiness.ADMITS) for one in said):
+                can_admit = all(one is Readiness.ADMITS for one in said)
+                self._events.put_nowait(events.RanksReady(generation, can_admit))
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)

@@ -115,11 +115,11 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class RanksReady:
-    """The functions of all ranks can run again now, with newcomers. take_in: all of them can also
+    """The functions of all ranks can run again now, with newcomers. can_admit: all of them can also
     continue where they are when a worker comes that has rehearsed."""
 
     generation: int
-    take_in: bool = False
+    can_admit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class RehearsalEnded:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """A rank does not take in the workers, as it was asked. number: of the request.
+    """A rank does not admit the workers, as it was asked. number: of the request.
     is_final: it would not do so later either."""
 
     generation: int

@@ -5,7 +5,7 @@ not meet. If the session keeps checkpoints, the ranks first form one more genera
 `Resumption` says what the run will end with (`gives_up`), so the ranks leave their functions as if
 to run them again from the top, write a checkpoint instead (runtime/recovery/last_checkpoint.py),
 and freeze once more. What they say then (`Frozen.saved`) goes into the text of the end, whatever it
-is: nobody forms another generation, nobody is taken in, and a deadline ends the run in any case.
+is: nobody forms another generation, nobody is admitted, and a deadline ends the run in any case.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ class Membership:
             case events.PatienceEnded():
                 late = [run.members[rank].info.worker_id for rank in run.round.unfrozen]
                 return self._fence(run, late, "its function did not stop in time")
-            case events.RanksReady(_, take_in):
-                return self._ranks_ready(run, take_in)
+            case events.RanksReady(_, can_admit):
+                return self._ranks_ready(run, can_admit)
             case events.Declined(_, number, why, is_final):
                 return self._arrivals.declined(number, why, is_final=is_final)
             case events.PauseEnded():
@@ -373,14 +373,14 @@ class Membership:
             return self._decide(run)  # It may be the one that the run waits for.
         return self._ask(run)
 
-    def _ranks_ready(self, run: RunState, take_in: bool) -> list[Instruction]:
+    def _ranks_ready(self, run: RunState, can_admit: bool) -> list[Instruction]:
         """Newcomers wait, and the functions can run again with them, or continue and take them
         in."""
         run.asked_in = -1  # Those that come from now on wait for another answer.
         come = newcomers_of(run, self._members.values())
         if run.phase is not Phase.RUNNING or self._arrivals.by_id or not come:
             return []
-        if take_in and self._arrivals.are_possible:
+        if can_admit and self._arrivals.are_possible:
             return self._arrivals.begin(run.members, come, self._generation)
         who = "; ".join(str(member.info) for member in come)
         return self._open_round(run, GroupAborted(self._generation, [], f"{who} has come"))
@@ -477,7 +477,7 @@ class Membership:
         return [*dismissed, *told, *self._arrivals.formed(plan.members), *self._ask(run)]
 
     def _ask(self, run: RunState) -> list[Instruction]:
-        """If workers wait, ask the ranks whether they could be taken in."""
+        """If workers wait, ask the ranks whether they could be admitted."""
         may_come = run.phase is Phase.RUNNING and run.goes_on and run.takes_newcomers
         if not may_come or not newcomers_of(run, self._members.values()):
             return []  # They wait for the next run.

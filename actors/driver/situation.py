@@ -28,7 +28,7 @@ class Situation(enum.Enum):
     """No generation can continue from what the ranks report; `Outlook.why` says what is missing."""
 
     TOO_FEW = "too few"
-    """There are fewer workers than the run may continue with; newcomers could be taken in."""
+    """There are fewer workers than the run may continue with; newcomers could be admitted."""
 
     READY = "ready"
     """The next generation can form; `Outlook.plan` says how."""
@@ -88,7 +88,7 @@ def assess(run: RunState, known: Iterable[Member], arrivals: Rehearsals | None =
     # A newcomer begins at the top of the function, and the others have to go there, too; unless it
     # can rehearse first, and they can do without it until then.
     newcomers = newcomers_of(run, known) if can_restart else []
-    can_wait = arrivals.are_possible and all(word.takes_in for word in frozen.values())
+    can_wait = arrivals.are_possible and all(word.admits for word in frozen.values())
     if can_wait and not unparked and len(frozen) >= run.fewest:
         newcomers = []
     restarts = bool(unparked or newcomers)

@@ -137,13 +137,13 @@ class Lifeline:
         return self._resumed_after(lambda driver: driver.froze.remote(run, frozen))
 
     def rehearsed(self, token: ReadyToken) -> Resumption:
-        """This worker waits at its first step. Returns when the other ranks take it in: how it
+        """This worker waits at its first step. Returns when the other ranks admit it: how it
         continues in its first generation. Raises the error that ended the run or the rehearsal."""
         run, worker_id = self._request.run, self._worker_id
         return self._resumed_after(lambda driver: driver.rehearsed.remote(run, worker_id, token))
 
     def decline(self, number: int, why: str, *, is_final: bool) -> None:
-        """This rank does not take the worker in, as it was asked. number: of the request.
+        """This rank does not admit the worker, as it was asked. number: of the request.
         is_final: it would not do so later either."""
         self._driver.declined.remote(self._request.run, self.generation, number, why, is_final)
 

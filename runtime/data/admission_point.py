@@ -31,17 +31,17 @@ class StepsUnderWay(Protocol):
 
 
 class AdmissionPoint(Protocol):
-    """Where a worker comes in."""
+    """Where a worker is admitted."""
 
     def begin(self, steps: StepsUnderWay) -> None:
         """A pass over the steps of an epoch begins. On a worker that comes, return when it has come
         to the others, after one of their steps."""
 
     def before_step(self, steps: StepsUnderWay) -> None:
-        """A step begins: decide whether this rank would take a worker in after it."""
+        """A step begins: decide whether this rank would admit a worker after it."""
 
     def at_boundary(self, steps: StepsUnderWay) -> None:
-        """Between two steps: take the worker in, if all ranks have agreed to."""
+        """Between two steps: admit the worker, if all ranks have agreed to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class Steps(Dealt):
         """rows: the samples of the epoch. key: identifies them when a run resumes.
         group: the ranks' group at this time.
         noise_seed: the random states of micro-batches depend on it, and on the epoch.
-        admission: where a worker comes in.
+        admission: where a worker is admitted.
         The other parameters are those of `ctx.steps`, and of Shard (dataset_batches.py)."""
         _check_size("global_batch_size", global_batch_size)
         _check_size("micro_batch_size", micro_batch_size)
@@ -198,7 +198,7 @@ class Steps(Dealt):
             with bound.iterating(self):
                 self._rows.begin((*self._dealer.call_key, self.number))
                 if self._admission is not None:
-                    # A worker that comes waits here, until it is taken in.
+                    # A worker that comes waits here, until it is admitted.
                     self._admission.begin(self)
                 while sizes := self._sizes_of(number := self._first + self.taken):
                     bound.steps.batches_taken = number + 1

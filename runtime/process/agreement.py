@@ -38,7 +38,7 @@ class Note(enum.IntEnum):
     """The gradients have changed since they were sent, so all ranks send theirs again."""
     SEVERAL = 4
     """The step has several passes; or, where no rank has data, a pass has had no step."""
-    TAKES_IN = 5
+    ADMITS = 5
     """A worker may join after this step (runtime/recovery/arrivals.py)."""
     BEGINS_INSIDE = 6
     """It MIXES, since its pass did not begin at an output of the model."""

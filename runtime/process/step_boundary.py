@@ -68,9 +68,9 @@ class Boundary:
         self.at_first_step: Callable[[int], None] | None = None
         """Called once, with the number of steps so far, when the function's first batch is taken,
         or the first forward of a DistributedDataParallel begins."""
-        self.would_take_in = False
-        """Whether this rank would take a worker in after the step under way."""
-        self.takes_in = False
+        self.would_admit = False
+        """Whether this rank would admit a worker after the step under way."""
+        self.admits = False
         """Whether all ranks do so, at the coming boundary (recovery/arrivals.py)."""
         self.epoch = 0
         """The epoch of `ctx.epochs` that the function is in, counted from 1; 0: it is in none."""
@@ -92,7 +92,7 @@ class Boundary:
     def step_agreed(self, agreement: Agreement, group: Group, *, ends_step: bool) -> None:
         """All ranks have agreed on a step. ends_step: the step is counted, and applied next."""
         self._stop_is_agreed = self._stop_is_agreed or agreement.stop
-        self.takes_in = agreement.says(Note.TAKES_IN) == group.size
+        self.admits = agreement.says(Note.ADMITS) == group.size
         # An agreement on a backward pass, or of ranks that are all out of data, is no step.
         if not (ends_step and agreement.live):
             return
@@ -150,11 +150,11 @@ class Boundary:
     def change_ranks(self) -> None:
         """The ranks have other numbers now, and workers that were to come in wait again."""
         self.resumed_live = ()
-        self.takes_in = self.would_take_in = False
+        self.admits = self.would_admit = False
 
     def notes(self) -> list[Note]:
         """What this rank's vote says beside its gradients."""
-        return [Note.TAKES_IN] if self.would_take_in else []
+        return [Note.ADMITS] if self.would_admit else []
 
     def _look_at_memory(self, group: Group) -> None:
         now = time.monotonic()

@@ -4,7 +4,7 @@ On a rank that was there before:
 
     (1) A rank is asked for the **replay log** of its function's beginning (state_transfer.py), and
         gives it between two steps.
-    (2) When the worker waits at its first step, all ranks are asked to take it in. A rank says so
+    (2) When the worker waits at its first step, all ranks are asked to admit it. A rank says so
         in its next vote, if it is in the pass over the epoch in which the worker waits, has made
         the same objects, and no checkpoint of it is being written.
     (3) When all ranks have said so in one vote, they meet after that step, end the generation
@@ -54,10 +54,10 @@ class Arrivals:
         lifeline: Lifeline,
         objects: LiveObjects,
         cross: Callable[[BaseException], None],
-        come_in: Callable[[Resumption], None],
+        be_admitted: Callable[[Resumption], None],
     ) -> None:
         """cross: gets this rank from the boundary between two steps into the next generation.
-        come_in: the same for a worker that has rehearsed."""
+        be_admitted: the same for a worker that has rehearsed."""
         self.replay_log: ReplayLog | None = None
         """With which this rank rehearses; None if it does not."""
         self.steps: StepsUnderWay | None = None
@@ -65,7 +65,7 @@ class Arrivals:
         self._lifeline = lifeline
         self._objects = objects
         self._cross = cross
-        self._come_in = come_in
+        self._be_admitted = be_admitted
         self._steps_in: object = None
         """The call of the function in which a step was taken with `ctx.steps`."""
         self._lock = threading.Lock()
@@ -85,12 +85,12 @@ class Arrivals:
         return asked
 
     def request_admission(self, request: AdmissionRequest) -> None:
-        """(2) This rank says in its next vote whether it can take the worker in."""
+        """(2) This rank says in its next vote whether it can admit the worker."""
         self._request = request
 
     @property
-    def takes_in(self) -> bool:
-        """Whether a worker could come in between two steps, as far as this rank knows."""
+    def admits(self) -> bool:
+        """Whether a worker could be admitted between two steps, as far as this rank knows."""
         if self._steps_in is None or self._steps_in is not self._objects.call:
             return False
         why = why_not_within(self._objects)
@@ -141,7 +141,7 @@ class Arrivals:
 
     def before_step(self, steps: StepsUnderWay) -> None:
         bound, request = boundary(), self._request
-        bound.would_take_in = False
+        bound.would_admit = False
         if request is None:
             return
         if request.generation != self._lifeline.generation:
@@ -154,7 +154,7 @@ class Arrivals:
             self._lifeline.decline(request.number, why, is_final=is_final)
             return
         checkpoints = self._objects.call.checkpoints
-        bound.would_take_in = checkpoints is None or not checkpoints.is_saving
+        bound.would_admit = checkpoints is None or not checkpoints.is_saving
 
     def _why_not_now(self, steps: StepsUnderWay, token: ReadyToken) -> str:
         if token.passage != steps.passage or not steps.has_next:
@@ -168,9 +168,9 @@ class Arrivals:
         if self._asked:
             self._answer()
         bound = boundary()
-        if not bound.takes_in:
+        if not bound.admits:
             return
-        bound.takes_in = bound.would_take_in = False
+        bound.admits = bound.would_admit = False
         self._request = None
         checkpoints, group = self._objects.call.checkpoints, self._objects.call.group
         if checkpoints is not None:
@@ -225,7 +225,7 @@ class Arrivals:
         self._kept.take(self.replay_log.outside, self.replay_log.body)
         resumption = self._lifeline.rehearsed(token)
         self.steps, self._steps_in, self.replay_log = steps, self._objects.call, None
-        self._come_in(resumption)
+        self._be_admitted(resumption)
 
 
 def tell_why_not(why: str) -> None:

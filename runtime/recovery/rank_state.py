@@ -139,14 +139,12 @@ class RankState:
 
     # -- the report --------------------------------------------------------------------------------
 
-    def report(
-        self, frozen: Frozen, facts: Facts, where: Where, *, takes_in: bool = False
-    ) -> Frozen:
+    def report(self, frozen: Frozen, facts: Facts, where: Where, *, admits: bool = False) -> Frozen:
         """This rank's report to the driver.
 
         frozen: the report as the lifeline begins it (leave_generation).
         facts: read after `frozen`.
-        takes_in: as in Frozen.
+        admits: as in Frozen.
         """
         return replace(
             frozen,
@@ -160,7 +158,7 @@ class RankState:
             plain_steps=(self._kept if self.has_kept else facts).plain_steps,
             can_save=self._can_save(facts),
             saved=self._saved,
-            takes_in=takes_in and not self._missing(facts, where),
+            admits=admits and not self._missing(facts, where),
             is_at_boundary=where is Where.AT_BOUNDARY,
         )
 
@@ -168,11 +166,11 @@ class RankState:
         """Whether the function would run again if it were left now, as far as this rank knows."""
         return not self._missing(facts, where)
 
-    def readiness(self, facts: Facts, *, takes_in: bool = False) -> Readiness:
+    def readiness(self, facts: Facts, *, admits: bool = False) -> Readiness:
         """What would become of the function if its generation were ended now, for no need.
-        takes_in: as in Frozen."""
-        if takes_in and not facts.missing:
-            return Readiness.TAKES_IN
+        admits: as in Frozen."""
+        if admits and not facts.missing:
+            return Readiness.ADMITS
         if self.has_kept or not facts.missing:
             return Readiness.RUNS_AGAIN
         is_sharded = facts.spare is not None and not facts.has_plain_steps
@@ -236,7 +234,7 @@ class RankState:
         if self.stage is Stage.FRESH:
             self.stage = Stage.RUNNING
 
-    def waits_to_come_in(self, entered: int) -> None:
+    def waits_to_be_admitted(self, entered: int) -> None:
         """A worker that has rehearsed gets into a generation. entered: the last one that the other
         ranks have entered; this rank has nothing of it, and counts as in it."""
         self.entered, self._formed = entered, []

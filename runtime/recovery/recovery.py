@@ -52,7 +52,7 @@ class Recovery:
 
     in_place, from_the_top: the two ways into the next generation. The program calls `from_the_top`
         for the steps of a run that begins again.
-    arrivals: how workers come in between two steps.
+    arrivals: how workers are admitted between two steps.
     """
 
     def __init__(self, lifeline: Lifeline) -> None:
@@ -66,10 +66,10 @@ class Recovery:
         counts, it does that: not all of its objects may have their state yet."""
         self.in_place = InPlace(lifeline, self._state, self._objects)
         self.from_the_top = FromTheTop(lifeline, self._state, self._objects)
-        self.arrivals = Arrivals(lifeline, self._objects, self._cross, self._come_in)
+        self.arrivals = Arrivals(lifeline, self._objects, self._cross, self._be_admitted)
         lifeline.arrivals = self.arrivals
         lifeline.readiness = lambda: self._state.readiness(
-            self._objects.facts(), takes_in=self.arrivals.takes_in
+            self._objects.facts(), admits=self.arrivals.admits
         )
         lifeline.missing = lambda: self._objects.facts().missing
 
@@ -193,14 +193,14 @@ class Recovery:
         self._go_on(self._freeze(error, where), where, optimizer)
 
     def _cross(self, error: BaseException) -> None:
-        """A worker comes in between two steps: return in the next generation."""
+        """A worker is admitted between two steps: return in the next generation."""
         self.pass_boundary()
         self.in_place.begin()
         self._go_on(self._freeze(error, Where.AT_BOUNDARY), Where.AT_BOUNDARY)
 
-    def _come_in(self, resumption: Resumption) -> None:
+    def _be_admitted(self, resumption: Resumption) -> None:
         """This worker has rehearsed: return in the first generation of which it is a rank."""
-        self._state.waits_to_come_in(resumption.entered)
+        self._state.waits_to_be_admitted(resumption.entered)
         self.in_place.begin()
         self._go_on(resumption, Where.AT_BOUNDARY)
 
@@ -264,10 +264,8 @@ class Recovery:
     def _freeze(self, error: BaseException, where: Where) -> Resumption:
         frozen = self._lifeline.leave_generation(error)
         # No operation of the generation can complete from here on, so the facts stay valid.
-        facts, takes_in = self._objects.facts(), self.arrivals.takes_in
-        return self._lifeline.regenerate(
-            self._state.report(frozen, facts, where, takes_in=takes_in)
-        )
+        facts, admits = self._objects.facts(), self.arrivals.admits
+        return self._lifeline.regenerate(self._state.report(frozen, facts, where, admits=admits))
 
     def _where_left(self) -> Where:
         is_fresh = self._state.stage is Stage.FRESH

@@ -31,7 +31,7 @@ HERE = ReadyToken("0/0/steps#0", "objects")
 
 def froze(rank: int, generation: int, *, at_boundary: bool) -> events.RankFroze:
     word = Frozen(rank, generation, (OptimizerProgress(5, (5.0,)),), GONE, generation, True, True)
-    return events.RankFroze(replace(word, takes_in=True, is_at_boundary=at_boundary))
+    return events.RankFroze(replace(word, admits=True, is_at_boundary=at_boundary))
 
 
 def with_newcomers(*seats: int, num: int = 2) -> tuple[Membership, list[Instruction]]:

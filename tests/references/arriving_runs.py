@@ -147,7 +147,7 @@ def train(
                     note(folder, "killed")
                     die()
             optim.step()
-            if scenario == "a rank behind the vote" and seat == 2 and boundary().takes_in:
+            if scenario == "a rank behind the vote" and seat == 2 and boundary().admits:
                 strike()
             schedule.step()
             optim.zero_grad()
