@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from .collating import collated
-from .loader_process import AtStart, by_value, why_unpicklable
+from .loader_process import AtStart, by_value, end_processes, why_unpicklable
 from .options import FORK, FetchOptions
 
 Indices = Sequence[Any]
@@ -139,11 +139,7 @@ class Fetcher:
         """End the loader processes, if there are any. `fetch` starts them again."""
         self.rest()
         loader, self._loader = self._loader, None
-        # torch ends the processes when nothing refers to the iterator; an error that was caught
-        # may refer to it.
-        end = getattr(getattr(loader, "_iterator", None), "_shutdown_workers", None)
-        if end is not None:
-            end()
+        end_processes(getattr(loader, "_iterator", None))
 
     def _made(self) -> DataLoader[Any]:
         options, dataset = self.options, self.dataset

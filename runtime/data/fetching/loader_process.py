@@ -64,6 +64,17 @@ class AtStart:
             self.then(number)
 
 
+def end_processes(batches: object) -> None:
+    """End the loader processes of a DataLoader's iterator, if it has some.
+
+    torch does so when nothing refers to the iterator, but a caught error may refer to it; and where
+    the garbage collector finds it, its processes may not be told, and are waited for: 5 s each.
+    """
+    end = getattr(batches, "_shutdown_workers", None)
+    if end is not None:
+        end()
+
+
 def end_with(pid: int) -> None:
     """End this process when the process `pid` ends. Returns at once."""
     try:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_convert
 from torch.utils.data._utils import worker
 
 from .fetcher import loader_seed
-from .loader_process import AtStart, by_value, why_unpicklable
+from .loader_process import AtStart, by_value, end_processes, why_unpicklable
 from .loader_settings import context_of, refuse_sharded
 from .options import FORK
 
@@ -73,10 +73,14 @@ class LoaderRows:
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        for rows in self._loader():
-            for row in rows:
-                # Out of the shared memory, of which each tensor holds a file descriptor.
-                yield tree_map(_own, row) if self._num_workers else row
+        batches = iter(self._loader())
+        try:
+            for rows in batches:
+                for row in rows:
+                    # Out of the shared memory, of which each tensor holds a file descriptor.
+                    yield tree_map(_own, row) if self._num_workers else row
+        finally:
+            end_processes(batches)
 
     def _loader(self) -> DataLoader[Any]:
         generator = torch.Generator()
