@@ -33,14 +33,15 @@ def train(ctx, steps, replicas=1):
 
 
 async def main():
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    head = {"num_cpus": 2, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     node = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False)
     async with cl.Session((1, 3), address=cluster.address, timeout_s=20) as session:
         await session.run(train, steps=1)
         replicas = int(sys.argv[1])
-        running = asyncio.create_task(session.run(train, steps=160, replicas=replicas))
-        await asyncio.sleep(2)
+        running = asyncio.create_task(session.run(train, steps=80, replicas=replicas))
+        await asyncio.sleep(1)
         GcsClient(address=cluster.address).drain_node(
             node.node_id,
             autoscaler_pb2.DRAIN_NODE_REASON_PREEMPTION,
@@ -69,4 +70,4 @@ def test_ranks_leave_a_node_that_is_drained_and_the_others_go_on(
     program.write_text(PROGRAM)
     said = output_of(program, str(replicas), timeout_s=150)
     assert "RANKS 2" in said
-    assert said.count("SIZES 3 2 160") == 2, said
+    assert said.count("SIZES 3 2 80") == 2, said

@@ -21,7 +21,8 @@ async def node_of(actor):
 
 
 async def main():
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    head = {"num_cpus": 2, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
         cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False)
