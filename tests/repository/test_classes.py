@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ast
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
 from tests import ROOT
 
-TREES = [
-    ast.parse(path.read_text())
-    for package in ("collectives", "actors", "runtime")
-    for path in sorted((ROOT / package).rglob("*.py"))
-]
+
+@pytest.fixture(scope="module")
+def trees() -> list[ast.Module]:
+    """Of all files."""
+    return [
+        ast.parse(path.read_text())
+        for package in ("collectives", "actors", "runtime")
+        for path in sorted((ROOT / package).rglob("*.py"))
+    ]
 
 
 def classes(trees: Iterable[ast.AST]) -> Iterator[ast.ClassDef]:
@@ -66,8 +70,8 @@ def private_members(trees: Iterable[ast.AST]) -> list[str]:
 
 
 @pytest.mark.parametrize("found", [shared_names, halves, private_members])
-def test_classes_are_whole(found) -> None:
-    assert found(TREES) == []
+def test_classes_are_whole(found: Callable[..., list[str]], trees: list[ast.Module]) -> None:
+    assert found(trees) == []
 
 
 def test_what_is_cut_is_found() -> None:
