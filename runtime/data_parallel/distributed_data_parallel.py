@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chorusline.actors.errors import ends_a_generation
@@ -18,7 +19,7 @@ from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import is_informing
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
-from ..join.join import GroupJoinable, Joinable, JoinEngine
+from ..join.join import GroupJoinable, Join, Joinable, JoinEngine
 from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement
 from ..process.running import current_group, recovery_of
@@ -28,6 +29,7 @@ from .gradients.comm_hooks import CommHook
 from .gradients.reducer import Reducer
 from .gradients.reductions import why_not_sharded
 from .gradients.step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
+from .mixed_precision import cast_buffers, dtype_options, reducing_in, run_in
 from .outputs import tensors_of
 from .same_model import (
     broadcast_tensors,
@@ -62,7 +64,10 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         if another rank has a gradient for it; else it keeps none.
     gradient_as_bucket_view: no effect; `.grad` is always a view of a bucket.
     device_ids, output_device: no effect, at most one device; the module stays on its device.
-    mixed_precision: not supported; the error names the alternatives.
+    skip_all_reduce_unused_params: no effect.
+    mixed_precision: torch's `_MixedPrecision`. A forward pass computes in `param_dtype`, on copies
+        of the parameters and inputs; `buffer_dtype` converts the buffers for good; `reduce_dtype`
+        sends the gradients in it, as a communication hook does, and None in the parameters' own.
 
     Raises ValueError for a module without trainable parameters, and for parameters that are not
     all on the group's device; CollectiveMismatch, on all ranks, if the models differ, naming the
@@ -75,6 +80,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         check_reduction="leave it out",
         init_sync="all ranks start from rank 0's parameters; leave it out",
         device_mesh="write group=, with a chorusline Group",
+        delay_all_reduce_named_params="leave it out: buckets follow the order in which gradients "
+        "come, and static_graph=True waits for a parameter's several gradients",
+        param_to_hook_all_reduce="leave it out, with delay_all_reduce_named_params",
         **{TOO_MANY: "pass the arguments after the group by name"},
     )
     def __init__(
@@ -89,7 +97,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         static_graph: bool = False,
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
-        mixed_precision: object = None,
+        skip_all_reduce_unused_params: bool = False,
+        mixed_precision: _MixedPrecision | None = None,
     ) -> None:
         super().__init__()
         check_wrapping(module, group)
@@ -99,12 +108,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 f"device_ids has {len(device_ids)} devices, but a rank owns one: start a "
                 "worker for each device (num_workers), and leave device_ids out"
             )
-        if mixed_precision is not None:
-            raise ValueError(
-                "mixed_precision, which casts parameters in the forward pass, is not supported; "
-                "use torch.autocast, or give the module parameters in bfloat16, of which "
-                "ZeroRedundancyOptimizer keeps float32 copies"
-            )
+        precision = dtype_options(mixed_precision)
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError(
@@ -125,11 +129,14 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
         check_layouts("parameter", parameters)
         check_layouts("buffer", buffers)
+        if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
+            cast_buffers(module, mixed_precision.buffer_dtype)
         bucket_bytes = int(min(bucket_cap_mb, 1 << 40) * (1 << 20))
         settings = {
             "bucket_cap_mb (in bytes)": bucket_bytes,
             "broadcast_buffers": bool(broadcast_buffers),
             "static_graph": bool(static_graph),
+            **precision,
         }
         if (recovery := recovery_of(group)) is not None:
             recovery.makes_model()
@@ -164,6 +171,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             reducer.on_new_order = lambda: tell_choice(reducer.buckets, reducer.group.rank, names)
             reducer.on_new_order()
         self._engine = ModelEngine(self, module, reducer, broadcast_buffers=broadcast_buffers)
+        self.mixed_precision = mixed_precision
+        if mixed_precision is not None and mixed_precision.reduce_dtype is not None:
+            reducer.reduce_by(reducing_in(mixed_precision.reduce_dtype, lambda: reducer.group))
 
     @property
     def group(self) -> Group:  # type: ignore[override]
@@ -176,7 +186,10 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         began_at = self._before_forward()
-        output = self.module(*inputs, **kwargs)
+        if self.mixed_precision is None or self.mixed_precision.param_dtype is None:
+            output = self.module(*inputs, **kwargs)
+        else:
+            output = run_in(self.mixed_precision.param_dtype, self.module, inputs, kwargs)
         self._after_forward(output, began_at)
         return output
 
@@ -335,6 +348,23 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         return loss * weight
 
     # -- Join ----------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **options: Any,
+    ) -> Join:
+        """A `Join` of this model alone, as in torch; options: the others of `Join`, such as
+        step_along=[optimizer]."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            **options,
+        )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         hook = self._reducer.hook

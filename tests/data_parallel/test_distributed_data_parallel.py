@@ -7,7 +7,7 @@ import torch
 
 import chorusline as cl
 from tests.harness.standing_ranks import another_group
-from tests.references.training import batches_of, largest_difference, loss_of, make_model
+from tests.references.training import batches_of, largest_difference, loss_of, make_model, reference
 
 
 def starting_point(group):
@@ -201,15 +201,40 @@ def test_sparse_gradients_are_refused(ranks_of):
     assert "only dense gradients are reduced" in ranks_of(1).run(sparse)[0]
 
 
+def join_as_in_torch(group):
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with model.join(divide_by_initial_world_size=False, step_along=[optimizer]):
+        for batch in batches_of(group.rank, 3 - group.rank, torch.float64):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_model_makes_its_join_as_in_torch(ranks_of):
+    expected = reference((3, 2), "sgd", torch.float64, divide_by_initial=False)
+    for parameters in ranks_of(2).run(join_as_in_torch):
+        assert largest_difference(parameters, expected) < 1e-14
+
+
 def test_arguments_of_torch_scripts_are_taken_or_refused_with_the_mend() -> None:
     with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
         net = torch.nn.Linear(2, 2)
-        model = cl.DistributedDataParallel(net, group, device_ids=[0], output_device=0)
+        model = cl.DistributedDataParallel(
+            net, group, device_ids=[0], output_device=0, skip_all_reduce_unused_params=True
+        )
         assert model(torch.ones(1, 2)).shape == (1, 2)
         with pytest.raises(ValueError, match="a rank owns one: start a worker for each"):
             cl.DistributedDataParallel(net, group, device_ids=[0, 1])
-        with pytest.raises(ValueError, match=r"use torch\.autocast"):
+        with pytest.raises(TypeError, match="mixed_precision must be"):
             cl.DistributedDataParallel(net, group, mixed_precision=object())
+        with pytest.raises(TypeError, match="buckets follow the order in which gradients come"):
+            cl.DistributedDataParallel(
+                net, group, delay_all_reduce_named_params=[], param_to_hook_all_reduce=net.weight
+            )
+        with pytest.raises(TypeError, match="write group=, with a chorusline Group"):
+            cl.DistributedDataParallel(net, process_group=group)
 
 
 def test_completion_shows_torchs_names_and_the_public_ones_only() -> None:
@@ -224,7 +249,9 @@ def test_completion_shows_torchs_names_and_the_public_ones_only() -> None:
             "module",
             "group",
             "broadcast_buffers",
+            "mixed_precision",
             "no_sync",
+            "join",
             "weigh",
             "statistics",
             "register_comm_hook",
