@@ -492,16 +492,40 @@ class MemberState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RunPause:
+    """A run waits for new workers, because fewer than `fewest` are left.
+
+    missing: workers that have to come before it continues.
+    waited_s: so far. limit_s: seconds after which the run is given up.
+    """
+
+    missing: int
+    fewest: int
+    waited_s: float
+    limit_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"waiting for {self.missing} more worker{'s' * (self.missing > 1)} of at least "
+            f"{self.fewest}, {self.waited_s:.0f} s of {self.limit_s:.0f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class DriverSnapshot:
-    """incarnation: how many drivers the session has had before this one. members: by seat."""
+    """incarnation: how many drivers the session has had before this one. members: by seat. pause:
+    of the run in progress, while it is paused."""
 
     incarnation: int
     generation: int
     run: int | None
     members: tuple[tuple[WorkerInfo, MemberState], ...]
+    pause: RunPause | None = None
 
     def __str__(self) -> str:
         doing = "no run in progress" if self.run is None else f"run {self.run} in progress"
+        if self.pause is not None:
+            doing = f"run {self.run} paused, {self.pause}"
         lines = [f"driver {self.incarnation}: generation {self.generation}, {doing}"]
         lines += [f"  {info}: {state.value}" for info, state in self.members]
         return "\n".join(lines)

@@ -409,6 +409,7 @@ class Crew:
             self._starting.discard,
             payload,
             self.listener.note,
+            self.listener.note_pause,
         )
         async with (
             self._reserve.kept(payload),

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..calls import Actor, ActorGone, NoAnswer, answer, answers
 from ..journal import Pulled
-from ..messages import Report
+from ..messages import Report, RunPause
 from ..run_status import RunStatus
 from ..worker_logs import ERR, Position, Printed, PrintedPiece, read_rest
 
@@ -39,7 +39,8 @@ class News:
     statuses: of the workers in the run, by seat.
     numbers: that each of them has reported last, by seat and name.
     num_lost: workers that the run has lost so far.
-    notices: sentences for whoever looks at the run."""
+    notices: sentences for whoever looks at the run.
+    pause: what the run waits for, while it is paused."""
 
     reports: list[Report] = field(default_factory=list)
     printed: list[tuple[int, Printed]] = field(default_factory=list)
@@ -47,6 +48,7 @@ class News:
     numbers: dict[int, dict[str, float]] = field(default_factory=dict)
     num_lost: int = 0
     notices: list[str] = field(default_factory=list)
+    pause: RunPause | None = None
 
     @property
     def has_more(self) -> bool:
@@ -72,6 +74,11 @@ class Listener:
         self._lost: list[Actor] = []  # in this run
         self._silent: dict[Actor, float] = {}  # until when it is not asked
         self._notices: list[str] = []
+        self._pause: tuple[RunPause, float] | None = None  # and when it was heard of
+
+    def note_pause(self, pause: RunPause | None) -> None:
+        """Have it in the news from now on."""
+        self._pause = (pause, time.monotonic()) if pause is not None else None
 
     def note(self, notice: str) -> None:
         """Have a sentence in the next news."""
@@ -92,6 +99,9 @@ class Listener:
             self._run, self._received, self._lost = run, {}, []
             self._silent.clear()
         news = News()
+        if self._pause is not None:
+            pause, heard_at = self._pause
+            news.pause = replace(pause, waited_s=pause.waited_s + time.monotonic() - heard_at)
         asked = {
             seat: worker for seat, worker in self._workers.items() if seat not in self._starting
         }

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
 from ..driver.driver import Unfit
-from ..messages import RunRequest
+from ..messages import RunPause, RunRequest
 from ..versions import versions_here
 from .persisting import persist
 from .replacing import Replacing
@@ -62,6 +62,7 @@ class Recruiter:
         has_started: Callable[[int], None],
         program: Any,
         tell: Callable[[str], None],
+        tell_pause: Callable[[RunPause | None], None],
     ) -> None:
         self._driver = driver
         self._request = request
@@ -74,6 +75,7 @@ class Recruiter:
         self._has_started = has_started
         self._program = program
         self._tell = tell
+        self._tell_pause = tell_pause
         self._told: set[str] = set()
 
     @asynccontextmanager
@@ -85,6 +87,7 @@ class Recruiter:
         watches = {
             "the seats of lost workers are not filled": lambda: self._recruit(has_taken_over),
             "draining nodes are not noticed": self._watch_nodes,
+            "a pause is not noticed": self._watch_pauses,
         }
         if self._request.replaces_stragglers:
             replacing = Replacing(self._driver, self._request.run, self._workers, self._starting)
@@ -233,6 +236,18 @@ class Recruiter:
             return False
         self._has_started(seat)
         return True
+
+    async def _watch_pauses(self) -> None:
+        """Tell of pauses, as the driver tells of them: in a run without any it has one question."""
+        run = self._request.run
+        try:
+            while (pause := await answer(self._driver.next_pause.remote(run))) is not None:
+                self._tell_pause(pause)
+                self._tell(f"the run is paused, {pause}")
+                await answer(self._driver.pause_is_over.remote(run))
+                self._tell_pause(None)
+        finally:
+            self._tell_pause(None)
 
     async def _watch_nodes(self) -> None:
         """Tell the driver of nodes that are drained or preempted, while they are still there; and

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -92,6 +93,9 @@ class Driver(StoreActor):
         self._early_cancels: set[int] = set()  # A cancellation may overtake its run.
         self._lost: list[tuple[int, str]] = []  # of the run in progress
         self._has_lost = asyncio.Event()
+        self._paused_at = 0.0  # time.monotonic(); 0.0 while no run is paused
+        self._has_turned = asyncio.Event()  # A pause has begun or ended.
+        self._request: RunRequest | None = None  # of the run in progress
         self._num_ready = 0  # spare workers
         self._holds: Counter[str] = Counter()  # of ranks that leave, by the notice's node or worker
 
@@ -177,7 +181,7 @@ class Driver(StoreActor):
         self, request: RunRequest, program: list[Any], event: Event
     ) -> RunSucceeded | RunFailed:
         begun = self._membership.handle(event)
-        self._run, self._events = request.run, asyncio.Queue()
+        self._run, self._events, self._request = request.run, asyncio.Queue(), request
         self._lost = []
         self._holds.clear()
         self._run_is_over.clear()
@@ -188,17 +192,21 @@ class Driver(StoreActor):
             async with asyncio.TaskGroup() as tasks:
                 errands = _Errands(self, request, program[0], self._events, tasks)
                 outcome = errands.carry_out(begun)
+                self._note_pause()
                 while outcome is None:
                     event = await self._events.get()
                     todo = self._membership.handle(event)
                     self._note_losses(event, todo)
                     outcome = errands.carry_out(todo)
+                    self._note_pause()
                     self._count(event, todo)
                 errands.drop()
             return outcome
         finally:
             self._run, self._events, self._over = None, None, request.run
+            self._request, self._paused_at = None, 0.0
             self._run_is_over.set()
+            self._has_turned.set()
             self._has_lost.set()
 
     def _note_losses(self, event: Event, todo: list[Instruction]) -> None:
@@ -216,6 +224,20 @@ class Driver(StoreActor):
                 (info.seat, info.worker_id) for info, _ in members if info.worker_id in lost
             ]
             self._has_lost.set()
+
+    def _note_pause(self) -> None:
+        is_paused = self._membership.missing > 0
+        if is_paused != (self._paused_at > 0):
+            self._paused_at = time.monotonic() if is_paused else 0.0
+            self._has_turned.set()
+
+    def _pause(self) -> messages.RunPause | None:
+        if self._request is None or not self._paused_at:
+            return None
+        waited_s = time.monotonic() - self._paused_at
+        return messages.RunPause(
+            self._membership.missing, self._request.fewest, waited_s, self._request.pause_s
+        )
 
     def _count(self, event: Event, todo: list[Instruction]) -> None:
         if isinstance(event, events.WorkerDied):
@@ -247,6 +269,19 @@ class Driver(StoreActor):
             self._has_lost.clear()
             await self._has_lost.wait()
         return self._lost[known:] if self._run == run else []
+
+    async def next_pause(self, run: int) -> messages.RunPause | None:
+        """Suspends until the run is paused, and returns its pause; None when the run is over. The
+        question may overtake its run."""
+        while run > self._over and (self._run != run or not self._paused_at):
+            self._has_turned.clear()
+            await self._has_turned.wait()
+        return self._pause() if self._run == run else None
+
+    async def pause_is_over(self, run: int) -> None:
+        while self._run == run and self._paused_at:
+            self._has_turned.clear()
+            await self._has_turned.wait()
 
     async def why_waits(self, run: int, worker_id: str) -> str:
         """Why a worker that has come to a run has no rank in it yet: what the ranks lack to take it
@@ -313,7 +348,7 @@ class Driver(StoreActor):
             self._events.put_nowait(event)
 
     async def snapshot(self) -> messages.DriverSnapshot:
-        return self._membership.snapshot(self._incarnation)
+        return replace(self._membership.snapshot(self._incarnation), pause=self._pause())
 
     async def survey(self, timeout_s: float) -> messages.Survey:
         """Snapshots of the driver and of the workers, for a process that does not own them."""

@@ -116,6 +116,12 @@ class Membership:
             tuple((member.info, member.state) for _, member in sorted(self._members.items())),
         )
 
+    @property
+    def missing(self) -> int:
+        """Workers that a paused run waits for; 0 if no run is paused."""
+        is_paused = self._run is not None and self._run.phase is Phase.PAUSED
+        return self._run.missing if self._run is not None and is_paused else 0
+
     def without_rank(self, who: str) -> list[str]:
         """Ids of the idle workers without a rank in the run in progress, if they are the worker
         `who`, or are on the node `who`."""
@@ -449,9 +455,10 @@ class Membership:
                 return self._give_up(run, outlook.why)
             case Phase.PAUSED, Situation.TOO_FEW:
                 # One more was lost, or too few came: the deadline of the pause stays as it is.
+                run.missing = outlook.missing
                 return []
             case _, Situation.TOO_FEW:
-                run.phase = Phase.PAUSED
+                run.phase, run.missing = Phase.PAUSED, outlook.missing
                 called_off = self._arrivals.call_off("all functions run again with it")
                 return [instructions.StartPause(self._generation), *called_off]
         assert outlook.plan is not None

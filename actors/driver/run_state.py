@@ -75,6 +75,7 @@ class RunState:
     departures: workers that leave on notice.
     fenced: by worker id, why the driver has ended a worker's process.
     gives_up: what the run ends with when its last generation is over; None before that.
+    missing: workers that have to come before it continues, where it is paused.
     epilogue: what has become of the last generation.
     cause: why the run ends, as far as is known (rule 2 of membership.py).
     is_asking: the ranks were asked what they do, and the answers are still to come.
@@ -100,6 +101,7 @@ class RunState:
     departures: Departures = field(default_factory=Departures)
     fenced: dict[str, str] = field(default_factory=dict)
     gives_up: Loss | Failure | None = None
+    missing: int = 0
     epilogue: str = ""
     cause: Failure | Loss | Cancellation | None = None
     is_asking: bool = False

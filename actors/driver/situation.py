@@ -66,6 +66,8 @@ class Outlook:
     situation: Situation
     why: str = ""
     plan: Plan | None = None
+    missing: int = 0
+    """Where they are too few: how many workers have to come."""
 
 
 def assess(run: RunState, known: Iterable[Member], arrivals: Rehearsals | None = None) -> Outlook:
@@ -101,9 +103,9 @@ def assess(run: RunState, known: Iterable[Member], arrivals: Rehearsals | None =
     survivors = [run.members[rank] for rank in staying.values()]
     if not (restarts or leavers or handing or run.round.lost):
         newcomers = arrivals.entering(survivors, frozen, run.round.generation)
-    if len(survivors) + len(newcomers) < fewest:
+    if (missing := fewest - len(survivors) - len(newcomers)) > 0:
         if can_restart:
-            return Outlook(Situation.TOO_FEW)
+            return Outlook(Situation.TOO_FEW, missing=missing)
         return _hopeless(
             f"fewer than {run.fewest} workers are left, and new ones cannot join, because "
             f"{missing_in(frozen)}"

@@ -160,6 +160,8 @@ def happened(seen: Survey) -> list[str]:
 
 def headline(name: str, driver: DriverSnapshot) -> str:
     doing = "idle" if driver.run is None else f"run {driver.run}"
+    if driver.pause is not None:
+        doing += f" paused, {driver.pause}"
     ready = sum(state in (MemberState.READY, MemberState.RUNNING) for _, state in driver.members)
     return f"{name}: {doing}, generation {driver.generation}, {ready} of {len(driver.members)} live"
 

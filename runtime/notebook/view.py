@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from html import escape
 from typing import Any
 
-from chorusline.actors.messages import Report, WorkerSnapshot
+from chorusline.actors.messages import Report, RunPause, WorkerSnapshot
 
 from ..tracking.tracker import TrackedEvent
 from .history import History
@@ -45,6 +45,8 @@ class LiveView:
         self._handle: Any = None
         self._happened: list[TrackedEvent] = []
         self._said: list[str] = []
+        self.pause: RunPause | None = None
+        """What the run waits for, while it is paused."""
 
     def happened(self, event: TrackedEvent) -> None:
         """Workers were lost, have left or have come: mark it in the plots."""
@@ -68,7 +70,7 @@ class LiveView:
                 waited_s = time.monotonic() - self._began_at
                 if self._history.has_curves or waited_s > _SHOW_AFTER_S:
                     self._seen = await self._ask(_ANSWER_S)
-                    self._draw(f"running for {waited_s:.0f} s")
+                    self._draw(self._doing(waited_s))
         except Exception:
             _log.exception("the live view has stopped; the run continues")
 
@@ -89,6 +91,10 @@ class LiveView:
             self._draw(ending)
         except Exception:
             _log.exception("the last state of the run was not drawn")
+
+    def _doing(self, waited_s: float) -> str:
+        paused = f", paused, {self.pause}" if self.pause is not None else ""
+        return f"running for {waited_s:.0f} s{paused}"
 
     @property
     def step(self) -> int:

@@ -6,8 +6,10 @@ That is how the loss of a worker is survived outside a step, and how new workers
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,14 +19,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import chorusline as cl
 from benchmarks.chaos_training import loss_of, network
+from chorusline.actors.crew.recruiting import Recruiter
 from chorusline.actors.errors import WorkerLost
 from chorusline.actors.messages import Report
 from chorusline.runtime.checkpoint.format.catalog import listing
 from chorusline.runtime.checkpoint.format.manifest import read_manifest
 from chorusline.runtime.checkpoint.format.storage import Folder
+from chorusline.runtime.commands.status import headline
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.program.function_call import FunctionCall
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
@@ -257,13 +262,43 @@ async def test_a_named_loop_goes_on_after_a_run_that_lost_a_rank_and_got_another
     assert used == Counter(itertools.product(range(24), range(NUM_SAMPLES)))
 
 
-@pytest.mark.slow
-async def test_with_too_few_workers_the_run_waits_for_new_ones(cluster: None) -> None:
-    few = {"CPU": 0.1}
-    async with cl.Session(2, resources_per_worker=few, timeout_s=20, max_failures=1) as session:
-        told = await session.run(train, dies_on=1, dies_at=3, where="step")
+async def test_with_too_few_workers_the_run_waits_for_new_ones_and_says_so(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = io.StringIO()
+    progress = cl.Progress(console=Console(file=said, width=200))
+    has_been_seen = asyncio.Event()
+    come = Recruiter._newcomer
+
+    async def come_when_it_has_been_seen(recruiter: Recruiter, seat: int) -> Any:
+        await has_been_seen.wait()
+        return await come(recruiter, seat)
+
+    async def look() -> list[str]:
+        """Where a person would look while nothing happens."""
+        while "paused" not in progress._plain_line():
+            await asyncio.sleep(0.05)
+        driver = (await session.snapshot()).driver
+        assert driver is not None
+        has_been_seen.set()
+        return [str(driver), headline(session.name, driver), progress._plain_line()]
+
+    monkeypatch.setattr(Recruiter, "_newcomer", come_when_it_has_been_seen)
+    options = {"timeout_s": 20, "max_failures": 1, "pause_s": 250, "progress": progress}
+    async with cl.Session(2, resources_per_worker={"CPU": 0.1}, **options) as session:
+        async with asyncio.TaskGroup() as tasks:
+            looking = tasks.create_task(look(), name="look")
+            told = await session.run(train, dies_on=1, dies_at=3, where="step")
         assert [one.world_size for one in told] == [2, 2]
+        driver = (await session.snapshot()).driver
+        assert driver is not None
+        assert driver.pause is None
     assert_equal(told)
+    waits = r"waiting for 1 more worker of at least 2, \d+ s of 250 s"
+    for place, line in zip(["run 0", f"{session.name}: run 0", ""], looking.result(), strict=True):
+        assert re.search(f"{place} paused, {waits}", line)
+    assert re.search(f"the run is paused, {waits}\n", said.getvalue())
+    assert "paused" not in progress._plain_line()
 
 
 @pytest.mark.slow

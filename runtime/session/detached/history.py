@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from chorusline.actors.crew.listening import News
-from chorusline.actors.messages import Report
+from chorusline.actors.messages import Report, RunPause
 from chorusline.actors.run_status import GenerationChange, RunStatus
 from chorusline.actors.worker_logs import Printed
 
@@ -57,6 +57,7 @@ class RunHistory:
         self._numbers: Mapping[int, dict[str, float]] = {}
         self._num_lost = 0
         self._notices: list[str] = []
+        self._pause: RunPause | None = None
         self._changes: dict[int, GenerationChange] = {}  # by generation
 
     def add(self, news: News) -> None:
@@ -78,7 +79,7 @@ class RunHistory:
                 known = self._changes.setdefault(change.generation, change)
                 if len(change.lost) > len(known.lost):
                     self._changes[change.generation] = change
-        self._num_lost = news.num_lost
+        self._num_lost, self._pause = news.num_lost, news.pause
 
     def beginning(self, *, whole: bool = False) -> Bookmark:
         """The place of one who has seen nothing: all reports are to come, and the end of what was
@@ -115,6 +116,7 @@ class RunHistory:
             dict(self._numbers),
             self._num_lost,
             self._notices[place.notices :],
+            self._pause,
         )
         seen = Bookmark(self._num_reports, self._num_printed, self._keeper, len(self._notices))
         return news, seen

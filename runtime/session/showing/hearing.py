@@ -105,7 +105,9 @@ class Audience:
         for notice in news.notices:
             self._say(notice)
         if self._progress is not None:
-            self._progress.look(news.statuses, news.numbers, news.num_lost)
+            self._progress.look(news.statuses, news.numbers, news.num_lost, news.pause)
+        if self.view is not None:
+            self.view.pause = news.pause
 
     def _tell(self, happened: Sequence[TrackedEvent]) -> None:
         """Show what has happened to the workers, wherever the run is shown."""

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from chorusline.actors.messages import Report
+from chorusline.actors.messages import Report, RunPause
 from chorusline.actors.run_status import RunStatus
 from chorusline.actors.worker_logs import write_line
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
@@ -78,6 +78,7 @@ class Progress:
         self._last_line = ""
         self._live: Live | None = None  # None: nothing is drawn
         self._happened: list[TrackedEvent] = []
+        self._pause: RunPause | None = None
         self._has_stdout = False  # True: what this process prints goes above the bars.
 
     @classmethod
@@ -144,9 +145,11 @@ class Progress:
         statuses: Mapping[int, RunStatus],
         numbers: Mapping[int, Mapping[str, float]],
         num_lost: int,
+        pause: RunPause | None = None,
     ) -> None:
         """Show where the ranks are. statuses, and the numbers that were reported last: by seat.
-        num_lost: workers that the run has lost."""
+        num_lost: workers that the run has lost. pause: of the run, while it is paused."""
+        self._pause = pause
         if not statuses:
             return
         before, self._places = self._places, Places.of(statuses, numbers, num_lost)
@@ -215,7 +218,8 @@ class Progress:
         return "  ".join(filter(None, [self._headline(over), left]))
 
     def _headline(self, over: str = "") -> str:
-        return headline(self._model, self._places, self._pace, self._num_steps, over)
+        said = headline(self._model, self._places, self._pace, self._num_steps, over)
+        return said if self._pause is None else f"{said}  paused, {self._pause}"
 
     def _draw(self) -> RenderableType:
         model, places = self._model, self._places
