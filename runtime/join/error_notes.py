@@ -145,15 +145,12 @@ def why_exhausted(absent: Sequence[int]) -> str:
     )
 
 
-def warn_of_skew(skew: float, limit: float | None, steps_taken: Sequence[int]) -> None:
-    """Warn in the line of the Join, if a rank missed more than `limit` of the steps.
-    One rank calls it."""
-    if limit is None or skew <= limit:
-        return
+def warn_of_skew(skew: float, steps_taken: Sequence[int]) -> None:
+    """Warn in the user's line that takes the step. One rank calls it."""
     by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(steps_taken))
     warnings.warn(
-        f"uneven inputs: a rank had no data for {skew:.0%} of the steps inside Join ({by_rank}). "
-        "Training is exact, but that rank only waited; distribute the data more evenly, or raise "
+        f"uneven inputs: a rank had no data for {skew:.0%} of the steps so far ({by_rank}). "
+        "Training is exact, but that rank only waits; distribute the data more evenly, or raise "
         "skew_warning",
         stacklevel=users_level(),
     )

@@ -206,8 +206,8 @@ class Join:
         largest or smallest number; in an all_gather zeros, elsewhere nothing). The groups of a
         model's SyncBatchNorm are found automatically. A joinable's own group is not allowed:
         `group.new_group(range(group.size))` makes another one.
-    skew_warning: warn on exit, with the numbers of all ranks, if the shortest rank missed more than
-        this share of the longest rank's steps. None: never.
+    skew_warning: warn once, with the numbers of all ranks, at the step from which the shortest rank
+        has missed more than this share of the longest rank's steps. None: never.
     kwargs: passed to every joinable's `join_hook`. `divide_by_initial_world_size` says what divides
         the sum over live ranks: True: the number of all ranks; False: that of live ranks. It has no
         effect where losses are weighted (`DistributedDataParallel.weigh`).
@@ -416,8 +416,6 @@ class JoinEngine:
                 if not self._is_exhausted:  # If it is, all ranks raise, and no peer waits.
                     self._release_peers(mine)
                 raise
-            if self._group.rank == 0:
-                warn_of_skew(self.ledger.skew(), self._skew_warning, self.ledger.steps_taken)
         finally:
             self._boundary.joins.remove(self)
             if self._conductor:
@@ -606,6 +604,7 @@ class JoinEngine:
         if self._counts_steps is None:  # No joinable will record an agreement on a step.
             self.last_step_live = live
             self.ledger.record(Agreement(live, live, ()))
+            self._tell_skew()
         self._raise_if_exhausted(live)
 
     def record(self, joinable: Joinable, agreement: Agreement) -> None:
@@ -618,6 +617,7 @@ class JoinEngine:
                 raise RuntimeError(self._why_not_skipped(self.absent_ranks))
         self.last_step_live = agreement.live
         self.ledger.record(agreement, is_step=is_step)
+        self._tell_skew()
         self._raise_if_exhausted(agreement.live)
 
     def notified(self, joinable: Joinable) -> Work | None:
@@ -661,8 +661,18 @@ class JoinEngine:
         live = tuple(rank for rank, flag in enumerate(reading.tolist()) if flag)
         self.last_step_live = live
         self.ledger.record(Agreement(live, live, ()))
+        self._tell_skew()
         self._raise_if_exhausted(live)
         return live, reading.work
+
+    def _tell_skew(self) -> None:
+        """Warn once, on the lowest rank that has taken the step with which the limit is passed."""
+        limit = self._skew_warning
+        if limit is None or self._throws or self.ledger.skew() <= limit:
+            return
+        self._skew_warning = None
+        if self._group.rank == min(self.ledger.last_live):
+            warn_of_skew(self.ledger.skew(), self.ledger.steps_taken)
 
     def _raise_if_exhausted(self, live: tuple[int, ...]) -> None:
         if self._throws and 0 < len(live) < self._group.size:

@@ -41,11 +41,46 @@ def warned_of_skew(group, lengths, threshold):
 
 
 def test_skew_past_the_threshold_is_told_once_with_the_numbers_of_all_ranks(ranks_of):
-    told, others = ranks_of(2).run(warned_of_skew, (2, 8), 0.5)
-    assert "75%" in told[0] and "rank 0: 2, rank 1: 8" in told[0]
-    assert told[0].startswith(__file__) and others == []
+    others, told = ranks_of(2).run(warned_of_skew, (2, 8), 0.5)
+    assert len(told) == 1 and others == []
+    assert "60%" in told[0] and "rank 0: 2, rank 1: 5" in told[0]
+    assert "joinables.py: " in told[0], "the line that takes the step"
     assert ranks_of(2).run(warned_of_skew, (5, 8), 0.5) == [[], []]
     assert ranks_of(2).run(warned_of_skew, (2, 8), None) == [[], []]
+
+
+def steps_when_warned(group, sharded):
+    """Of a model and its optimizer: how many steps this rank had begun at each warning."""
+    model = cl.DistributedDataParallel(torch.nn.Linear(2, 2), group)
+    if sharded:
+        optim = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        join = cl.Join([model, optim], skew_warning=0.25)
+    else:
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+        join = cl.Join([model], step_along=[optim], skew_warning=0.25)
+    begun, told = 0, []
+
+    def note(message, _category, path, *_more):
+        told.append((begun, f"{path}: {message}"))
+
+    with warnings.catch_warnings(), join:
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        for _ in range((9, 3, 9)[group.rank]):
+            begun += 1
+            model(torch.ones(1, 2)).sum().backward()
+            optim.step()
+    return told
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_loop_is_told_of_skew_at_the_step_that_passes_the_threshold(ranks_of, sharded):
+    told, *others = ranks_of(3).run(steps_when_warned, sharded)
+    # After four steps the share is exactly a quarter, and not more.
+    assert [begun for begun, _ in told] == [5]
+    assert "40% of the steps so far (rank 0: 5, rank 1: 3, rank 2: 5)" in told[0][1]
+    assert told[0][1].startswith(__file__)
+    assert others == [[], []]
 
 
 class Telling(CountingJoinable):

@@ -8,11 +8,13 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
-from chorusline.actors.messages import Report, WorkerInfo, WorkerSnapshot, WorkerState
+from chorusline.actors.crew.listening import News
+from chorusline.actors.messages import Report, RunPause, WorkerInfo, WorkerSnapshot, WorkerState
 from chorusline.actors.run_status import RunStatus
 from chorusline.runtime.notebook.history import History
 from chorusline.runtime.notebook.plots import COLORS, Line, chart, ticks, with_ends
-from chorusline.runtime.notebook.view import ranks_as_html, run_as_html
+from chorusline.runtime.notebook.view import LiveView, ranks_as_html, run_as_html
+from chorusline.runtime.session.showing.hearing import Audience
 from chorusline.runtime.tracking.tracker import TrackedEvent
 
 
@@ -29,6 +31,16 @@ def snapshot(rank: int, **steps: object) -> WorkerSnapshot:
         steps=RunStatus(rank=rank, **steps),  # type: ignore[arg-type]
         memory_bytes=3 * 2**20,
     )
+
+
+def test_the_headline_says_what_a_paused_run_waits_for() -> None:
+    view = LiveView(ask=lambda _: pytest.fail("nobody looks"))
+    audience = Audience(None, view, None, has_output=False)
+    audience.hear(News(pause=RunPause(2, 3, 40.4, 300.0)))
+    waits = "waiting for 2 more workers of at least 3, 40 s of 300 s"
+    assert view._doing(61.0) == f"running for 61 s, paused, {waits}"
+    audience.hear(News())
+    assert view._doing(62.0) == "running for 62 s"
 
 
 @pytest.mark.parametrize(
