@@ -41,7 +41,7 @@ _KEEPER_WATCH_S, _MISSED = 5.0, 3
 """Seconds between two questions whether a keeper is there, and how often it has to be missed."""
 
 
-class Lasting:
+class DetachedActors:
     """The actors of the detached session `name`, and the cluster's memory of it."""
 
     def __init__(self, name: str) -> None:
@@ -122,14 +122,14 @@ def _groups_of(session: str) -> str:
 
 
 def new_group_name(session: str) -> str:
-    """A name for a new placement group of a session, by which `Lasting.remove_groups` finds it."""
+    """A name for a new placement group of a session, by which `remove_groups` finds it."""
     return f"{_groups_of(session)}{uuid.uuid4().hex}"
 
 
 def end_without(session: str) -> None:
     """End this actor's process when the keeper of its session is gone for good, and not only
     restarted; it would stay forever."""
-    lasting = Lasting(session)
+    detached = DetachedActors(session)
 
     def watch() -> None:
         missed = 0
@@ -137,10 +137,10 @@ def end_without(session: str) -> None:
             time.sleep(_KEEPER_WATCH_S)
             # That the head does not answer says nothing about the keeper.
             with contextlib.suppress(Exception):
-                missed = 0 if lasting.keeper() is not None else missed + 1
+                missed = 0 if detached.keeper() is not None else missed + 1
         with contextlib.suppress(Exception):
-            lasting.remove_groups()
-            lasting.forget()
+            detached.remove_groups()
+            detached.forget()
         os._exit(1)
 
     threading.Thread(target=watch, name="keeper-watch", daemon=True).start()

@@ -309,7 +309,7 @@ class Resumption:
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class PlaceInRun:
     """What a worker tells a new driver about the run that it is in.
 
     assignment: in the last generation that the worker was put into.

@@ -27,7 +27,7 @@ from ..calls import (
     head_stays_gone,
     until_head_is_gone,
 )
-from ..detached_actors import INCARNATION, NAMESPACE, Lasting
+from ..detached_actors import INCARNATION, NAMESPACE, DetachedActors
 from ..driver.driver import GRACE_S, Unfit, driver_class
 from ..errors import DriverLost, HeadLost, StartupError
 from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
@@ -71,7 +71,7 @@ class Crew:
     driver_options: Ray's actor options of the driver, which say where it is to run. If there is no
         such node, or it takes no actors because it is drained, the driver runs anywhere.
     environment: Ray's runtime environment of all actors.
-    lasting: of a detached session, whose actors outlive the process that starts them.
+    detached: of a detached session, whose actors outlive the process that starts them.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Crew:
         use_gpu: bool,
         driver_options: Mapping[str, Any],
         environment: Mapping[str, Any] | None = None,
-        lasting: Lasting | None = None,
+        detached: DetachedActors | None = None,
     ) -> None:
         self._seats = seats
         self._fewest = fewest
-        self._lasting = lasting
-        self.name = lasting.name if lasting else f"session-{uuid.uuid4().hex[:8]}"
+        self._detached = detached
+        self.name = detached.name if detached else f"session-{uuid.uuid4().hex[:8]}"
         self._use_gpu = use_gpu
         self._driver_options = driver_options
         # Only if there is one: Ray starts processes for an environment of their own.
@@ -231,10 +231,10 @@ class Crew:
         self._incarnation += 1
         # Other processes find the session by this name, which dies with the actor.
         name = {"name": f"{self.name}{INCARNATION}{self._incarnation}", "namespace": NAMESPACE}
-        if self._lasting:
-            name = self._lasting.options_of_driver(self._incarnation)
+        if self._detached:
+            name = self._detached.options_of_driver(self._incarnation)
         made = driver_class().options(**name, **place, **self._environment)
-        driver = made.remote(self._incarnation, self.name, self._lasting is not None)
+        driver = made.remote(self._incarnation, self.name, self._detached is not None)
         self._driver = driver
         try:
             await answer(driver.snapshot.remote(), timeout_s)
@@ -246,12 +246,12 @@ class Crew:
     async def find(self) -> None:
         """Take over the living workers of a detached session, whose keeper has died. Its driver is
         ended, since what it knows was for that keeper; the workers continue."""
-        assert self._lasting is not None
-        drivers = await asyncio.to_thread(self._lasting.drivers)
+        assert self._detached is not None
+        drivers = await asyncio.to_thread(self._detached.drivers)
         for driver in drivers.values():
             ray.kill(driver)
         self._incarnation = max(drivers, default=self._incarnation)
-        workers = dict(enumerate(await asyncio.to_thread(self._lasting.workers)))
+        workers = dict(enumerate(await asyncio.to_thread(self._detached.workers)))
         calls = {number: worker.snapshot.remote() for number, (_, worker) in workers.items()}
         for number, said in sorted((await answers(calls, _ANSWER_S)).items()):
             seat, worker = workers[number]
@@ -265,7 +265,7 @@ class Crew:
                 self._starting.add(seat)
         self._was_assembled = True
 
-    async def go_on_with(self, request: RunRequest) -> RunSucceeded | RunFailed:
+    async def resume_run(self, request: RunRequest) -> RunSucceeded | RunFailed:
         """As `run`, with a run that the workers found (`find`) may be in, or have ended."""
         program = None
         for worker in [*self._workers.values()]:
@@ -475,10 +475,10 @@ class Crew:
 
     def _made(self, seat: int, in_reserve: bool = False) -> Actor:
         options = {**self._seats.options(seat), **self._workers_environment}
-        if self._lasting:
-            options |= self._lasting.options_of_worker(seat, uuid.uuid4().hex[:8])
+        if self._detached:
+            options |= self._detached.options_of_worker(seat, uuid.uuid4().hex[:8])
         made = self._worker_class.options(**options)
-        return made.remote(seat, self._use_gpu, self.name, self._lasting is not None, in_reserve)
+        return made.remote(seat, self._use_gpu, self.name, self._detached is not None, in_reserve)
 
     async def _take_from_reserve(self, seat: int) -> Actor | None:
         """Seat a worker of the reserve in the place of the one that was there; None if there is

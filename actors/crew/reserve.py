@@ -76,7 +76,7 @@ class Reserve:
                 if self._workers.get(seat) is worker:  # It may have been taken meanwhile.
                     self._ready.add(seat)
                     self._is_ready.set()
-                await answer(worker.stand_by.remote())
+                await answer(worker.wait_for_seat.remote())
                 pause_s = AGAIN_S
                 await asyncio.sleep(_BEHIND_S)
             except ActorGone:
@@ -102,7 +102,7 @@ class Reserve:
             self._ready.discard(spare)
             worker = self._workers.pop(spare)
             try:
-                await self._sit(worker, seat)
+                await self._seat_worker(worker, seat)
                 self._seats.swap(seat, spare)
                 return worker
             except (ActorGone, NoAnswer):
@@ -112,11 +112,11 @@ class Reserve:
                 raise
         return None
 
-    async def _sit(self, worker: Actor, seat: int) -> None:
+    async def _seat_worker(self, worker: Actor, seat: int) -> None:
         info = (await answer(worker.snapshot.remote(), _ANSWER_S)).info
         if info.node_id in await asyncio.to_thread(nodes_leaving):
             raise ActorGone("its node is drained")
-        await answer(worker.sit.remote(seat), _ANSWER_S)
+        await answer(worker.take_seat.remote(seat), _ANSWER_S)
 
     def leave(self) -> list[Actor]:
         """The spare workers, which are the caller's to end."""

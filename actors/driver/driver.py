@@ -73,15 +73,15 @@ class Driver(StoreActor):
     """One per session; num_cpus=0. Everything here runs on one loop, the store on its own.
 
     incarnation: how many drivers the session has had before this one.
-    is_lasting: the session has a keeper, without which this actor ends.
+    is_detached: the session has a keeper, without which this actor ends.
     """
 
-    def __init__(self, incarnation: int, session: str = "", is_lasting: bool = False) -> None:
+    def __init__(self, incarnation: int, session: str = "", is_detached: bool = False) -> None:
         super().__init__()
         self._incarnation = incarnation
         self._session = session
         end_with_parent()
-        if is_lasting:
+        if is_detached:
             end_without(session)
         self._counters = DriverCounters(session)
         self._membership = Membership()
@@ -158,21 +158,21 @@ class Driver(StoreActor):
 
         workers: by seat, all of the session. They know where the run is, and they continued.
         """
-        calls = {seat: worker.stand.remote(request.run) for seat, worker in workers.items()}
-        stands = []
+        calls = {seat: worker.place_in_run.remote(request.run) for seat, worker in workers.items()}
+        places = []
         for seat, said in (await answers(calls, GRACE_S)).items():
-            if isinstance(said, messages.Stand):
-                stands.append(said)
+            if isinstance(said, messages.PlaceInRun):
+                places.append(said)
                 self._workers[said.info.worker_id] = workers[seat]
                 arrival = events.WorkerRegistered(said.info, said.assignment.generation)
                 self._membership.handle(arrival)
-        if not stands:
+        if not places:
             return None
         taken = events.RunTakenOver(
             request.run,
             request.fewest,
             request.max_failures,
-            tuple(stands),
+            tuple(places),
             request.last_save_s is not None,
         )
         return await self._carry_on(request, program, taken)
@@ -190,17 +190,17 @@ class Driver(StoreActor):
             self._events.put_nowait(events.RunCancelled("it was cancelled before it began"))
         try:
             async with asyncio.TaskGroup() as tasks:
-                errands = _Errands(self, request, program[0], self._events, tasks)
-                outcome = errands.carry_out(begun)
+                in_flight = _InstructionTasks(self, request, program[0], self._events, tasks)
+                outcome = in_flight.carry_out(begun)
                 self._note_pause()
                 while outcome is None:
                     event = await self._events.get()
                     todo = self._membership.handle(event)
                     self._note_losses(event, todo)
-                    outcome = errands.carry_out(todo)
+                    outcome = in_flight.carry_out(todo)
                     self._note_pause()
                     self._count(event, todo)
-                errands.drop()
+                in_flight.drop()
             return outcome
         finally:
             self._run, self._events, self._over = None, None, request.run
@@ -395,7 +395,7 @@ class Driver(StoreActor):
         return worker_id in self._workers
 
 
-class _Errands:
+class _InstructionTasks:
     """Instructions on their way: each is a task of the run's group, and ends as an event."""
 
     def __init__(

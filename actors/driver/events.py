@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..arrivals import ReadyToken
-from ..messages import Failure, Frozen, Stand, Success, WorkerInfo
+from ..messages import Failure, Frozen, PlaceInRun, Success, WorkerInfo
 from ..whereabouts import Whereabouts
 
 
@@ -41,16 +41,16 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class RunTakenOver:
-    """A run that another driver had begun. stands: of the workers that are in it.
+    """A run that another driver had begun. places: of the workers that are in it.
 
-    All workers are in the same generation, or some have not heard of it yet; then the stands of
+    All workers are in the same generation, or some have not heard of it yet; then the places of
     the others say how it was formed.
     """
 
     run: int
     fewest: int
     max_failures: int | None
-    stands: tuple[Stand, ...]
+    places: tuple[PlaceInRun, ...]
     saves_last: bool = False
 
 

@@ -245,7 +245,7 @@ class Membership:
 
     def _take_over(self, taken: events.RunTakenOver) -> list[Instruction]:
         """Continue from what the workers report; a rank that none of them has is lost."""
-        found = found_in(taken.stands, self._members)
+        found = found_in(taken.places, self._members)
         for rank in found.by_rank:
             found.members[rank].state = MemberState.RUNNING
         self._generation = found.generation

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..messages import MemberState, Resumption, Stand
+from ..messages import MemberState, PlaceInRun, Resumption
 from .run_state import Member
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A run, as the stands of its workers tell it.
+    """A run, as the places of its workers tell it.
 
     generation: the newest that any worker was put into.
-    members: of that generation, by rank; those that no worker stands for are LOST.
-    by_rank: the stands.
+    members: of that generation, by rank; LOST for a rank that no worker has.
+    by_rank: the places.
     late: ranks whose workers have not heard yet that they are in this generation.
     resumption: how the generation was formed; None if it is the first, or none of them knows.
     """
 
     generation: int
     members: tuple[Member, ...]
-    by_rank: Mapping[int, Stand]
+    by_rank: Mapping[int, PlaceInRun]
     late: tuple[int, ...]
     resumption: Resumption | None
 
@@ -31,23 +31,23 @@ class Found:
         return [rank for rank in range(len(self.members)) if rank not in self.by_rank]
 
 
-def found_in(stands: Sequence[Stand], by_seat: Mapping[int, Member]) -> Found:
-    """stands: of the workers in the run, at least one. by_seat: the members of the session."""
-    # Of the stands in the newest generation, one that knows how it came about.
+def found_in(places: Sequence[PlaceInRun], by_seat: Mapping[int, Member]) -> Found:
+    """places: of the workers in the run, at least one. by_seat: the members of the session."""
+    # Of the places in the newest generation, one that knows how it came about.
     newest = max(
-        stands,
-        key=lambda stand: (stand.assignment.generation, stand.resumption is not None),
+        places,
+        key=lambda place: (place.assignment.generation, place.resumption is not None),
     )
     generation, resumption = newest.assignment.generation, newest.resumption
     former_ranks = resumption.former_ranks if resumption is not None else ()
-    by_rank: dict[int, Stand] = {}
-    late: dict[int, Stand] = {}  # The driver before died when it had told only some of them.
-    for stand in stands:
-        rank = stand.assignment.rank
-        if stand.assignment.generation == generation:
-            by_rank[rank] = stand
+    by_rank: dict[int, PlaceInRun] = {}
+    late: dict[int, PlaceInRun] = {}  # The driver before died when it had told only some of them.
+    for place in places:
+        rank = place.assignment.rank
+        if place.assignment.generation == generation:
+            by_rank[rank] = place
         elif rank in former_ranks:
-            late[former_ranks.index(rank)] = stand
+            late[former_ranks.index(rank)] = place
     by_rank |= late
     members = []
     for rank in range(newest.assignment.world_size):

@@ -46,9 +46,9 @@ from ..journal import Journal, Pulled
 from ..messages import (
     Assignment,
     Failure,
+    PlaceInRun,
     Resumption,
     RunRequest,
-    Stand,
     Success,
     WorkerInfo,
     WorkerSnapshot,
@@ -111,7 +111,7 @@ class Worker:
         seat: int,
         use_gpu: bool,
         session: str = "",
-        is_lasting: bool = False,
+        is_detached: bool = False,
         in_reserve: bool = False,
     ) -> None:
         # Before what may raise: Ray asks for it then as well.
@@ -123,7 +123,7 @@ class Worker:
         # driver, which starts with 0.7 s of CPU time without torch, not 1.8.
         import torch
 
-        if is_lasting:  # The session has a keeper, without which this worker ends.
+        if is_detached:  # The session has a keeper, without which this worker ends.
             end_without(session)
         runtime = ray.get_runtime_context()
         num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
@@ -428,12 +428,12 @@ class Worker:
         spare_modules()
 
     @ray.method(concurrency_group="control")
-    async def stand_by(self) -> None:
+    async def wait_for_seat(self) -> None:
         """Return when this worker has a seat; the death of its process ends the call as well."""
         await self._has_seat.wait()
 
     @ray.method(concurrency_group="control")
-    async def sit(self, seat: int) -> None:
+    async def take_seat(self, seat: int) -> None:
         """Take the seat of a worker that is gone."""
         self._info = replace(self._info, seat=seat)
         self._publisher.move_to(seat)
@@ -493,7 +493,7 @@ class Worker:
     # ── Control loop: a new driver, or a keeper that was started again, asks ──────────────────────
 
     @ray.method(concurrency_group="control")
-    async def stand(self, run: int) -> Stand | None:
+    async def place_in_run(self, run: int) -> PlaceInRun | None:
         """Where this worker is in a run, for a new driver; None if it is not a rank of it. A worker
         that rehearses stops: the driver is gone that was to call it in, and the next one hears of
         it as of any idle worker."""
@@ -503,12 +503,12 @@ class Worker:
                 return None
             rehearses, lifeline = current.rehearses, current.lifeline
             resumption = lifeline.last_resumption if lifeline is not None else None
-            stand = Stand(self._info, current.assignment, resumption)
+            place = PlaceInRun(self._info, current.assignment, resumption)
         if rehearses:
             gone = GroupAborted(current.assignment.generation, [], "its driver is gone")
             await self._abort(run, gone)
             return None
-        return stand
+        return place
 
     @ray.method(concurrency_group="control")
     async def program_of(self, run: int) -> Parcel | None:

@@ -105,7 +105,7 @@ class Node(Metered):
         """A call as those that the driver makes."""
 
     async def call_all(self, nodes: list[Any], calls: int) -> float:
-        """As the driver's errands: each call a task of its own. Returns the seconds."""
+        """As the driver's instructions: each call a task of its own. Returns the seconds."""
         payload, began_at = _payload(), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for number in range(calls):

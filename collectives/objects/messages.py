@@ -67,9 +67,9 @@ class ScriptedWork(SettledWork):
         awaited = self._next_awaited()
         if awaited is None:
             return False
-        with contextlib.suppress(CollectiveError):  # `_go_on` handles the error.
+        with contextlib.suppress(CollectiveError):  # `_continue` handles the error.
             awaited.wait_on_host()
-        self._go_on()
+        self._continue()
         self._next_awaited()  # Another thread may be running the script.
         return True
 
@@ -84,7 +84,7 @@ class ScriptedWork(SettledWork):
             self._end_generation(f"{type(error).__name__} during {self.operation}")
             raise
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         awaited = self._awaited
         if awaited is None or not awaited.is_completed():
             return
@@ -121,7 +121,7 @@ class ScriptedWork(SettledWork):
         with self._changed:
             self._awaited = following
             self._changed.notify_all()
-        following.add_done_callback(self._go_on)
+        following.add_done_callback(self._continue)
 
     def _end(self, failure: CollectiveError | None) -> None:
         with self._changed:
@@ -137,7 +137,7 @@ class ScriptedWork(SettledWork):
         self._raise_failure()
 
     def is_completed(self) -> bool:
-        self._go_on()
+        self._continue()
         return self.done
 
     def _end_generation(self, reason: str) -> None:

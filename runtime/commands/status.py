@@ -19,7 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from chorusline.actors.calls import ActorGone, NoAnswer, answers
-from chorusline.actors.detached_actors import INCARNATION, KEEPER, NAMESPACE, Lasting, names_of
+from chorusline.actors.detached_actors import (
+    INCARNATION,
+    KEEPER,
+    NAMESPACE,
+    DetachedActors,
+    names_of,
+)
 from chorusline.actors.messages import DriverSnapshot, MemberState, Report, Survey, WorkerSnapshot
 from chorusline.collectives.contract.errors import ChoruslineError
 
@@ -54,19 +60,19 @@ def show_status(session: str | None, address: str | None, once: bool) -> int:
 
 
 async def _show(session: str | None, console: Console, once: bool) -> int:
-    surveys, standings = await survey(session), await detached(session)
-    if not surveys and not standings:
+    surveys, statuses = await survey(session), await detached(session)
+    if not surveys and not statuses:
         print(nothing_found(session, await survey(None)), file=sys.stderr)
         return 1
     if once:
-        console.print(drawn(surveys, standings))
+        console.print(drawn(surveys, statuses))
         return 0
-    with Live(drawn(surveys, standings), console=console, auto_refresh=False) as live:
-        while surveys or standings:
+    with Live(drawn(surveys, statuses), console=console, auto_refresh=False) as live:
+        while surveys or statuses:
             await asyncio.sleep(_REFRESH_S)
-            surveys, standings = await survey(session), await detached(session)
-            if surveys or standings:
-                live.update(drawn(surveys, standings), refresh=True)
+            surveys, statuses = await survey(session), await detached(session)
+            if surveys or statuses:
+                live.update(drawn(surveys, statuses), refresh=True)
     console.print("The session has ended." if session else "No session is running any more.")
     return 0
 
@@ -104,9 +110,9 @@ async def detached(session: str | None) -> dict[str, DetachedStatus | str]:
     keepers = {
         name: keeper
         for name in names_of(KEEPER)
-        if session in (None, name) and (keeper := Lasting(name).keeper()) is not None
+        if session in (None, name) and (keeper := DetachedActors(name).keeper()) is not None
     }
-    calls = {name: keeper.standing.remote() for name, keeper in keepers.items()}
+    calls = {name: keeper.status.remote() for name, keeper in keepers.items()}
     return {
         name: said.detail if isinstance(said, ActorGone | NoAnswer) else said
         for name, said in (await answers(calls, _ANSWER_S + 1.0)).items()
@@ -124,19 +130,19 @@ def nothing_found(session: str | None, others: Mapping[str, object]) -> str:
 
 
 def drawn(
-    surveys: Mapping[str, Survey | str], standings: Mapping[str, DetachedStatus | str] | None = None
+    surveys: Mapping[str, Survey | str], statuses: Mapping[str, DetachedStatus | str] | None = None
 ) -> RenderableType:
     parts: list[RenderableType] = []
-    standings = standings or {}
+    statuses = statuses or {}
     # A detached session that has ended has a keeper only, and other sessions have none.
-    for name in sorted({*surveys, *standings}):
-        answer, standing = surveys.get(name), standings.get(name)
+    for name in sorted({*surveys, *statuses}):
+        answer, status = surveys.get(name), statuses.get(name)
         if isinstance(answer, str):
             parts.append(Text(plain(f"{name}: its driver {answer}")))
         elif answer is not None:
             parts.append(Text(headline(name, answer.driver), style="bold"))
-        if standing is not None:
-            words = standing if isinstance(standing, DetachedStatus) else f"its keeper {standing}"
+        if status is not None:
+            words = status if isinstance(status, DetachedStatus) else f"its keeper {status}"
             parts.append(Text(plain(f"{'  ' if answer else f'{name}: '}{words}")))
         if answer is not None and not isinstance(answer, str):
             parts += [Text(plain(f"  {line}")) for line in happened(answer)]

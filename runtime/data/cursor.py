@@ -245,15 +245,15 @@ class Cursor:
         epoch after theirs."""
         loop, epoch = parts[0]["loop"], parts[0]["epoch"]
         if epoch_is_over:
-            self._go_on_at(loop, epoch + 1, [])
+            self._resume_at(loop, epoch + 1, [])
         else:
-            self._go_on_at(loop, epoch, [part["passages"] for part in parts])
+            self._resume_at(loop, epoch, [part["passages"] for part in parts])
 
     def resume_next_loop(self, epoch: int, passages: Sequence[dict[str, Any]]) -> None:
         """Resume the coming loop in this epoch. passages: as in `state`, by rank."""
-        self._go_on_at(self._loop + 1, epoch, passages)
+        self._resume_at(self._loop + 1, epoch, passages)
 
-    def _go_on_at(self, loop: int, epoch: int, passages: Sequence[dict[str, Any]]) -> None:
+    def _resume_at(self, loop: int, epoch: int, passages: Sequence[dict[str, Any]]) -> None:
         self._resumed = loop, epoch
         self._passages = {
             key: Passage(_rest([of_rank.get(key) for of_rank in passages], most_of(key)))

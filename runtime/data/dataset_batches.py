@@ -258,7 +258,7 @@ class Shard(Batches):
             hands = self._cut(hands, cut)
         self._take_hand(hands, dealer.rank)
 
-    def go_on(self, cut: Cut) -> Left:
+    def redeal(self, cut: Cut) -> Left:
         """Distribute again what no rank has taken; how many batches each rank has left."""
         taken, busy = _taken(self._hands, cut), cut.busy
         lost = set(range(len(taken))) - set(cut.former_ranks)

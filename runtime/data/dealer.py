@@ -201,7 +201,7 @@ class Dealt(ABC):
         """Take this rank's hand. cuts: those of this iteration, if other ranks began it before."""
 
     @abstractmethod
-    def go_on(self, cut: Cut) -> Left:
+    def redeal(self, cut: Cut) -> Left:
         """Deal again after a loss; return what all ranks have left."""
 
     @abstractmethod
@@ -362,7 +362,7 @@ class Dealer:
                 self._early.setdefault(number, []).append(cut)
             for mine in self._active:
                 if mine.number == number:
-                    its = mine.go_on(cut)
+                    its = mine.redeal(cut)
                     left = [*left, its] if mine in beside else left if beside else [its]
                     # Another rank may be lost before the next step records new counts.
                     mine.committed = mine.settled = tuple(

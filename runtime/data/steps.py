@@ -396,7 +396,7 @@ class Steps(Dealt):
         for cut in cuts:
             self._cut(cut)
 
-    def go_on(self, cut: Cut) -> Left:
+    def redeal(self, cut: Cut) -> Left:
         self._cut(cut)
         # Every rank takes every step, so none has more left than another.
         return Left([1] * len(cut.former_ranks), [1] * len(cut.former_ranks))

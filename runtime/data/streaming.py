@@ -341,7 +341,7 @@ class StreamShard(Batches):
                     raise self._lost(gone) from None
             time.sleep(SLICE_S)
 
-    def go_on(self, cut: Cut) -> Left:
+    def redeal(self, cut: Cut) -> Left:
         ranks = len(cut.former_ranks)
         left = Left([1] * ranks, [1] * ranks)  # Unknown, as at the start: any rank may continue.
         if self._reading is not None:

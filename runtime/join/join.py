@@ -152,7 +152,7 @@ class GroupJoinable(Joinable):
 
     def _has_next(self) -> bool:
         """Whether this rank may take another step."""
-        return self._join.ledger.may_go_on if self._join is not None else True
+        return self._join.ledger.may_continue if self._join is not None else True
 
     def _told_of_join(self) -> int:
         return self._join.told_by(self) if self._join is not None else 0

@@ -74,7 +74,7 @@ class JoinLedger:
         self._is_last_batch = is_last
 
     @property
-    def may_go_on(self) -> bool:
+    def may_continue(self) -> bool:
         """Whether this rank may take another step: with another batch, or with this one."""
         return self.has_next or (self._is_last_batch and self.pattern.may_repeat)
 

@@ -118,7 +118,7 @@ class FromTheTop:
         leader = self._summaries[leader_of(self._summaries)]
         newest = [one for one in up_to_date(self._summaries) if one is not leader]
         steps.taken = max(one.steps_taken for one in (leader, *newest))
-        plain.go_on_at(leader.place[0])
+        plain.continue_at(leader.place[0])
         self.num_recoveries += 1
         return [one.data for one in (leader, *newest)]
 

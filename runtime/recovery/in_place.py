@@ -88,7 +88,7 @@ class InPlace:
         self.held, self._entry = {}, None
         self.dealt_again = 0
 
-    def go_on(self, resumption: Resumption, steps: StepsUnderWay | None = None) -> None:
+    def resume(self, resumption: Resumption, steps: StepsUnderWay | None = None) -> None:
         """Return when this rank and all its objects have entered the generation. steps: the pass
         over an epoch in which workers come in, if some do."""
         optimizers, models = self._objects.optimizers(), self._objects.models()

@@ -101,7 +101,7 @@ class PlainSteps:
             handle.remove()
         self._handles, self._watched = [], []
 
-    def go_on_at(self, number: int) -> None:
+    def continue_at(self, number: int) -> None:
         """All ranks have taken over the state of a rank that had taken this step."""
         self._seen = self._taken = self._stepped = number
         self._agreed = None

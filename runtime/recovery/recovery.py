@@ -190,21 +190,21 @@ class Recovery:
         self.pass_boundary()
         self.in_place.begin()
         where = Where.AT_END if optimizer is None else Where.IN_STEP
-        self._go_on(self._freeze(error, where), where, optimizer)
+        self._continue(self._freeze(error, where), where, optimizer)
 
     def _cross(self, error: BaseException) -> None:
         """A worker is admitted between two steps: return in the next generation."""
         self.pass_boundary()
         self.in_place.begin()
-        self._go_on(self._freeze(error, Where.AT_BOUNDARY), Where.AT_BOUNDARY)
+        self._continue(self._freeze(error, Where.AT_BOUNDARY), Where.AT_BOUNDARY)
 
     def _be_admitted(self, resumption: Resumption) -> None:
         """This worker has rehearsed: return in the first generation of which it is a rank."""
         self._state.waits_to_be_admitted(resumption.entered)
         self.in_place.begin()
-        self._go_on(resumption, Where.AT_BOUNDARY)
+        self._continue(resumption, Where.AT_BOUNDARY)
 
-    def _go_on(
+    def _continue(
         self, resumption: Resumption, where: Where, optimizer: OptimizerEngine | None = None
     ) -> None:
         while True:
@@ -220,7 +220,7 @@ class Recovery:
                     self._state.has_to_leave(resumption)
                     raise FunctionLeft
                 if not resumption.leaving:
-                    self.in_place.go_on(resumption, self.arrivals.steps)
+                    self.in_place.resume(resumption, self.arrivals.steps)
                     self._lifeline.has_entered(
                         runs_again=False, dealt_again=self.in_place.dealt_again
                     )
@@ -280,7 +280,7 @@ class Recovery:
         self._state.begins_afresh(self._lifeline.generation)
         self._began_in = self._lifeline.generation
         self.from_the_top.forget()
-        self._objects.plain.go_on_at(0)
+        self._objects.plain.continue_at(0)
 
     def begin_as_newcomer(self, replay_log: ReplayLog | None = None) -> None:
         """The function runs for the first time on this rank, and has run on others.

@@ -272,12 +272,12 @@ class Session:
             self._client = await KeeperClient.found(name)
         else:
             self._client = await KeeperClient.started(name, self._options, self._idle_timeout_s)
-        standing = self._client.last
-        assert standing is not None
+        status = self._client.last
+        assert status is not None
         if self._is_attached:
-            its = {"checkpoint": standing.checkpoint, "seed": standing.seed}
+            its = {"checkpoint": status.checkpoint, "seed": status.seed}
             self._options = replace(self._options, **its)
-        _log.warning("the session %r %s: %s", name, standing.in_words, standing)
+        _log.warning("the session %r %s: %s", name, status.in_words, status)
         self._state = SessionState.READY
 
     async def close(self) -> None:
@@ -412,15 +412,15 @@ class Session:
 
     async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
         if self._client is not None:
-            return (await self._client.standing()).workers
+            return (await self._client.status()).workers
         return await self._holding.ask_workers(timeout_s)
 
     def __repr__(self) -> str:
         return f"<Session {self._state.value}, {self.num_workers} workers>"
 
     def _repr_html_(self) -> str:
-        standing = self._client.last if self._client is not None else None
-        seen = standing.workers if standing is not None else self._holding.seen
+        status = self._client.last if self._client is not None else None
+        seen = status.workers if status is not None else self._holding.seen
         return notebook.session_as_html(
             self._state.value, seen if self._state is not SessionState.CLOSED else ()
         )

@@ -38,8 +38,8 @@ from chorusline.actors.messages import (
     Frozen,
     Loss,
     OptimizerProgress,
+    PlaceInRun,
     RunFailed,
-    Stand,
     Success,
 )
 from chorusline.collectives.contract.errors import GroupAborted
@@ -242,11 +242,13 @@ def test_another_driver_sees_the_last_generation_to_its_end(late: bool) -> None:
         membership.handle(WorkerRegistered(worker(seat), 1))
     first, second = words["worker-0-0"], words["worker-2-0"]
     before = replace(second.assignment, generation=0, rank=2, world_size=3, local_world_size=3)
-    stands = (
-        Stand(worker(0), first.assignment, first),
-        Stand(worker(2), before, None) if late else Stand(worker(2), second.assignment, second),
+    places = (
+        PlaceInRun(worker(0), first.assignment, first),
+        PlaceInRun(worker(2), before, None)
+        if late
+        else PlaceInRun(worker(2), second.assignment, second),
     )
-    told = membership.handle(RunTakenOver(0, 3, None, stands, True))
+    told = membership.handle(RunTakenOver(0, 3, None, places, True))
     assert [type(one) for one in told[:2]] == [AttachRank, AttachRank]
     assert StartLastSave(1) in told, "its deadline begins anew"
     assert resumptions(told) == ({"worker-2-0": second} if late else {})

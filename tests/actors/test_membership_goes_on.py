@@ -44,10 +44,10 @@ from chorusline.actors.messages import (
     Frozen,
     Loss,
     OptimizerProgress,
+    PlaceInRun,
     Resumption,
     RunFailed,
     RunSucceeded,
-    Stand,
     Success,
     WorkerInfo,
 )
@@ -449,16 +449,16 @@ def test_nobody_leaves_while_functions_run_again_and_the_notice_comes_again() ->
     assert membership.handle(Leaving("node-b", "preempted")) == [], "it costs the run too much"
 
 
-def stand(seat: int, assignment: Assignment, told: Resumption | None = None) -> Stand:
-    return Stand(worker(seat), assignment, told)
+def place_in_run(seat: int, assignment: Assignment, told: Resumption | None = None) -> PlaceInRun:
+    return PlaceInRun(worker(seat), assignment, told)
 
 
 def test_another_driver_takes_a_run_over_where_the_workers_are() -> None:
     membership = Membership()
     for seat in range(2):
         membership.handle(WorkerRegistered(worker(seat), 3))
-    stands = tuple(stand(seat, Assignment(3, seat, 2, seat, 2, 0)) for seat in range(2))
-    told = membership.handle(RunTakenOver(0, 1, None, stands))
+    places = tuple(place_in_run(seat, Assignment(3, seat, 2, seat, 2, 0)) for seat in range(2))
+    told = membership.handle(RunTakenOver(0, 1, None, places))
     assert told == [AttachRank("worker-0-0"), AttachRank("worker-1-0")]
     membership.handle(death(1))
     assert len(resumptions(membership.handle(froze(0, generation=3)))) == 1
@@ -472,11 +472,11 @@ def test_another_driver_tells_those_who_have_not_heard_of_the_decision() -> None
     decided = Resumption(
         Assignment(1, 0, 2, 0, 2, 0), FormerRanks.of((0, 2)), (OptimizerProgress(5),), 0
     )
-    stands = (
-        stand(0, decided.assignment, decided),
-        stand(2, Assignment(0, 2, 3, 2, 3, 0)),
+    places = (
+        place_in_run(0, decided.assignment, decided),
+        place_in_run(2, Assignment(0, 2, 3, 2, 3, 0)),
     )
-    told = membership.handle(RunTakenOver(0, 1, None, stands))
+    told = membership.handle(RunTakenOver(0, 1, None, places))
     assert sum(isinstance(one, AttachRank) for one in told) == 2
     resumed = resumptions(told)
     assert set(resumed) == {"worker-2-0"}
@@ -487,7 +487,7 @@ def test_another_driver_tells_those_who_have_not_heard_of_the_decision() -> None
 def test_a_worker_that_died_with_the_driver_is_lost() -> None:
     membership = Membership()
     membership.handle(WorkerRegistered(worker(0), 0))
-    stands = (stand(0, Assignment(0, 0, 2, 0, 2, 0)),)
-    told = membership.handle(RunTakenOver(0, 1, None, stands))
+    places = (place_in_run(0, Assignment(0, 0, 2, 0, 2, 0)),)
+    told = membership.handle(RunTakenOver(0, 1, None, places))
     assert [one.worker_id for one in told if isinstance(one, FreezeRank)] == ["worker-0-0"]
     assert len(resumptions(membership.handle(froze(0)))) == 1

@@ -23,9 +23,9 @@ from chorusline.actors.messages import (
     Loss,
     MemberState,
     OptimizerProgress,
+    PlaceInRun,
     RunFailed,
     RunSucceeded,
-    Stand,
     Success,
 )
 from tests.references.driver_events import GONE, death, worker
@@ -291,10 +291,10 @@ def taken_over(
     membership = Membership()
     for seat in seats:
         membership.handle(events.WorkerRegistered(worker(seat), 0))
-    stands = tuple(
-        Stand(worker(seat), Assignment(0, seat, size, seat, size, 0), None) for seat in seats
+    places = tuple(
+        PlaceInRun(worker(seat), Assignment(0, seat, size, seat, size, 0), None) for seat in seats
     )
-    return membership, membership.handle(events.RunTakenOver(0, 1, max_failures, stands))
+    return membership, membership.handle(events.RunTakenOver(0, 1, max_failures, places))
 
 
 def called(told: Sequence[Instruction]) -> set[str]:

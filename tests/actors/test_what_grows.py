@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from chorusline.actors.actor_store import StoreActor
-from chorusline.actors.driver.driver import _Errands
+from chorusline.actors.driver.driver import _InstructionTasks
 from chorusline.runtime.session.detached.keeper import _LINES, Keeper, _Collecting
 
 
@@ -26,18 +26,18 @@ async def test_the_store_forgets_the_generations_before_the_last_two() -> None:
 
 
 async def test_a_driver_forgets_an_instruction_that_is_done() -> None:
-    errands = object.__new__(_Errands)
-    errands._tasks = set()
-    async with asyncio.TaskGroup() as errands._group:
+    instruction_tasks = object.__new__(_InstructionTasks)
+    instruction_tasks._tasks = set()
+    async with asyncio.TaskGroup() as instruction_tasks._group:
         for number in range(100):
-            errands._start(asyncio.sleep(0), f"errand-{number}")
+            instruction_tasks._start(asyncio.sleep(0), f"errand-{number}")
         waits = asyncio.Event()
-        errands._start(_until(waits), "waits")
-        while len(errands._tasks) > 1:
+        instruction_tasks._start(_until(waits), "waits")
+        while len(instruction_tasks._tasks) > 1:
             await asyncio.sleep(0)
         waits.set()
     await asyncio.sleep(0)
-    assert not errands._tasks
+    assert not instruction_tasks._tasks
 
 
 async def _until(event: asyncio.Event) -> None:

@@ -120,13 +120,13 @@ def train(ctx: cl.Context, folder: Path) -> tuple[int, int, list[list[float]]]:
 async def test_a_generation_that_ends_when_its_ranks_have_just_met_is_left_by_all(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sit = Reserve._sit
+    sit = Reserve._seat_worker
 
     async def sit_later(self: Reserve, worker: Any, seat: int) -> None:
         await asyncio.to_thread(lambda: [ready(tmp_path / f"met-{rank}") for rank in (0, 1)])
         await sit(self, worker, seat)
 
-    monkeypatch.setattr(Reserve, "_sit", sit_later)
+    monkeypatch.setattr(Reserve, "_seat_worker", sit_later)
     async with cl.Session((1, 3), spares=1, resources_per_worker=FEW, timeout_s=60) as session:
         run = asyncio.create_task(session.run(train, folder=tmp_path))
         await in_reserve(session, 1)

@@ -144,7 +144,7 @@ def test_after_a_loss_all_go_on_at_the_step_of_the_leader() -> None:
     steps, (optim,), taken = watched("optim")
     steps.agreed(((4,),), [1])
     steps.begin()
-    steps.go_on_at(5)
+    steps.continue_at(5)
     optim.step()  # Of the function that was left.
     assert steps.place == (5, 5) and not taken
 
@@ -158,7 +158,7 @@ class Rows(Dealt):
 
     def begin_dealt(self, dealer: Dealer, cuts: object) -> None: ...
 
-    def go_on(self, cut: Cut) -> Left:
+    def redeal(self, cut: Cut) -> Left:
         return Left([1], [1])
 
     def ids_by_counts(self, counts: object) -> list[int]:

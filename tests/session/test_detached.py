@@ -22,7 +22,7 @@ from ray.util import placement_group_table
 from ray.util.placement_group import placement_group, remove_placement_group
 
 import chorusline as cl
-from chorusline.actors.detached_actors import Lasting, new_group_name
+from chorusline.actors.detached_actors import DetachedActors, new_group_name
 from chorusline.actors.errors import StartupError
 from chorusline.runtime.session.detached.client import KeeperClient
 from tests.harness.forked_workers import python
@@ -107,17 +107,17 @@ async def name(cluster: None) -> AsyncIterator[str]:
     with contextlib.suppress(StartupError):
         async with cl.attach(name) as session:
             await session.stop()
-    assert Lasting(name).keeper() is None
-    assert Lasting(name).saved("run") is None, "the head remembers nothing of it"
+    assert DetachedActors(name).keeper() is None
+    assert DetachedActors(name).saved("run") is None, "the head remembers nothing of it"
 
 
 def kill(name: str, who: str) -> None:
     """Kill the keeper, or the newest driver, of which there may be none for a moment."""
-    lasting = Lasting(name)
+    detached = DetachedActors(name)
     if who == "keeper":
-        actor = lasting.keeper()
+        actor = detached.keeper()
     else:
-        actor = max(lasting.drivers().items(), default=(-1, None))[1]
+        actor = max(detached.drivers().items(), default=(-1, None))[1]
     with contextlib.suppress(ray.exceptions.RayActorError, ProcessLookupError):
         if actor is not None:
             pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60)
@@ -247,9 +247,9 @@ async def test_an_idle_session_ends_gives_its_room_back_and_keeps_its_results(
     script = Script(tmp_path, on_cluster, session=given, num_samples=20)
     await script.says("submitted")
     script.kill()
-    lasting = Lasting(name)
+    detached = DetachedActors(name)
     async with asyncio.timeout(90):
-        while lasting.workers():
+        while detached.workers():
             await asyncio.sleep(0.5)
     async with cl.attach(name) as session:
         check_run(await session.results(), await session.reports(), 20)
@@ -291,13 +291,13 @@ async def test_nothing_is_left_of_a_session_whose_keeper_is_gone_for_good(
     script = Script(tmp_path, on_cluster, session={"num_workers": 2, "name": name})
     await script.says("started")
     script.kill()
-    lasting = Lasting(name)
-    keeper = lasting.keeper()
+    detached = DetachedActors(name)
+    keeper = detached.keeper()
     ray.kill(keeper, no_restart=True)
     async with asyncio.timeout(90):
-        while lasting.workers() or lasting.drivers():
+        while detached.workers() or detached.drivers():
             await asyncio.sleep(0.5)
-    lasting.forget()
+    detached.forget()
 
 
 @pytest.mark.slow
@@ -347,7 +347,7 @@ def test_only_placement_groups_of_the_session_are_removed_with_it(cluster: None)
     names = ["night/serving", new_group_name("night"), new_group_name("night-2")]
     groups = [placement_group([{"CPU": 0.01}], name=name) for name in names]
     try:
-        Lasting("night").remove_groups()
+        DetachedActors("night").remove_groups()
         states = {one["name"]: one["state"] for one in placement_group_table().values()}
         assert [states[name] == "REMOVED" for name in names] == [False, True, False]
     finally:

@@ -163,7 +163,7 @@ def test_a_reserve_that_could_never_help_is_refused(options: dict[str, Any], say
 async def test_kills_around_a_swap_never_cost_a_deadline(
     cluster: None, tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sit = Reserve._sit
+    sit = Reserve._seat_worker
     swapping: list[int] = []  # pids to be killed when a worker sits down
     newcomers: list[int] = []
 
@@ -173,7 +173,7 @@ async def test_kills_around_a_swap_never_cost_a_deadline(
             os.kill(swapping.pop(), signal.SIGKILL)
         await sit(self, worker, seat)
 
-    monkeypatch.setattr(Reserve, "_sit", sit_and_die)
+    monkeypatch.setattr(Reserve, "_seat_worker", sit_and_die)
     draw = random.Random(0)
     async with cl.Session((1, 4), spares=1, resources_per_worker=FEW) as session:
         run = asyncio.create_task(session.run(train_until_stopped, folder=tmp_path))

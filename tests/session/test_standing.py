@@ -19,6 +19,6 @@ async def test_a_status_has_no_argument_of_the_session_in_which_a_secret_may_sta
     keeper._options, keeper._holding = options, Holding(options)
     keeper._idle_timeout_s, keeper._restarts, keeper._ended, keeper._busy_at = 1.0, 0, "", 0.0
     keeper._ended_at, keeper._again = time.monotonic(), None
-    standing = await keeper.standing()
+    status = await keeper.status()
     assert b"hunter2" in pickle.dumps(options), "the keeper has it"
-    assert standing.seed == 5 and b"hunter2" not in pickle.dumps(standing)
+    assert status.seed == 5 and b"hunter2" not in pickle.dumps(status)

@@ -18,7 +18,7 @@ import ray
 
 from chorusline.actors.calls import Actor, ActorGone, NoAnswer, answer
 from chorusline.actors.crew.listening import News
-from chorusline.actors.detached_actors import KEEPER, Lasting, names_of
+from chorusline.actors.detached_actors import KEEPER, DetachedActors, names_of
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages import Report, RunFailed, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
@@ -72,11 +72,11 @@ class KeeperClient:
 
         A session of that name that has ended makes room.
         """
-        lasting = Lasting(name)
-        if (there := lasting.keeper()) is not None:
+        detached = DetachedActors(name)
+        if (there := detached.keeper()) is not None:
             await cls._make_room(name, there)
         environment = options.environment
-        of_actor = lasting.options_of_keeper()
+        of_actor = detached.options_of_keeper()
         of_actor |= {"runtime_env": environment} if environment else {}
         try:
             keeper = keeper_class().options(**of_actor).remote(name, options, idle_timeout_s)
@@ -91,19 +91,19 @@ class KeeperClient:
             ) from None
         except BaseException:
             ray.kill(keeper)
-            lasting.forget()
+            detached.forget()
             raise
-        await client.standing()
+        await client.status()
         client._stay()
         return client
 
     @staticmethod
     async def _make_room(name: str, keeper: Actor) -> None:
-        standing = None
+        status = None
         with contextlib.suppress(ActorGone, NoAnswer):
-            standing = await answer(keeper.standing.remote(), _ANSWER_S)
-        if standing is None or not standing.ended:
-            raise taken(name, standing)
+            status = await answer(keeper.status.remote(), _ANSWER_S)
+        if status is None or not status.ended:
+            raise taken(name, status)
         with contextlib.suppress(ActorGone, NoAnswer):
             await answer(keeper.stop.remote(), _ANSWER_S)
         await _until_gone(name)
@@ -127,11 +127,11 @@ class KeeperClient:
     @classmethod
     async def found(cls, name: str) -> KeeperClient:
         """The client of a session that is there. Raises StartupError."""
-        keeper = await asyncio.to_thread(Lasting(name).keeper)
+        keeper = await asyncio.to_thread(DetachedActors(name).keeper)
         if keeper is None:
             raise not_found(name, await asyncio.to_thread(names_of, KEEPER))
         client = cls(name, keeper)
-        await client.standing()
+        await client.status()
         client._stay()
         return client
 
@@ -162,7 +162,7 @@ class KeeperClient:
                 return await answer(getattr(self._keeper, method).remote(*arguments), timeout_s)
             except ActorGone as gone:
                 # Ray has the name as long as it means to start the keeper again.
-                is_there = await asyncio.to_thread(Lasting(self.name).keeper) is not None
+                is_there = await asyncio.to_thread(DetachedActors(self.name).keeper) is not None
                 give_up_at = give_up_at or time.monotonic() + _RESTART_S
                 if is_there and time.monotonic() > give_up_at:
                     raise RuntimeError(
@@ -183,8 +183,8 @@ class KeeperClient:
                     "its head node may be busy: try again"
                 ) from None
 
-    async def standing(self) -> DetachedStatus:
-        self.last = await self._ask("standing")
+    async def status(self) -> DetachedStatus:
+        self.last = await self._ask("status")
         return self.last
 
     async def begin(self, program: Parcel) -> int:
@@ -199,13 +199,13 @@ class KeeperClient:
 
     async def current(self) -> int:
         """The run in progress, or else the last one. Raises RuntimeError."""
-        standing = await self.standing()
-        if standing.run is None:
+        status = await self.status()
+        if status.run is None:
             raise RuntimeError(
                 f"the session {self.name!r} has run nothing yet; begin with `await session.run("
                 "train, ...)`"
             )
-        return standing.run
+        return status.run
 
     async def ending(self, run: int) -> RunSucceeded | RunFailed:
         """How a run has ended, when it has. Raises what ended it before there was an outcome."""
@@ -276,7 +276,7 @@ class KeeperClient:
 async def _until_gone(name: str) -> bool:
     """Wait for a keeper's end; whether it came in time."""
     give_up_at = time.monotonic() + _ANSWER_S
-    while await asyncio.to_thread(Lasting(name).keeper) is not None:
+    while await asyncio.to_thread(DetachedActors(name).keeper) is not None:
         if time.monotonic() > give_up_at:
             return False
         await asyncio.sleep(_AGAIN_S)

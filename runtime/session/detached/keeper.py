@@ -27,7 +27,7 @@ from ray import cloudpickle
 
 from chorusline.actors.calls import GONE, end_with_parent
 from chorusline.actors.crew.listening import News
-from chorusline.actors.detached_actors import Lasting
+from chorusline.actors.detached_actors import DetachedActors
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages import Report, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from chorusline.actors.parcels.parcel import Parcel
@@ -86,10 +86,10 @@ class Keeper:
     def __init__(self, name: str, options: SessionOptions, idle_timeout_s: float) -> None:
         end_with_parent()
         self._name = name
-        self._lasting = Lasting(name)
+        self._detached = DetachedActors(name)
         self._options = options
         self._idle_timeout_s = idle_timeout_s
-        self._holding = Holding(options, self._lasting)
+        self._holding = Holding(options, self._detached)
         self._id = uuid.uuid4().hex[:8]
         self._run: _Run | None = None  # None: before the first run
         self._clients: dict[str, float] = {}  # when each was heard last
@@ -100,7 +100,7 @@ class Keeper:
         self._is_up = asyncio.Event()
         self._start_error: BaseException | None = None  # None: the start has not failed
         # Ray starts a keeper again with its id.
-        saved = self._lasting.saved("session")
+        saved = self._detached.saved("session")
         is_again = saved is not None and saved[0] == ray.get_runtime_context().get_actor_id()
         self._again: int | None = saved[1] if is_again else None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -136,7 +136,7 @@ class Keeper:
             if self._again is not None:
                 await self._wake(self._again)
             else:
-                self._lasting.clear()  # What a keeper has left that was killed for good.
+                self._detached.clear()  # What a keeper has left that was killed for good.
                 self._note_restarts(_NOT_TO_BE_FOUND)
                 with Starting(None) as starting:
                     await self._holding.start(starting, is_local=False)
@@ -163,7 +163,7 @@ class Keeper:
             raise StartupError(f"the session {self._name!r} has not started", "its keeper died")
         self._restarts = restarts + 1
         await self._holding.start_again()
-        record, request = self._lasting.saved("run"), self._lasting.saved("request")
+        record, request = self._detached.saved("run"), self._detached.saved("request")
         if record is not None:
             number, token, began, took_s, ending = record
             self._run = _Run(number, token, self._id, began)
@@ -184,7 +184,7 @@ class Keeper:
 
     def _note_restarts(self, restarts: int) -> None:
         """For a keeper that is started again."""
-        self._lasting.save("session", (ray.get_runtime_context().get_actor_id(), restarts))
+        self._detached.save("session", (ray.get_runtime_context().get_actor_id(), restarts))
 
     def _own(self, what: Any, name: str) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(what, name=name)
@@ -231,7 +231,7 @@ class Keeper:
         await self._leave()
 
     async def _leave(self) -> None:
-        self._lasting.clear()
+        self._detached.clear()
         # Not exit_actor: it waits for calls of clients that are on their way.
         ray.kill(self._self)
         await asyncio.sleep(_STOP_S)
@@ -253,7 +253,7 @@ class Keeper:
         set_debug_level(debug_level)
         number = self._run.number + 1 if self._run else 0
         self._run = _Run(number, token, self._id, time.time())
-        self._lasting.save("request", None)  # First: the record is not to go with an older one.
+        self._detached.save("request", None)  # First: the record is not to go with an older one.
         self._record(self._run)
         self._carry_out(self._run, program, None)
         return number
@@ -288,7 +288,7 @@ class Keeper:
             with contextlib.suppress(Exception):
                 ending = cloudpickle.dumps(run.ending)
             ending = ending if ending and len(ending) < _MOST_OUTCOME_BYTES else b""
-        self._lasting.save("run", (run.number, run.token, run.began, run.took_s, ending))
+        self._detached.save("run", (run.number, run.token, run.began, run.took_s, ending))
 
     @property
     def _is_running(self) -> bool:
@@ -352,7 +352,7 @@ class Keeper:
         """Lines about the start, for whoever waits for it."""
         return [line for number, line in self._said if number >= since]
 
-    async def standing(self) -> DetachedStatus:
+    async def status(self) -> DetachedStatus:
         if self._again is not None:
             await self._is_up.wait()  # It does not know yet what it has.
         run = self._run

@@ -112,8 +112,8 @@ def check_name(name: object, detached: bool) -> None:
         )
 
 
-def taken(name: str, standing: DetachedStatus | None) -> StartupError:
-    what = f"its {standing.in_words}" if standing and standing.run is not None else "it is open"
+def taken(name: str, status: DetachedStatus | None) -> StartupError:
+    what = f"its {status.in_words}" if status and status.run is not None else "it is open"
     return StartupError(
         f"there is a detached session {name!r} on this cluster already",
         f"{what}. Attach to it with cl.attach({name!r}), end it with `chorusline stop {name}`, or "

@@ -7,7 +7,7 @@ import ray
 from chorusline.actors.calls import HEAD_ANSWER_S, head_stays_gone
 from chorusline.actors.crew.crew import Crew
 from chorusline.actors.crew.listening import News
-from chorusline.actors.detached_actors import Lasting
+from chorusline.actors.detached_actors import DetachedActors
 from chorusline.actors.errors import DriverLost
 from chorusline.actors.messages import RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from chorusline.actors.parcels.parcel import Parcel
@@ -34,13 +34,13 @@ _REPORT_HISTORY = 4000
 
 class Holding:
     """The actors of a session: starts, uses and ends them. The one of a detached session is its
-    keeper's (detached/keeper.py). lasting: names its actors; None for other sessions."""
+    keeper's (detached/keeper.py). detached: names its actors; None for other sessions."""
 
-    def __init__(self, options: SessionOptions, lasting: Lasting | None = None) -> None:
+    def __init__(self, options: SessionOptions, detached: DetachedActors | None = None) -> None:
         self.crew: Crew | None = None  # None before there is room for the workers, and at the end.
         self.seen: tuple[WorkerSnapshot | str, ...] = ()  # the workers' last answers, by seat
         self._options = options
-        self._lasting = lasting
+        self._detached = detached
         self._seats: PlacedSeats | None = None  # None before there is room, and at the end.
         self._next_run = 0
         self._is_running = False
@@ -48,7 +48,7 @@ class Holding:
     async def start(self, starting: Starting, *, is_local: bool) -> None:
         """is_local: sessions of this process have started the cluster. If it raises, `close` ends
         what has started."""
-        options, lasting = self._options, self._lasting
+        options, detached = self._options, self._detached
         wait_s = options.startup_timeout_s
         limit = f"gives up after {wait_s:g} s, startup_timeout_s"
         async with telling(starting, lambda: awaited(self.crew, options.fewest), limit):
@@ -59,7 +59,7 @@ class Holding:
                 accelerator_type=options.accelerator_type,
                 is_local=is_local,
             )
-            name = lasting.name if lasting is not None else ""
+            name = detached.name if detached is not None else ""
             needs = Needs(bundle, options.placement_strategy, options.labels, name)
             # A keeper is no part of a trial that has started the session.
             of_trial = None if name else of_this_trial(needs, options.fewest, options.spares)
@@ -77,21 +77,21 @@ class Holding:
             await self.crew.assemble(wait_s)
 
     def _crew_of(self, seats: PlacedSeats) -> Crew:
-        if (lasting := self._lasting) is not None:
-            seats.whenever_changed(lambda: lasting.save("seats", seats.state()))
+        if (detached := self._detached) is not None:
+            seats.whenever_changed(lambda: detached.save("seats", seats.state()))
         return Crew(
             seats,
             self._options.fewest,
             use_gpu=self._options.use_gpu,
             driver_options=placement.options_of_driver(),
             environment=self._options.environment,
-            lasting=lasting,
+            detached=detached,
         )
 
     async def start_again(self) -> None:
         """In a keeper that was started again: take over what the one before had."""
-        assert self._lasting is not None
-        self._seats = PlacedSeats.recalled(self._lasting.saved("seats"))
+        assert self._detached is not None
+        self._seats = PlacedSeats.recalled(self._detached.saved("seats"))
         self.crew = self._crew_of(self._seats)
         await self.crew.find()
 
@@ -153,7 +153,7 @@ class Holding:
             try:  # 2.
                 async with hearing(crew.listener, request.run, audience):
                     if begun is not None:
-                        return await crew.go_on_with(request)
+                        return await crew.resume_run(request)
                     outcome = await crew.run(request, payload)
             except DriverLost as lost:
                 if lost.nobody_began and left and begun is None:
@@ -181,9 +181,9 @@ class Holding:
             options.pause_s,
             last_save_s=checkpoint.deadline_s if checkpoint is not None else None,
             fault_plan=options.fault_plan,
-            report_history=_REPORT_HISTORY if self._lasting is not None else 0,
+            report_history=_REPORT_HISTORY if self._detached is not None else 0,
             replaces_stragglers=options.replaces_stragglers,
         )
-        if self._lasting is not None:
-            self._lasting.save("request", request)
+        if self._detached is not None:
+            self._detached.save("request", request)
         return request

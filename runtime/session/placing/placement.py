@@ -107,22 +107,22 @@ class Needs:
     bundle: its resources.
     strategy: one of STRATEGIES.
     labels: of the nodes, as Ray's label selectors are written.
-    lasting: the name of a detached session, whose groups stay when its keeper dies (Ray removes
+    detached: the name of a detached session, whose groups stay when its keeper dies (Ray removes
         others with it).
     """
 
     bundle: dict[str, float]
     strategy: str
     labels: dict[str, str]
-    lasting: str = ""
+    detached: str = ""
 
     def group(self, num_workers: int = 1) -> PlacementGroup:
         """A new placement group, which Ray places when it can."""
         options: dict[str, Any] = {}
         if self.labels:
             options["bundle_label_selector"] = [dict(self.labels) for _ in range(num_workers)]
-        if self.lasting:
-            options |= {"name": new_group_name(self.lasting), "lifetime": "detached"}
+        if self.detached:
+            options |= {"name": new_group_name(self.detached), "lifetime": "detached"}
         bundles = [dict(self.bundle) for _ in range(num_workers)]
         group: PlacementGroup = placement_group(bundles, strategy=self.strategy, **options)
         return group
