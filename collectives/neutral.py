@@ -50,6 +50,7 @@ def why_not_without(kind: Kind, detail: int, absent: Collection[int]) -> str | N
         return "objects have no neutral element; send tensors"
     if kind in (Kind.SEND, Kind.RECV):
         return "a message is known to its two ranks only; use a collective"
+    # The root's own data is what the others are to get, or it is the rank that gets theirs.
     if kind in _ROOTED and detail in absent:
         return f"rank {detail}, its root, is one of them; choose the root among the others"
     if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE) and (

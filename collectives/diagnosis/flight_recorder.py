@@ -138,6 +138,7 @@ class FlightRecorder:
         operations = self._operations.copy()
         held_since = since
         if len(operations) == CAPACITY:
+            # The ring is full: what was issued before its first operation may be lost.
             held_since = min(max(since, operations[0].issued_at), until)
         in_flight_s, reached, nbytes, numel = 0.0, held_since, 0, 0
         for operation in operations:
@@ -146,6 +147,7 @@ class FlightRecorder:
                 nbytes += operation.numel * _ITEM_BYTES[operation.dtype]
             ended_at = until if operation.ended_at is None else min(operation.ended_at, until)
             if ended_at > reached:
+                # Operations overlap: count what this one adds to the time covered so far.
                 in_flight_s += ended_at - min(max(reached, operation.issued_at), ended_at)
                 reached = ended_at
         if until > held_since:
@@ -197,11 +199,13 @@ def tell_positions(places: Mapping[int, str], late: Sequence[int]) -> str:
         left -= len(ranks)
         last = number > 0 and left == 0
         if len(ranks) == 1:
+            # Of two ranks the second needs no number: the sentence has named the first.
             who = "the other" if last and len(places) == 2 else f"rank {ranks[0]}"
         elif len(ranks) == len(places):
             who = "all ranks"
         else:
             who = "the others" if last else f"ranks {ranks}"
+        # The verb of the first clause holds for all: `rank 2 is at …, the others at …`.
         verb = "" if number else " is" if len(ranks) == 1 else " are"
         clauses.append(f"{who}{verb} at {place}")
     return ", ".join(clauses)

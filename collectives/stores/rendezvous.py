@@ -104,6 +104,7 @@ def store_from_url(
             f"url {url!r} names a file, which needs no address to listen at; leave out listen"
         )
     if parts.scheme == "env":
+        # What the URL says counts more than a variable of the environment.
         said = _environment(url) | said
     rank = _settled("rank", rank, "rank", said, url)
     size = _settled("size", size, "world_size", said, url)

@@ -268,6 +268,7 @@ def check_parts(parts: Sequence[Any]) -> None:
         passages = part["passages"] if isinstance(part, dict) and "passages" in part else None
         if (
             not isinstance(passages, dict)
+            # -1: saved before the first loop over epochs.
             or not is_count(part.get("loop"), least=-1)
             or not is_count(part.get("epoch"))
             or not all(isinstance(one, dict) for one in passages.values())

@@ -43,9 +43,11 @@ def deal_again(
     paces: by new rank, as in `deal_micro_batches`.
     """
     new_rank = {old: new for new, old in enumerate(former_ranks) if old >= 0}
+    # -1: a micro-batch of a lost rank, which nobody has.
     dealt = [new_rank.get(holder, -1) for holder in holders]
     held = [dealt.count(rank) for rank in range(len(former_ranks))]
     lost = [number for number, rank in enumerate(dealt) if rank < 0]
+    # Where no pace is known yet, all ranks count as equally fast.
     filled = _filled(paces) if any(paces) else [1.0] * len(paces)
     counts = _counts(len(lost), held, filled)
     takers = [rank for rank, count in enumerate(counts) for _ in range(count)]

@@ -181,6 +181,7 @@ class ModelEngine:
             return []
         named = [(names[id(p)], p) for p in fresh]
         check_devices(named, self.group)
+        # Before the broadcast, so that the error names the parameter that differs.
         check_same_model("DistributedDataParallel", named, self.group)
         broadcast_tensors([p.detach() for p in fresh], 0, self.group)
         self._own(fresh)

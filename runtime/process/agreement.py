@@ -152,12 +152,13 @@ def vote_of(
         vote[own_at : own_at + 3], contributes = standing.numbers, standing.contributes
     else:
         vote[own_at : own_at + 3], contributes = standing, standing == HANDS_IN_NOW
-    if contributes:
+    if contributes:  # A rank without data or leftovers uses no parameter, and weighs nothing.
         if weight is not None:
             vote[_WEIGHT] = weight
             vote[_WEIGHING] = 1.0
         vote[_HEAD + _OF_RANK * num_ranks : first] = map(float, used)
         for number in kept:
+            # More than all ranks' ones together, so that the sum holds both counts.
             vote[_HEAD + _OF_RANK * num_ranks + number] += num_ranks + 1
     if stop:
         vote[_ASKING] = 1.0

@@ -178,6 +178,7 @@ class Context:
         stay = between_runs()
         ages = all_gather_row(self.group, [int(number) for number in stay.age_of(name)])
         lost = [rank for rank, (is_here, _, _) in enumerate(ages) if not is_here]
+        # No rank has it: the name is new. Some have it: they and the others cannot use one object.
         if len(lost) == self.world_size:
             stay.put(name, make())
         elif lost:

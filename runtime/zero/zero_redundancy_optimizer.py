@@ -782,6 +782,7 @@ class OptimizerEngine:
         pairs = zip(self.shard.parameters, agreement.used, strict=True)
         used = [parameter for parameter, is_used in pairs if is_used]
         reducers = reducers_of(used)
+        # Where all ranks have data, each has done the same to its own gradients.
         if not live or len(live) == self.group.size or not reducers:
             return False
         for parameter in used:
@@ -1037,6 +1038,7 @@ class OptimizerEngine:
         used = [
             p for p, is_used in zip(self.shard.parameters, agreement.used, strict=True) if is_used
         ]
+        # One rank warns: all know the same.
         if agreement.live and not used and self.group.rank == agreement.live[0]:
             warnings.warn(
                 "step() changes nothing: no parameter of this ZeroRedundancyOptimizer has a "

@@ -251,6 +251,7 @@ def _fields_of(value: Any, kind: type, what: str) -> dict[str, Any]:
     ]
     if lacking or not given.keys() <= known.keys():
         unknown = [name for name in given if name not in known]
+        # A field under another name is both missing and unknown: what is missing says more.
         raise ValueError(
             f"{what} lacks {', '.join(lacking)}"
             if lacking

@@ -446,6 +446,8 @@ class Reducer:
     def _vote(self, used: Sequence[bool] | None = None) -> list[float]:
         """used: default: the gradients that the parameters hold."""
         has_next = self._has_next()
+        # With `used`, the vote is on sums that `ctx.steps` has weighted and added itself: notes and
+        # weights of a backward pass do not apply.
         notes = self.earlier.notes(self.local_steps) if used is None and self.is_live else ()
         steps = self.local_steps
         digest = steps.vote(self.is_live or self._steps_along() or steps.has_stepped_along)
@@ -463,7 +465,7 @@ class Reducer:
             notes=notes,
             join=self._join(),
             epoch=boundary().epoch,
-            digest=-boundary().draws or digest,
+            digest=-boundary().draws or digest,  # A first vote compares draws, and follows no step.
         )
 
     def _finish(self) -> None:
@@ -492,6 +494,7 @@ class Reducer:
         """Reduce once more: ranks without data send what they still hold, and the others zeros.
         Returns the sum of all votes. This is one more round, in the first step after a rank with
         gradients from no_sync has run out of data."""
+        # The first sum is put aside: the buckets are sent once more, with leftovers in them.
         before = [bucket.flat[: bucket.plan.content].clone() for bucket in self.buckets]
         for view in self.gradients.views.values():
             view.zero_()

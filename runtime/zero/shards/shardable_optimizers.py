@@ -178,6 +178,7 @@ def describe_parameters(
     cut = "cut anywhere" if verdict.elementwise else "never cut"
     descriptions = []
     for number, options in enumerate(groups, start=first_group):
+        # Other objects are left out: their texts may differ from process to process.
         options_alike = {
             name: plain(value)
             for name, value in options.items()
