@@ -80,7 +80,7 @@ from .diagnosis.flight_recorder import Activity, FlightRecorder, FlightRecording
 from .diagnosis.profiling import begin_span, nvtx_is_recorded
 from .diagnosis.statistics import Statistics
 from .family import Family
-from .kept_results import KeepingCommunicator, KeptResults, keeping
+from .kept_results import KeepingCommunicator, KeptResults
 from .meeting import WatchedStore, meet, ranks_of_keys
 from .objects.blocking import (
     BytesGroup,
@@ -1414,7 +1414,9 @@ class Group:
         if isinstance(inner, KeepingCommunicator):
             inner = inner.inner
         self._kept = kept
-        self._communicator = keeping(inner, kept) if kept is not None else inner
+        if kept is not None:
+            inner = KeepingCommunicator(inner, kept)  # type: ignore[abstract]
+        self._communicator = inner
 
     @contextlib.contextmanager
     def unkept(self) -> Iterator[None]:

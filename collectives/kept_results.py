@@ -6,10 +6,8 @@ The results of operations that give all ranks the same are kept, up to MOST_BYTE
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 
 from .contract.communicator import Communicator
 from .contract.operation import Finish, Kind, Operation, elements, with_detail
+from .contract.wrapping import WrappingCommunicator
 
 MOST_BYTES = 16 << 20
 """Of results that a rank keeps, and of all that a worker gets before it runs the function."""
@@ -25,7 +24,7 @@ _BYTES_OF_ONE = 256
 """That a result counts for beside its elements."""
 
 _SAME_EVERYWHERE = ("all_reduce", "broadcast", "all_gather")
-_NO_RESULT = ("barrier",)
+_NOT_ONE_RESULT = ("barrier", "exchange")
 
 
 @dataclass(slots=True)
@@ -142,46 +141,16 @@ class _Keeping:
         self._kept.values = self._tensor.detach().clone()
 
 
-class KeepingCommunicator(Communicator):
+class KeepingCommunicator(WrappingCommunicator):
     """Lets `inner` move the tensors, and keeps the results."""
 
     def __init__(self, inner: Communicator, kept: KeptResults) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.kept = kept
-        for name, value in vars(Communicator).items():  # A transport's capabilities.
-            if not name.startswith("_") and not callable(value):
-                setattr(self, name, getattr(inner, name))
-        self.rank, self.size, self.device = inner.rank, inner.size, inner.device
-        self.backend = inner.backend
 
-
-def _kept(name: str) -> Callable[..., Any]:
-    def issue(self: KeepingCommunicator, operation: Operation, tensor: Any, *arguments: Any) -> Any:
-        if isinstance(tensor, torch.Tensor):
+    def before(self, name: str, operation: Operation, *arguments: Any) -> None:
+        if name not in _NOT_ONE_RESULT:
+            tensor = arguments[0]
             place = self.kept.place_for(operation, tensor)
             if place is not None and name in _SAME_EVERYWHERE:
                 operation.finish = _Keeping(place, tensor, operation.finish)
-        return getattr(self.inner, name)(operation, tensor, *arguments)
-
-    issue.__name__ = name
-    return issue
-
-
-def _passed_on(name: str) -> Callable[..., Any]:
-    def issue(self: KeepingCommunicator, *arguments: Any, **named_: Any) -> Any:
-        return getattr(self.inner, name)(*arguments, **named_)
-
-    issue.__name__ = name
-    return issue
-
-
-for _name, _method in inspect.getmembers(Communicator, inspect.isfunction):
-    if not _name.startswith("_") and _name not in vars(KeepingCommunicator):
-        _parameters = inspect.signature(_method).parameters
-        _is_one = "operation" in _parameters and _name not in (*_NO_RESULT, "exchange")
-        setattr(KeepingCommunicator, _name, (_kept if _is_one else _passed_on)(_name))
-abc.update_abstractmethods(KeepingCommunicator)  # type: ignore[type-abstract]
-
-
-def keeping(inner: Communicator, kept: KeptResults) -> Communicator:
-    return KeepingCommunicator(inner, kept)  # type: ignore[abstract]

@@ -7,11 +7,9 @@ is delayed. Issuing a collective then blocks until all ranks have issued one.
 
 from __future__ import annotations
 
-import abc
-import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +20,7 @@ from ..contract.communicator import Communicator
 from ..contract.dtypes import DTYPE_INDEX
 from ..contract.errors import CollectiveError, CollectiveMismatch, GroupAborted, StoreTimeout
 from ..contract.operation import Kind, OnBehalf, Operation, named
-from ..contract.work import Work
+from ..contract.wrapping import WrappingCommunicator
 from ..diagnosis.blame import tell_issued, usual_and_blamed
 from ..diagnosis.signature import pair_mismatch
 from ..stores.store import PrefixStore, Store
@@ -37,20 +35,13 @@ _SAME_SHAPES = {"broadcast", "all_reduce", "reduce", "reduce_scatter", "all_gath
 compares what one sends with what the other expects."""
 
 
-class ComparingCommunicator(Communicator):
-    """Compares, then lets `inner` move the tensors; for every collective of `Communicator`."""
+class ComparingCommunicator(WrappingCommunicator):
+    """Compares each collective, then lets `inner` move the tensors."""
 
     def __init__(self, inner: Communicator, store: Store, generation: int, name: str) -> None:
         """Blocks until all ranks have come; closes `inner` and raises if one does not."""
-        self.inner = inner
-        for name_, value in vars(Communicator).items():  # A transport's capabilities.
-            if not name_.startswith("_") and not callable(value):
-                setattr(self, name_, getattr(inner, name_))
+        super().__init__(inner)
         self.compares = True
-        self.rank = inner.rank
-        self.size = inner.size
-        self.device = inner.device
-        self.backend = inner.backend
         self._generation = generation
         self._name = name
         self._num_compared = 0
@@ -81,6 +72,13 @@ class ComparingCommunicator(Communicator):
     def close(self) -> None:
         self.inner.close()
         self._side.close()
+
+    def before(self, name: str, operation: Operation, *arguments: Any) -> None:
+        if name == "exchange":
+            outputs, inputs = arguments
+            self._compare(operation, False, [part.numel() for part in (*inputs, *outputs)])
+        elif name not in _BETWEEN_TWO:
+            self._compare(operation, name in _SAME_SHAPES)
 
     def _compare(
         self, operation: Operation, has_same_shapes: bool, table: Sequence[int] = ()
@@ -133,39 +131,6 @@ class ComparingCommunicator(Communicator):
         self._num_compared += 1
         self._side.all_gather(comparing, everybody.view(-1), row).wait()
         return everybody
-
-
-def _compared(name: str) -> Callable[..., Work]:
-    def issue(
-        self: ComparingCommunicator, operation: Operation, *arguments: Any, **named_: Any
-    ) -> Work:
-        if name == "exchange":
-            outputs, inputs = arguments
-            self._compare(operation, False, [part.numel() for part in (*inputs, *outputs)])
-        else:
-            self._compare(operation, name in _SAME_SHAPES)
-        work: Work = getattr(self.inner, name)(operation, *arguments, **named_)
-        return work
-
-    issue.__name__ = name
-    return issue
-
-
-def _passed_on(name: str) -> Callable[..., Any]:
-    def issue(self: ComparingCommunicator, *arguments: Any, **named_: Any) -> Any:
-        return getattr(self.inner, name)(*arguments, **named_)
-
-    issue.__name__ = name
-    return issue
-
-
-for _name, _method in inspect.getmembers(Communicator, inspect.isfunction):
-    if not _name.startswith("_") and _name not in vars(ComparingCommunicator):
-        _is_collective = (
-            "operation" in inspect.signature(_method).parameters and _name not in _BETWEEN_TWO
-        )
-        setattr(ComparingCommunicator, _name, (_compared if _is_collective else _passed_on)(_name))
-abc.update_abstractmethods(ComparingCommunicator)  # type: ignore[type-abstract]
 
 
 def comparing(inner: Communicator, store: Store, generation: int, name: str) -> Communicator:
