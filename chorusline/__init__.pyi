@@ -92,9 +92,8 @@ from .runtime.notebook import (
 )
 from .runtime.process.random_state import RandomState as RandomState
 from .runtime.program.context import Context as Context
-from .runtime.session.attaching import attach as attach
 from .runtime.session.one_run import run as run
-from .runtime.session.session import Session as Session
+from .runtime.session.session import Session as Session, attach as attach
 from .runtime.session.showing.progress import Progress as Progress
 from .runtime.session.state import SessionSnapshot as SessionSnapshot
 from .runtime.tracking.json_lines import JSONLinesTracker as JSONLinesTracker

@@ -77,7 +77,7 @@ from .contract.work import Work
 from .diagnosis.blame import usual_and_blamed
 from .diagnosis.debug import DebugLevel, get_debug_level
 from .diagnosis.flight_recorder import Activity, FlightRecorder, FlightRecording
-from .diagnosis.profiling import begin_span, nvtx_is_recorded
+from .diagnosis.profiling import RecordedSpan, nvtx_is_recorded
 from .diagnosis.statistics import Statistics
 from .family import Family
 from .kept_results import KeepingCommunicator, KeptResults
@@ -1453,7 +1453,7 @@ class Group:
                 operation.shapes = tuple(shape for of, shape in self._shapes if of is frame)
             self._shapes.clear()  # Also removes shapes of operations that a check refused.
         if profiler._is_profiler_enabled or self._with_nvtx:
-            operation.span = begin_span(operation, self._with_nvtx)
+            operation.span = RecordedSpan(operation, self._with_nvtx)
         return operation
 
     def _begin_between_two(
@@ -1471,7 +1471,7 @@ class Group:
         self._recorder.record(operation, sys._getframe(2))
         self._shapes.clear()
         if profiler._is_profiler_enabled or self._with_nvtx:
-            operation.span = begin_span(operation, self._with_nvtx)
+            operation.span = RecordedSpan(operation, self._with_nvtx)
         return operation
 
     def _deadline_s(self, kind: Kind, timeout_s: Seconds | None) -> float:

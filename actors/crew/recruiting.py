@@ -128,8 +128,8 @@ class Recruiter:
                     fill(lost_before)
                     for seat in busy:
                         tasks.create_task(self._await_idle(seat), name=f"seat-{seat}")
-                known = 0
-                while lost := await self._lost_since(known):
+                known, run = 0, self._request.run
+                while lost := await answer(self._driver.lost_workers.remote(run, known)):
                     known += len(lost)
                     # Another worker may sit there by now.
                     fill(seat for seat, worker_id in lost if self._is_there(seat, worker_id))
@@ -137,11 +137,6 @@ class Recruiter:
     def _is_there(self, seat: int, worker_id: str) -> bool:
         worker = self._workers.get(seat)
         return worker is not None and str(worker._actor_id.hex()) == worker_id
-
-    async def _lost_since(self, known: int) -> list[tuple[int, str]]:
-        lost: list[tuple[int, str]]
-        lost = await answer(self._driver.lost_workers.remote(self._request.run, known))
-        return lost
 
     async def _sorted_before(self) -> tuple[list[int], list[int]]:
         """Seats whose workers died with the driver before; and those whose workers rehearsed for

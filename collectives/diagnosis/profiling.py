@@ -22,8 +22,9 @@ def nvtx_is_recorded(device: torch.device) -> bool:
     return device.type == "cuda" and any(name in os.environ for name in _SET_BY_TOOLS)
 
 
-class _Spans:
-    """The ranges of one operation."""
+class RecordedSpan:
+    """The range `chorusline::all_reduce` of one operation, from now until `end`. In NVTX its name
+    has the number and the size."""
 
     def __init__(self, operation: Operation, with_nvtx: bool) -> None:
         full_name = f"chorusline::{named(operation)}"
@@ -41,8 +42,3 @@ class _Spans:
         if self._nvtx is not None:
             # Push and pop would have to be in one thread, and nest.
             torch.cuda.nvtx.range_end(self._nvtx)
-
-
-def begin_span(operation: Operation, with_nvtx: bool) -> _Spans:
-    """Begin the range `chorusline::all_reduce`; in NVTX its name has the number and the size."""
-    return _Spans(operation, with_nvtx)

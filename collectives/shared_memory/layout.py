@@ -64,7 +64,8 @@ def sites_start(size: int) -> int:
 
 
 def record_start(size: int) -> int:
-    return _page_aligned(sites_start(size) + 2 * SITE_BYTES * size)
+    end = sites_start(size) + 2 * SITE_BYTES * size
+    return -(-end // 4096) * 4096  # a page
 
 
 def slots_start(size: int) -> int:
@@ -149,7 +150,3 @@ def mapped_file(descriptor: int) -> torch.Tensor:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise OSError(errno.ENOMEM, f"{nbytes} bytes cannot be mapped: {reason}") from error
-
-
-def _page_aligned(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096

@@ -16,9 +16,8 @@ from chorusline.actors.errors import NoCluster
 from chorusline.collectives.contract.errors import ChoruslineError
 
 from ..session import connecting
-from ..session.attaching import attach
 from ..session.detached.status import check_name
-from ..session.session import Session
+from ..session.session import Session, attach
 from ..session.showing.progress import Progress
 from ..session.showing.rank_output import label
 from .script import INTERRUPTED

@@ -54,13 +54,24 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the result. says: what the machine has. `mend`: the remedy; empty if nothing is
-    wrong."""
+    """One line of the result. says: what the machine has. remedy: empty if nothing is wrong."""
 
     topic: str
     severity: Severity
     says: str
-    mend: str = ""
+    remedy: str = ""
+
+
+def fine(topic: str, says: str) -> Finding:
+    return Finding(topic, Severity.FINE, says)
+
+
+def poor(topic: str, says: str, remedy: str) -> Finding:
+    return Finding(topic, Severity.POOR, says, remedy)
+
+
+def broken(topic: str, says: str, remedy: str) -> Finding:
+    return Finding(topic, Severity.BROKEN, says, remedy)
 
 
 def show_doctor() -> int:
@@ -69,13 +80,12 @@ def show_doctor() -> int:
     wide = max(len(finding.topic) for finding in findings)
     for finding in findings:
         print(f"{finding.severity.value:>5}  {finding.topic:<{wide}}  {finding.says}")
-        if finding.mend:
-            print(f"{'':>5}  {'':<{wide}}  -> {finding.mend}")
-    broken = sum(finding.severity is Severity.BROKEN for finding in findings)
-    print(
-        f"\n{broken} things prevent running here" if broken else "\nnothing prevents running here"
-    )
-    return int(broken > 0)
+        if finding.remedy:
+            print(f"{'':>5}  {'':<{wide}}  -> {finding.remedy}")
+    num_broken = sum(finding.severity is Severity.BROKEN for finding in findings)
+    some = f"{num_broken} things prevent" if num_broken else "nothing prevents"
+    print(f"\n{some} running here")
+    return int(num_broken > 0)
 
 
 def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -83,8 +93,8 @@ def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
     yield from _versions()
     yield from _command(environment)
     yield from _devices()
-    for says, mend in traps(environment, len(list(Path("/dev").glob("nvidia[0-9]*")))):
-        yield Finding(VISIBLE, Severity.POOR, says, mend)
+    for says, remedy in traps(environment, len(list(Path("/dev").glob("nvidia[0-9]*")))):
+        yield poor(VISIBLE, says, remedy)
     yield from _nccl()
     yield from _shared_memory()
     yield from _links(environment)
@@ -99,7 +109,7 @@ def _versions() -> Iterator[Finding]:
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(package, Severity.BROKEN, "not installed", f"pip install '{package}'")
+            yield broken(package, "not installed", f"pip install '{package}'")
             continue
         wanted = ".".join(map(str, least))
         yield _version(package, found, least, f"pip install '{package}>={wanted}'")
@@ -107,10 +117,10 @@ def _versions() -> Iterator[Finding]:
         # As a user's program does: it raises if other packages of the same names come first.
         chorusline = importlib.import_module("chorusline")
     except ImportError as error:
-        yield Finding("chorusline", Severity.BROKEN, str(error), "see the line before")
+        yield broken("chorusline", str(error), "see the line before")
         return
     home = Path(str(chorusline.__file__)).parent
-    yield Finding("chorusline", Severity.FINE, f"{chorusline.__version__} in {home}")
+    yield fine("chorusline", f"{chorusline.__version__} in {home}")
 
 
 def _command(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -123,21 +133,19 @@ def _command(environment: Mapping[str, str]) -> Iterator[Finding]:
     first = f"source {activate}" if activate.exists() else f"export PATH={program.parent}:$PATH"
     found = shutil.which("chorusline", path=environment.get("PATH", ""))
     if found is None or Path(found).resolve() != program.resolve():
-        yield Finding(
+        yield poor(
             "command",
-            Severity.POOR,
             f"{program} is not on the PATH"
             if found is None
             else f"`chorusline` is {found}, and not the one beside {sys.executable}",
             f"{first}, also before `ray start`",
         )
     else:
-        yield Finding("command", Severity.FINE, found)
+        yield fine("command", found)
     without = [pid for pid, path in _started_nodes() if not shutil.which("chorusline", path=path)]
     if without:
-        yield Finding(
+        yield poor(
             "ray's jobs",
-            Severity.POOR,
             f"`ray start` was called here (pid of the node: {', '.join(map(str, without))}) where "
             "`chorusline` is not on the PATH: jobs end with `chorusline: not found`",
             f"`ray stop`, {first}, `ray start`; or submit {program} run …",
@@ -166,18 +174,18 @@ def _words(file: Path) -> list[str]:
     return file.read_bytes().decode(errors="replace").split("\0")
 
 
-def _version(name: str, found: str, least: tuple[int, ...], mend: str) -> Finding:
+def _version(name: str, found: str, least: tuple[int, ...], remedy: str) -> Finding:
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers < least:
-        return Finding(name, Severity.BROKEN, f"{found} is too old", mend)
-    return Finding(name, Severity.FINE, found)
+        return broken(name, f"{found} is too old", remedy)
+    return fine(name, found)
 
 
 def _devices() -> Iterator[Finding]:
     usable = len(os.sched_getaffinity(0))
-    yield Finding("cpus", Severity.FINE, f"{usable} of {os.cpu_count()} usable by this process")
+    yield fine("cpus", f"{usable} of {os.cpu_count()} usable by this process")
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Finding("memory", Severity.FINE, f"{pages / (1 << 30):.0f} GiB")
+    yield fine("memory", f"{pages / (1 << 30):.0f} GiB")
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = f"torch is built for CUDA {built} and sees none" if built else "torch is a CPU build"
@@ -193,13 +201,13 @@ def _devices() -> Iterator[Finding]:
         )
         return
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    yield Finding("gpus", Severity.FINE, f"{len(names)}: {', '.join(sorted(set(names)))}")
+    yield fine("gpus", f"{len(names)}: {', '.join(sorted(set(names)))}")
 
 
 def _nccl() -> Iterator[Finding]:
     needed = torch.cuda.is_available()
     if importlib.util.find_spec("cupy") is None and not needed:
-        yield Finding("nccl", Severity.FINE, "not needed without a GPU")
+        yield fine("nccl", "not needed without a GPU")
         return
     try:
         version = load_nccl().get_version()
@@ -223,9 +231,9 @@ def _nccl() -> Iterator[Finding]:
         says += (
             "; ranks on one GPU, or on parts of one (MIG), cannot connect with NCCL_NVLS_ENABLE=1"
         )
-        yield Finding("nccl", Severity.POOR, says, "unset NCCL_NVLS_ENABLE")
+        yield poor("nccl", says, "unset NCCL_NVLS_ENABLE")
         return
-    yield Finding("nccl", Severity.FINE, says)
+    yield fine("nccl", says)
 
 
 def _library(name: str) -> str:
@@ -241,9 +249,8 @@ def _shared_memory() -> Iterator[Finding]:
     try:
         descriptor = make_memory(2, 1 << 16)
     except OSError as error:
-        yield Finding(
+        yield broken(
             "shared memory",
-            Severity.BROKEN,
             f"memory for ranks to share cannot be made: {error}",
             "see `ulimit -a` and the memory limit of the container",
         )
@@ -257,35 +264,33 @@ def _shared_memory() -> Iterator[Finding]:
             timeout=_PATIENCE_S,
         )
     except subprocess.TimeoutExpired as error:
-        yield Finding("shared memory", Severity.BROKEN, str(error), "look at the load of this host")
+        yield broken("shared memory", str(error), "look at the load of this host")
         return
     finally:
         os.close(descriptor)
     if opened.returncode:
         why = opened.stderr.strip().splitlines()[-1]
-        yield Finding(
+        yield broken(
             "shared memory",
-            Severity.BROKEN,
             f"another process of this user cannot open it: {why}",
             "allow /proc/<pid>/fd between processes of one user (no hidepid, no SELinux or AppArmor"
             " rule against it), or set CHORUSLINE_HOST_ID differently for each rank: then Gloo is "
             "used",
         )
     else:
-        yield Finding("shared memory", Severity.FINE, "ranks of this host can share memory (memfd)")
+        yield fine("shared memory", "ranks of this host can share memory (memfd)")
         yield from _symmetric_memory()
         yield from _exits()
     size = shutil.disk_usage("/dev/shm")
     says = f"{size.total / (1 << 30):.1f} GiB, {size.free / (1 << 30):.1f} free (Ray's objects)"
     if size.free < _LEAST_SHM_BYTES:
-        yield Finding(
+        yield poor(
             "/dev/shm",
-            Severity.POOR,
             f"{says}: Ray will use files in /tmp instead, which is slower",
             "start the container with --shm-size=4g, or mount a memory-backed emptyDir there",
         )
     else:
-        yield Finding("/dev/shm", Severity.FINE, says)
+        yield fine("/dev/shm", says)
 
 
 def _symmetric_memory() -> Iterator[Finding]:
@@ -293,9 +298,8 @@ def _symmetric_memory() -> Iterator[Finding]:
     try:
         make_symmetric(1 << 30, torch.uint8)
     except OSError as error:
-        yield Finding(
+        yield poor(
             "symmetric memory",
-            Severity.POOR,
             f"a tensor of 1 GiB that ranks read in place cannot be made: {error}; such tensors "
             "are ordinary ones then, and their data is copied once more",
             "see `ulimit -f`, `ulimit -n` and `ulimit -v`",
@@ -307,9 +311,8 @@ def _exits() -> Iterator[Finding]:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:
-        yield Finding(
+        yield poor(
             "lost processes",
-            Severity.POOR,
             "this kernel, sandbox or Python does not report the end of a process (pidfd_open: "
             f"{getattr(error, 'strerror', error)}): ranks look in /proc, and notice a lost rank a "
             "little later",
@@ -320,18 +323,15 @@ def _exits() -> Iterator[Finding]:
 def _links(environment: Mapping[str, str]) -> Iterator[Finding]:
     here = [name for _, name in socket.if_nameindex()]
     speeds = ", ".join(f"{name}{_speed(name)}" for name in here)
-    yield Finding("links", Severity.FINE, speeds)
+    yield fine("links", speeds)
     try:
         check_gloo_interfaces()
     except ValueError as error:
-        yield Finding(
-            GLOO_VARIABLE, Severity.BROKEN, str(error), f"export {GLOO_VARIABLE}={_likely(here)}"
-        )
+        yield broken(GLOO_VARIABLE, str(error), f"export {GLOO_VARIABLE}={_likely(here)}")
     wanted = environment.get(NCCL_VARIABLE, "")
     if wanted and not _nccl_finds(wanted, here):
-        yield Finding(
+        yield broken(
             NCCL_VARIABLE,
-            Severity.BROKEN,
             f"is {wanted!r}, which leaves none of {', '.join(here)}",
             f"export {NCCL_VARIABLE}={_likely(here)}",
         )
@@ -343,14 +343,13 @@ def _links(environment: Mapping[str, str]) -> Iterator[Finding]:
         address = ""
     if not address or address.startswith("127."):
         at = f"is {address}, the loopback" if address else "has no address"
-        yield Finding(
+        yield poor(
             "host name",
-            Severity.POOR,
             f"{name} {at}: between hosts, Gloo would use an address that only this host has",
             f"export {GLOO_VARIABLE}={_likely(here)} for runs on several hosts",
         )
     else:
-        yield Finding("host name", Severity.FINE, f"{name} is {address}")
+        yield fine("host name", f"{name} is {address}")
 
 
 def _speed(name: str) -> str:
@@ -383,9 +382,8 @@ def _nccl_finds(wanted: str, here: list[str]) -> bool:
 def _ports(environment: Mapping[str, str]) -> Iterator[Finding]:
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     if high - low < _LEAST_PORTS:
-        yield Finding(
+        yield poor(
             "ports",
-            Severity.POOR,
             f"{low} to {high} for outgoing connections",
             "sysctl -w net.ipv4.ip_local_port_range='32768 60999'",
         )
@@ -396,30 +394,26 @@ def _ports(environment: Mapping[str, str]) -> Iterator[Finding]:
             with socket.create_connection(("127.0.0.1", one.getsockname()[1]), _ANSWER_S):
                 pass
     except OSError as error:
-        yield Finding(
+        yield broken(
             "ports",
-            Severity.BROKEN,
             f"this process cannot listen and be reached on this host: {error}",
             "allow connections of this host to itself in the firewall",
         )
         return
-    yield Finding(
-        "ports", Severity.FINE, f"{low} to {high}; between hosts all of them must be open"
-    )
+    yield fine("ports", f"{low} to {high}; between hosts all of them must be open")
     address = environment.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "://" not in address:
         try:
             socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
         except OSError as error:
-            yield Finding(
+            yield broken(
                 "RAY_ADDRESS",
-                Severity.BROKEN,
                 f"nothing answers at {address}: {error}",
                 "correct it, unset it to have a local cluster, or `ray start --head` there",
             )
             return
-        yield Finding("RAY_ADDRESS", Severity.FINE, f"a cluster answers at {address}")
+        yield fine("RAY_ADDRESS", f"a cluster answers at {address}")
 
 
 def _ray(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -427,33 +421,29 @@ def _ray(environment: Mapping[str, str]) -> Iterator[Finding]:
     token = Path(environment.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
     has_token = token.exists() or "RAY_AUTH_TOKEN" in environment
     if mode == "token" and not has_token:
-        yield Finding(
+        yield broken(
             "ray's auth mode",
-            Severity.BROKEN,
             f"token, and there is none in {token}",
             "copy the cluster's token there, or set RAY_AUTH_TOKEN; `ray get-auth-token` shows it",
         )
     elif not mode and token.exists():
-        yield Finding(
+        yield poor(
             "ray's auth mode",
-            Severity.POOR,
             f"not set, and there is a token in {token}: clusters that are started here ask for it",
             "export RAY_AUTH_MODE=token, or =disabled, the same for the cluster and for what "
             "connects to it",
         )
     elif mode not in ("", "token", "disabled"):
-        yield Finding(
+        yield broken(
             "ray's auth mode",
-            Severity.BROKEN,
             f"RAY_AUTH_MODE is {mode!r}, which Ray does not know",
             "export RAY_AUTH_MODE=token or RAY_AUTH_MODE=disabled",
         )
     elif mode == "token":
-        yield Finding("ray's auth mode", Severity.FINE, mode)
+        yield fine("ray's auth mode", mode)
     else:
-        yield Finding(
+        yield poor(
             "ray's auth mode",
-            Severity.POOR,
             f"{mode or 'not set, and no token here'}: whoever reaches Ray's ports, which are open "
             "on every interface, runs code as you",
             "ray get-auth-token --generate, and export RAY_AUTH_MODE=token, the same for the "
@@ -464,22 +454,20 @@ def _ray(environment: Mapping[str, str]) -> Iterator[Finding]:
 def _limits() -> Iterator[Finding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < _FEWEST_FILES:
-        yield Finding(
+        yield poor(
             "open files",
-            Severity.POOR,
             f"at most {files}, and Ray opens many",
             f"ulimit -n {most if most >= _FEWEST_FILES else 65536}",
         )
     else:
-        yield Finding("open files", Severity.FINE, f"at most {files}")
+        yield fine("open files", f"at most {files}")
     disk = shutil.disk_usage("/tmp")
     says = f"{disk.free / (1 << 30):.0f} GiB free (Ray's logs and spilled objects)"
     if disk.free < 0.05 * disk.total:
-        yield Finding(
+        yield poor(
             "/tmp",
-            Severity.POOR,
             f"{says}, less than a twentieth: Ray stops creating objects",
             "make room, or start Ray with --temp-dir",
         )
     else:
-        yield Finding("/tmp", Severity.FINE, says)
+        yield fine("/tmp", says)

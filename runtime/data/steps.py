@@ -240,7 +240,8 @@ class Steps(Dealt):
         models = self._together or self._models()
         _check_models(models)
         shares = tuple(size / self.micro_batch_size for size in sizes)
-        plan = StepPlan(number, shares, self._holders(number, len(sizes)), self._deterministic)
+        holders = self._dealt.pop(number, None) or deal_micro_batches(len(sizes), self._paces)
+        plan = StepPlan(number, shares, holders, self._deterministic)
         for model in models:
             model.begin_step(plan)
         end = StepEnd(plan, sum(sizes), self.micro_batch_size)
@@ -299,9 +300,6 @@ class Steps(Dealt):
                     slowness(paces, rank),
                     LONG_S,
                 )
-
-    def _holders(self, number: int, num_micro_batches: int) -> list[int]:
-        return self._dealt.pop(number, None) or deal_micro_batches(num_micro_batches, self._paces)
 
     def _micro_batch(self, number: int, sizes: Sequence[int], mine: int) -> MicroBatch:
         """mine: its number in the step."""

@@ -184,7 +184,7 @@ class _Normalise(torch.autograd.Function):
         group: Group,
         checks_at_once: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        x = input.to(_precise(input.dtype))
+        x = input.to(torch.float64 if input.dtype == torch.float64 else torch.float32)
         channels = x.size(1)
         mine = x.new_zeros(2 * channels + 1)  # mean, squared deviations, count
         own_count = x.numel() // channels
@@ -242,10 +242,6 @@ class _Normalise(torch.autograd.Function):
             inner = dy - _shaped(totals[:channels], x) - centred * _shaped(totals[channels:], x)
             grad_input = (inner * _shaped(scale, x)).to(input.dtype)
         return grad_input, grad_weight, grad_bias, None, None, None
-
-
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _not_channels(x: torch.Tensor) -> list[int]:

@@ -139,7 +139,8 @@ class BetweenRuns:
     def enter(self, group: Group) -> None:
         """A run begins in `group`: move the objects of the last run's group to it."""
         before, self._group = self._group, group
-        self._note_torn_step()
+        if self._is_applying:
+            self._torn_at, self._is_applying = self._num_steps, False
         for wrapped in list(self._wrapped):
             wrapped.leave_run()
         if before is None or before is group:
@@ -227,11 +228,6 @@ class BetweenRuns:
             self._made_at.pop(name, None)
         if not names:
             self.places.clear()
-
-    def _note_torn_step(self) -> None:
-        if self._is_applying:
-            self._torn_at = self._num_steps
-            self._is_applying = False
 
 
 _kept = BetweenRuns()

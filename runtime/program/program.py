@@ -102,10 +102,6 @@ class FunctionRun:
         assert self._recovery is not None
         self._recovery.begin_as_newcomer(pickle.loads(replay_log))
 
-    @property
-    def _rehearses(self) -> bool:
-        return self._recovery is not None and self._recovery.arrivals.rehearses
-
     def begun(self, assignment: Assignment, group: Group, resumption: Resumption | None) -> object:
         """Call the function, again if need be; return its value, or its coroutine, not started."""
         while True:
@@ -223,7 +219,7 @@ class FunctionRun:
         run again."""
         if isinstance(error, CannotRehearse):
             tell_why_not(str(error))
-        if self._recovery is None or self._rehearses:
+        if self._recovery is None or self._recovery.arrivals.rehearses:
             raise error
         group, call = self._lifeline.group, self._call
         if isinstance(error, StateLost) and group and call and call.has_checkpoint(group):

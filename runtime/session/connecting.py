@@ -99,17 +99,13 @@ def check_stays(name: str, address: str | None) -> None:
         raise needs_cluster(name)
 
 
-def _check_not_on_a_rank() -> None:
+def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:
     if is_running():
         raise RuntimeError(
             "a Session was started inside a train function: its workers would wait for resources "
             "that the workers of the outer session hold. Start sessions in the program, and call "
             "what this function should run directly, as other(ctx)"
         )
-
-
-def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:
-    _check_not_on_a_rank()
     if ray.is_initialized():
         return False
     address = address or os.environ.get("RAY_ADDRESS") or ("local" if may_start else "auto")
@@ -227,11 +223,7 @@ def _restore_sigterm(before: Any) -> None:
         return
     is_rays = getattr(before, "__module__", "").startswith("ray.")
     is_users = callable(before) and before is not signal.SIG_DFL and not is_rays
-    signal.signal(signal.SIGTERM, before if is_users else _end_by_signal)
-
-
-def _end_by_signal(number: int, frame: object) -> None:
-    sys.exit(128 + number)
+    signal.signal(signal.SIGTERM, before if is_users else lambda number, _: sys.exit(128 + number))
 
 
 def _reached(address: str) -> str:

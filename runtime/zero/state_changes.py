@@ -119,10 +119,6 @@ class ShardedState(MutableMapping[torch.Tensor, Any]):
         """drop: drops the state of parameters, by their numbers, on all ranks."""
         self._shard, self._drop = shard, drop
 
-    def _number_of(self, parameter: torch.Tensor) -> list[int]:
-        known = enumerate(self._shard.parameters)
-        return [number for number, one in known if one is parameter]
-
     def __getitem__(self, parameter: torch.Tensor) -> Any:
         return StateOfParameter(self, parameter)
 
@@ -134,7 +130,8 @@ class ShardedState(MutableMapping[torch.Tensor, Any]):
         del self[parameter]
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
-        self._drop(self._number_of(parameter))
+        known = enumerate(self._shard.parameters)
+        self._drop([number for number, one in known if one is parameter])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter([*self._shard.parameters] if self._shard.may_have_state else [])

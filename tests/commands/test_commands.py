@@ -517,7 +517,7 @@ def test_the_doctor_warns_where_a_cluster_asks_nobody_for_a_token(
     (found,) = _ray(environment)
     assert found.severity is Severity.POOR
     assert "runs code as you" in found.says
-    assert "ray get-auth-token --generate" in found.mend
+    assert "ray get-auth-token --generate" in found.remedy
 
 
 @pytest.mark.parametrize(

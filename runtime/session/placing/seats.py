@@ -216,13 +216,12 @@ class PlacedSeats:
         first = {s: node for s, node in found.items() if s not in self._own and node not in taken}
         return own | first
 
-    def _bundle_of(self, place: int) -> tuple[PlacementGroup, int]:
-        if self._first is not None and place < len(self._first_bundles):
-            return self._first, self._first_bundles[place]
-        return self._own[place], 0
-
     def options(self, seat: int) -> dict[str, Any]:
-        group, index = self._bundle_of(self._place_of(seat))
+        place = self._place_of(seat)
+        if self._first is not None and place < len(self._first_bundles):
+            group, index = self._first, self._first_bundles[place]
+        else:
+            group, index = self._own[place], 0
         return placement.options_of_bundle(group, index, self._needs.bundle)
 
     async def give_back(self) -> None:

@@ -22,9 +22,9 @@ from rich.text import Text
 
 from chorusline.actors.messages import Report, RunPause
 from chorusline.actors.run_status import RunStatus
-from chorusline.actors.worker_logs import write_line
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 
+from ...notebook.rank_output import show_line
 from ...tracking.tracker import TrackedEvent
 from .progress_model import (
     MAX_RANKS_LISTED,
@@ -173,9 +173,7 @@ class Progress:
         if self._live is not None and (is_error or self._has_stdout):
             self.say(line)
         else:
-            stream = sys.stderr if is_error else sys.stdout
-            write_line(stream, line)
-            stream.flush()
+            show_line(line, is_error)
 
     @property
     def _has_something(self) -> bool:
