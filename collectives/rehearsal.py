@@ -46,9 +46,9 @@ class RehearsalGroup(Group):
         timeout_s: float,
         store: Store,
     ) -> None:
-        communicator = _Rehearsing(rank, size, device, generation)
+        self._answers = _Answers(rank, size, device, generation)
         super().__init__(
-            communicator,
+            self._answers,
             generation=generation,
             timeout_s=timeout_s,
             name="rehearsal",
@@ -57,22 +57,16 @@ class RehearsalGroup(Group):
 
     def answer_with(self, results: Sequence[KeptResult]) -> None:
         """results: those that the other ranks have kept, in the order of issue."""
-        communicator = self._communicator
-        assert isinstance(communicator, _Rehearsing)
-        communicator.answers = list(results)
+        self._answers.results = list(results)
 
     @property
     def refusal(self) -> str:
         """Why an operation could not be answered, even if the function has continued; else
         empty."""
-        communicator = self._communicator
-        assert isinstance(communicator, _Rehearsing)
-        return communicator.refusal
+        return self._answers.refusal
 
     def _refuse(self, why: str) -> NoReturn:
-        communicator = self._communicator
-        assert isinstance(communicator, _Rehearsing)
-        communicator.refuse(why)
+        self._answers.refuse(why)
 
     def _objects(self) -> ObjectChannel:
         self._refuse("it sends objects to other ranks through its group before its first step")
@@ -103,7 +97,7 @@ class _Answered(SettledWork):
         pass
 
 
-class _Rehearsing(Communicator):
+class _Answers(Communicator):
     """Answers each operation with the next kept result."""
 
     backend = "rehearsal"
@@ -111,7 +105,7 @@ class _Rehearsing(Communicator):
     def __init__(self, rank: int, size: int, device: torch.device, generation: int) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.refusal = ""
-        self.answers: list[KeptResult] = []
+        self.results: list[KeptResult] = []
         self._generation = generation
         self._failure: CollectiveError | None = None  # None: the rehearsal is not over
         self._lock = threading.Lock()
@@ -129,12 +123,12 @@ class _Rehearsing(Communicator):
     def _answer(self, operation: Operation, tensor: torch.Tensor) -> Work:
         self._check()
         what = name_of(operation, tensor)
-        if not self.answers:
+        if not self.results:
             self.refuse(
                 f"it runs {what} before its first step, of which the other ranks have kept no "
                 "result"
             )
-        kept = self.answers.pop(0)
+        kept = self.results.pop(0)
         if kept.signature != signature_of(operation, tensor) or kept.values is None:
             self.refuse(
                 f"it runs {what} before its first step, whose result the other ranks cannot give: "
@@ -160,31 +154,14 @@ class _Rehearsing(Communicator):
         self._check()
         return _Answered(operation, self._lock)
 
-    def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
-        self._of_a_rank(operation)
-
-    def reduce_scatter(
-        self, operation: Operation, output: torch.Tensor, input: torch.Tensor, op: ReduceOp
-    ) -> Work:
-        self._of_a_rank(operation)
-
-    def exchange(
-        self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
-    ) -> Work:
-        self._of_a_rank(operation)
-
-    def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
-        self._of_a_rank(operation)
-
-    def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
-        self._of_a_rank(operation)
-
-    def _of_a_rank(self, operation: Operation) -> NoReturn:
+    def _of_a_rank(self, operation: Operation, *_: Any, **__: Any) -> NoReturn:
         self._check()
         kind = Kind(operation.kind).name.lower()
         self.refuse(
             f"it calls {kind} before its first step, whose result differs from rank to rank"
         )
+
+    reduce = reduce_scatter = exchange = send = recv = _of_a_rank
 
     def abort(self, error: CollectiveError) -> None:
         self._failure = self._failure or error
