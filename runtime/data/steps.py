@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -33,9 +34,8 @@ from ..process.between_runs import between_runs
 from ..process.micro_batches import StepPlan, SummableModel, in_common
 from ..process.random_state import mixed, seed_all
 from ..process.step_boundary import boundary
-from .admission_point import AdmissionPoint, StepsPlace, is_within_step
 from .cursor import Cursor, Passage, Remainder
-from .dealer import Cut, Dealer, Dealt, Left
+from .dealer import Cut, Dealer, Dealt, Left, SamplesPlace
 from .fetching.on_device import ToDevice
 from .micro_batch_dealing import deal_again, deal_micro_batches, sizes_of_step
 from .step_end import StepEnd
@@ -85,6 +85,37 @@ class Step:
                 "ended, so its gradient is not complete on any rank. Write `for batch in step:` "
                 "without a break on every rank, even where it gets no batch"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class StepsPlace:
+    """Where the ranks are in the steps of an epoch, for a worker that comes to them there.
+
+    first, rest: what was left of the epoch when they began it. taken, agreed: since then.
+    paces: by rank. place: in the samples of the function's call.
+    """
+
+    first: int
+    rest: Remainder
+    taken: int
+    agreed: int
+    paces: tuple[float, ...]
+    place: SamplesPlace
+
+
+class AdmissionPoint(Protocol):
+    """Where a worker is admitted between two steps. What decides and what moves is recovery's
+    (recovery/arrivals.py); data know no recovery."""
+
+    def begin(self, steps: Steps) -> None:
+        """A pass over the steps of an epoch begins. On a worker that comes, return when it has come
+        to the others, after one of their steps."""
+
+    def before_step(self, steps: Steps) -> None:
+        """A step begins: decide whether this rank would admit a worker after it."""
+
+    def at_boundary(self, steps: Steps) -> None:
+        """Between two steps: admit the worker, if all ranks have agreed to."""
 
 
 class Steps(Dealt):
@@ -344,7 +375,7 @@ class Steps(Dealt):
             return first.wait_for_next_generation(error)
         return True
 
-    # -- for a worker that comes (admission_point.py) --------------------------------------------
+    # -- for a worker that comes (AdmissionPoint) ------------------------------------------------
 
     @property
     def passage(self) -> str:
@@ -403,8 +434,10 @@ class Steps(Dealt):
         """Deal again the first step that does not count; no rank can be ahead of it."""
         number = self._first + max(cut.committed, default=0)
         paces = [self._paces[old] if old >= 0 else 0.0 for old in cut.former_ranks]
-        self._dealt = {} if not is_within_step(cut) else self._dealt
-        if is_within_step(cut) and (sizes := self._sizes_of(number)):
+        # Whether some rank had begun a step that does not count yet when the ranks changed.
+        is_within_step = any(busy > 0 for busy in cut.busy)
+        self._dealt = self._dealt if is_within_step else {}
+        if is_within_step and (sizes := self._sizes_of(number)):
             before = self._dealt.get(number) or deal_micro_batches(len(sizes), self._paces)
             self._dealt = {number: deal_again(before, cut.former_ranks, paces)}
         self._paces, self._together = paces, None

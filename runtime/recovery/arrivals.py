@@ -38,7 +38,7 @@ from chorusline.collectives.diagnosis.debug import logger
 from chorusline.collectives.kept_results import KeptResults
 from chorusline.collectives.rehearsal import CannotRehearse, RehearsalGroup
 
-from ..data.admission_point import StepsUnderWay
+from ..data.steps import Steps
 from ..process.registry import Registered
 from ..process.step_boundary import boundary
 from .live_objects import LiveObjects
@@ -60,7 +60,7 @@ class Arrivals:
         be_admitted: the same for a worker that has rehearsed."""
         self.replay_log: ReplayLog | None = None
         """With which this rank rehearses; None if it does not."""
-        self.steps: StepsUnderWay | None = None
+        self.steps: Steps | None = None
         """The pass over an epoch in which the ranks are, or are to meet."""
         self._lifeline = lifeline
         self._objects = objects
@@ -134,12 +134,12 @@ class Arrivals:
 
     # -- the steps -------------------------------------------------------------------------------
 
-    def begin(self, steps: StepsUnderWay) -> None:
+    def begin(self, steps: Steps) -> None:
         if self.replay_log is not None:
             self._end_rehearsal(steps)
         self._keep_no_more()  # What comes now is repeated by no worker that comes.
 
-    def before_step(self, steps: StepsUnderWay) -> None:
+    def before_step(self, steps: Steps) -> None:
         bound, request = boundary(), self._request
         bound.would_admit = False
         if request is None:
@@ -156,14 +156,14 @@ class Arrivals:
         checkpoints = self._objects.call.checkpoints
         bound.would_admit = checkpoints is None or not checkpoints.is_saving
 
-    def _why_not_now(self, steps: StepsUnderWay, token: ReadyToken) -> str:
+    def _why_not_now(self, steps: Steps, token: ReadyToken) -> str:
         if token.passage != steps.passage or not steps.has_next:
             return "the ranks have reached the end of the epoch in which it waits"
         if token.objects != digest_of(self._objects):
             return "it made other models or optimizers than the function made here"
         return ""
 
-    def at_boundary(self, steps: StepsUnderWay) -> None:
+    def at_boundary(self, steps: Steps) -> None:
         self.steps, self._steps_in = steps, self._objects.call
         if self._asked:
             self._answer()
@@ -213,7 +213,7 @@ class Arrivals:
         assert self.replay_log is not None
         return self.replay_log.restore(entry)
 
-    def _end_rehearsal(self, steps: StepsUnderWay) -> None:
+    def _end_rehearsal(self, steps: Steps) -> None:
         """(b) and (c): the worker waits at its first step, and comes in with the others' state."""
         group = self._objects.call.group
         why = group.refusal if isinstance(group, RehearsalGroup) else ""

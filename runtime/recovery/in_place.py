@@ -28,8 +28,8 @@ from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
-from ..data.admission_point import StepsUnderWay
 from ..data.dealer import DataPosition
+from ..data.steps import Steps
 from ..join import active
 from ..zero.shards.shard_state import Inventory, ShardState
 from .live_objects import LiveObjects
@@ -88,7 +88,7 @@ class InPlace:
         self.held, self._entry = {}, None
         self.dealt_again = 0
 
-    def resume(self, resumption: Resumption, steps: StepsUnderWay | None = None) -> None:
+    def resume(self, resumption: Resumption, steps: Steps | None = None) -> None:
         """Return when this rank and all its objects have entered the generation. steps: the pass
         over an epoch in which workers come in, if some do."""
         optimizers, models = self._objects.optimizers(), self._objects.models()
@@ -130,7 +130,7 @@ class InPlace:
         self._state.handed_over(group.generation)
 
     def _meet(
-        self, resumption: Resumption, steps: StepsUnderWay | None = None
+        self, resumption: Resumption, steps: Steps | None = None
     ) -> tuple[Group, list[RankReport]]:
         # The resumption says whether other ranks have entered the generation of the last attempt.
         if self._entry is not None and resumption.entered > self._state.entered:

@@ -26,7 +26,7 @@ from chorusline.collectives import Group
 from chorusline.collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
 from chorusline.collectives.objects.blocking import broadcast_object
 
-from ..data.admission_point import StepsPlace, StepsUnderWay
+from ..data.steps import Steps, StepsPlace
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..data_parallel.same_model import broadcast_tensors
 from ..process.random_state import RandomState
@@ -161,7 +161,7 @@ class StateTransfer:
     states: Mapping[str, Any]
 
 
-def _transfer_of(objects: LiveObjects, steps: StepsUnderWay) -> StateTransfer:
+def _transfer_of(objects: LiveObjects, steps: Steps) -> StateTransfer:
     call, models = objects.call, objects.models()
     return StateTransfer(
         steps.place(),
@@ -189,7 +189,7 @@ def _is_ours(entry: Registered) -> bool:
 
 
 def transfer_state(
-    objects: LiveObjects, steps: StepsUnderWay, root: int, group: Group, *, is_new: bool
+    objects: LiveObjects, steps: Steps, root: int, group: Group, *, is_new: bool
 ) -> None:
     """All ranks of a generation that workers enter call it. root: a rank that was there before.
     is_new: this rank is such a worker."""
@@ -203,7 +203,7 @@ def transfer_state(
         RandomState().load_state_dict(transfer.generators)
 
 
-def _take(transfer: StateTransfer, objects: LiveObjects, steps: StepsUnderWay) -> None:
+def _take(transfer: StateTransfer, objects: LiveObjects, steps: Steps) -> None:
     call, bound = objects.call, boundary()
     steps.take_place(transfer.steps)
     bound.steps.taken = transfer.taken
