@@ -114,7 +114,8 @@ class Stream:
 
     @property
     def reader(self) -> Actor:
-        """The handle of the RowReader, which starts at the first access in each cluster."""
+        """The handle of the RowReader, which starts at the first access in each cluster. Raises
+        RuntimeError after `close`, and before Ray has started."""
         if self._is_closed:
             raise RuntimeError("this Stream was closed; make another one of its source")
         if self._is_sent:

@@ -182,6 +182,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     @property
     def broadcast_buffers(self) -> bool:
+        """Whether all ranks copy the buffers of one rank after a step, as it was passed."""
         return self._engine.buffers.travel
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -227,13 +227,15 @@ class Session:
 
     @property
     def state(self) -> SessionState:
+        """What the session does now."""
         return self._state
 
     async def start(self) -> Session:
         """Connect to Ray, place and start the workers; return this session. `async with` calls it.
 
         If the start fails, nothing is left over. A notebook cell that runs again closes the session
-        that it started before.
+        that it started before. Raises StartupError if the workers do not come in time, NoCluster
+        without a cluster, and RuntimeError for a session that was started before.
         """
         if self._state is not SessionState.NEW:
             raise RuntimeError(f"the session is {self._state.value}; make a new Session to start")
@@ -392,7 +394,10 @@ class Session:
 
     async def trace(self, path: str | Path, timeout_s: Seconds = 2.0) -> int:
         """Write the last collectives of all ranks to a file for ui.perfetto.dev (session/trace.py);
-        return their number. It works while a function runs, and after one has failed."""
+        return their number. It works while a function runs, and after one has failed.
+
+        timeout_s: seconds that a silent worker delays it. Raises RuntimeError if the session is not
+        open, OSError if the file cannot be written."""
         asked = self._client or self._holding.crew
         if asked is None:
             raise RuntimeError(REMEDIES[self._state])
