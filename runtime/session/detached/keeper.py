@@ -146,7 +146,7 @@ class Keeper:
             self._start_error = error
             self._is_up.set()
             await asyncio.sleep(_LAST_WORDS_S)
-            await self._leave()
+            await self.leave()
         self._busy_at = time.monotonic()
         self._is_up.set()
         self._own(self._watch_idleness(), "idleness")
@@ -228,9 +228,6 @@ class Keeper:
 
     async def leave(self) -> None:
         """End this process for good."""
-        await self._leave()
-
-    async def _leave(self) -> None:
         self._detached.clear()
         # Not exit_actor: it waits for calls of clients that are on their way.
         ray.kill(self._self)
