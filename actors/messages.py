@@ -131,7 +131,7 @@ class RunRequest:
             raise ValueError(f"max_failures must be at least 0, or None, got {self.max_failures}")
 
     @property
-    def goes_on(self) -> bool:
+    def survives_loss(self) -> bool:
         """Whether the loss of a worker may be survived."""
         return self.max_failures != 0
 

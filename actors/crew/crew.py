@@ -394,7 +394,7 @@ class Crew:
         self, driver: Actor, request: RunRequest, payload: Any, has_taken_over: bool
     ) -> AsyncIterator[None]:
         """While the body runs, start workers, if the run can admit them."""
-        if not request.goes_on:
+        if not request.survives_loss:
             yield
             return
         recruiter = Recruiter(

@@ -298,7 +298,7 @@ class Membership:
             run.nobody_began = run.nobody_began or ending.nobody_began
             return self._stop(run, ending)
         run.returned[ending.rank] = ending
-        todo = self._rank_returned(run) if run.goes_on else []
+        todo = self._rank_returned(run) if run.survives_loss else []
         if self._run is None:
             return todo  # `_rank_returned` has ended the run.
         return [*todo, *self._end_if_over(run)]
@@ -355,12 +355,12 @@ class Membership:
         if run.phase is Phase.RELEASED:
             returned = "the function had returned on all ranks, and the result of this one is lost"
             loss = replace(loss, detail=f"{loss.detail}; {returned}")
-        elif run.goes_on and not run.running and run.cause is None:
+        elif run.survives_loss and not run.running and run.cause is None:
             loss = replace(loss, detail=f"{loss.detail}; no other rank was left to continue")
         run.losses.append(loss)
         if run.phase in (Phase.RELEASED, Phase.STOPPING) or not run.running:
             return self._stop(run, loss)
-        if run.has_lost_too_many and not (run.goes_on and run.saves_last):
+        if run.has_lost_too_many and not (run.survives_loss and run.saves_last):
             return self._stop(run, loss)  # One that is saved first is given up when all are frozen.
         todo = self._open_round(run, stop_error(loss, self._generation))
         run.round.died(loss.rank)
@@ -403,7 +403,7 @@ class Membership:
         return [*todo, *self._newcomer(run)]
 
     def _leaving(self, run: RunState, notice: events.Leaving) -> list[Instruction]:
-        if not run.goes_on or run.phase not in (Phase.RUNNING, Phase.FREEZING, Phase.PAUSED):
+        if not run.survives_loss or run.phase not in (Phase.RUNNING, Phase.FREEZING, Phase.PAUSED):
             return []
         run.departures.note(notice.who, notice.why, notice.num_ready)
         infos = [member.info for member in run.members]
@@ -485,7 +485,7 @@ class Membership:
 
     def _ask(self, run: RunState) -> list[Instruction]:
         """If workers wait, ask the ranks whether they could be admitted."""
-        may_come = run.phase is Phase.RUNNING and run.goes_on and run.takes_newcomers
+        may_come = run.phase is Phase.RUNNING and run.survives_loss and run.takes_newcomers
         if not may_come or not newcomers_of(run, self._members.values()):
             return []  # They wait for the next run.
         if self._arrivals.by_id:

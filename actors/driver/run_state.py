@@ -111,7 +111,7 @@ class RunState:
     achieved: int = -1
 
     @property
-    def goes_on(self) -> bool:
+    def survives_loss(self) -> bool:
         """Whether the loss of a worker may be survived."""
         return self.max_failures != 0
 
@@ -182,7 +182,7 @@ def failed_run(run: RunState, generation: int) -> messages.RunFailed:
         stuck=tuple(sorted(run.running)),
         story="\n".join(words for words in (run.story, epilogue) if words),
         nobody_began=run.nobody_began and is_by_loss,
-        may_lose=run.goes_on,
+        may_lose=run.survives_loss,
         losses=tuple(run.losses),
     )
 

@@ -34,7 +34,7 @@ def leave(in_progress: Callable[[], RunHere | None], info: WorkerInfo) -> None:
     while idle_s < _LAST_WORDS_S:
         run = in_progress()
         idle_s = 0.0 if run is not None else idle_s + _NOTICE_S
-        if run is not None and run.request.goes_on:
+        if run is not None and run.request.survives_loss:
             call = run.driver.leaves.remote(
                 run.request.run, info.worker_id, f"process {info.pid} was sent SIGTERM"
             )

@@ -66,7 +66,7 @@ class Lifeline:
         for that seat.
         status: of this rank, which says how it went from generation to generation."""
         self.faults = Faults.of(request.fault_plan, seat, lambda: ray.kill(self._driver))
-        self.goes_on = request.goes_on
+        self.survives_loss = request.survives_loss
         self.group: Group | None = None  # None: before the first meeting
         self.assignment = assignment
         self.generation = assignment.generation
@@ -105,7 +105,7 @@ class Lifeline:
             try:
                 group = self.connect()
             except Exception as error:
-                if not self.goes_on or not ends_a_generation(error):
+                if not self.survives_loss or not ends_a_generation(error):
                     raise
                 # Nothing has begun here, so nothing has to be registered to begin once more.
                 frozen = self.leave_generation(error)

@@ -549,13 +549,13 @@ class Worker:
                 run.assignment, self._group, run.journal, lifeline, run.status, None, replay_log
             )
         has_met = group is not None and group.generation == run.assignment.generation
-        run.nobody_began = resumption is None and (has_met or not run.request.goes_on)
+        run.nobody_began = resumption is None and (has_met or not run.request.survives_loss)
         if has_met:
             assert group is not None
             try:
                 meet_again(group, early_error)
             except CollectiveTimeout:
-                if not run.request.goes_on:
+                if not run.request.survives_loss:
                     raise
                 # A rank that hangs is killed, and the others continue (Lifeline.begin).
                 run.nobody_began = False

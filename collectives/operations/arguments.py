@@ -240,10 +240,10 @@ def checked_op(
     """The reduction of the real numbers that travel; PREMUL_SUM becomes SUM of scaled tensors."""
     if not isinstance(given, int):
         of_torch = getattr(given, "name", None) if "torch" in type(given).__module__ else None
-        mend = f"; that is torch's: write chorusline.ReduceOp.{of_torch}" if of_torch else ""
+        remedy = f"; that is torch's: write chorusline.ReduceOp.{of_torch}" if of_torch else ""
         if isinstance(given, str) and given.upper() in ReduceOp.__members__:
-            mend = f"; write chorusline.ReduceOp.{given.upper()}"
-        raise TypeError(f"op must be a ReduceOp, got {given!r}{mend}")
+            remedy = f"; write chorusline.ReduceOp.{given.upper()}"
+        raise TypeError(f"op must be a ReduceOp, got {given!r}{remedy}")
     try:
         op = ReduceOp(given)
     except ValueError:

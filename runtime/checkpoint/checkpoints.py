@@ -68,7 +68,7 @@ class Checkpoints:
     reader: reads the checkpoint that the run resumes from, or None.
     resumes_at_epoch_end: whether that checkpoint is the one of an epoch's end (epoch_end.py).
     run_id: of the call of `Session.run`, equal on all ranks; empty if it is not known.
-    goes_on: the train function is called again in a run, after steps that this rank has taken.
+    has_trained: the train function is called again in a run, after steps that this rank has taken.
     tell_progress: returns this rank's position in its data; the manifest keeps it, by rank.
     check_progress: raises ValueError for positions, by rank, that no run has told.
     """
@@ -79,7 +79,7 @@ class Checkpoints:
         self.reader: CheckpointReader | None = None  # None: nothing to resume from
         self.resumes_at_epoch_end = False
         self.run_id = ""
-        self.goes_on = False
+        self.has_trained = False
         self.tell_progress: Callable[[], Any] = dict
         self.check_progress: Callable[[list[Any]], None] = lambda told: None
         self._group = group
@@ -106,7 +106,7 @@ class Checkpoints:
         if config is None or storage is None or self._run:
             return  # No storage, or begun already: a coroutine enters twice.
         self._run = broadcast_object(self._group, secrets.token_hex(4))
-        is_usable = probe(storage, self._group, self._run, goes_on=self.goes_on)
+        is_usable = probe(storage, self._group, self._run, has_trained=self.has_trained)
         unlisted = swept(storage) if is_usable and self._group.rank == 0 else []
         if config.resume != NEVER:
             source = storage if config.resume == AUTO else open_storage(config.resume)

@@ -30,12 +30,12 @@ T = TypeVar("T")
 _PAUSES_S = (0.5, 2.0)
 
 
-def probe(storage: Storage, group: Group, run: str, *, goes_on: bool) -> bool:
+def probe(storage: Storage, group: Group, run: str, *, has_trained: bool) -> bool:
     """Check that all ranks can write to the storage, and that rank 0 sees what they write.
 
     run: hex digits in the names of this run's probes.
-    goes_on: this rank has trained in this run before. If any has, a storage that cannot be written
-    to, as a disk that is full for a while, is a warning: there may be room at the next checkpoint.
+    has_trained: this rank has trained in this run before. If any has, a storage that cannot be
+    written to, as a disk that is full for a while, is a warning: the next checkpoint may have room.
 
     Returns whether the storage can be used. Raises CheckpointPlaceUnusable on all ranks.
     """
@@ -58,7 +58,7 @@ def probe(storage: Storage, group: Group, run: str, *, goes_on: bool) -> bool:
     except Exception as error:
         trouble = f"{type(error).__name__}: {error}"
     host = socket.gethostname()
-    probes = all_gather_object(group, (trouble, host, goes_on))
+    probes = all_gather_object(group, (trouble, host, has_trained))
     unseen: list[int] = []
     if group.rank == 0 and not any(word for word, *_ in probes):
         with contextlib.suppress(Exception):  # What it wrote there could be read back.

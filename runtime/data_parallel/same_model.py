@@ -26,16 +26,16 @@ def check_wrapping(module: object, group: object) -> None:
     if group is None or isinstance(group, Group):
         return
     if isinstance(group, torch.distributed.ProcessGroup):
-        mend = (
+        remedy = (
             "that is a group of torch; leave it out in a train function, or pass a group of "
             "ctx.group.new_group(ranks)"
         )
     else:
-        mend = (
+        remedy = (
             "here, the second argument is not device_ids. A rank owns one device, on which the "
             "module is; leave device_ids out"
         )
-    raise TypeError(f"group must be a chorusline Group, got {type(group).__name__}: {mend}")
+    raise TypeError(f"group must be a chorusline Group, got {type(group).__name__}: {remedy}")
 
 
 def check_devices(named: Sequence[tuple[str, torch.nn.Parameter]], group: Group) -> None:

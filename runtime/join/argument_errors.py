@@ -22,20 +22,20 @@ def not_joinable(number: int, given: object) -> str:
     """given: the object at this place of the list, which is no joinable."""
     kind = type(given).__name__
     if kind in _OF_TORCH:
-        mend = "is torch's class. Use the class of that name in chorusline"
+        remedy = "is torch's class. Use the class of that name in chorusline"
     elif isinstance(given, torch.optim.Optimizer):
-        mend = (
+        remedy = (
             "is stepped by each rank alone. Write Join([model], step_along=[optimizer]) for an "
             "optimizer of a DistributedDataParallel's parameters, or make it a "
             "ZeroRedundancyOptimizer"
         )
     elif isinstance(given, torch.nn.Module):
-        mend = "is not wrapped. Write Join([DistributedDataParallel(module)])"
+        remedy = "is not wrapped. Write Join([DistributedDataParallel(module)])"
     elif hasattr(given, "step"):
-        mend = "has no collectives. Objects with a step() belong in step_along=[...]"
+        remedy = "has no collectives. Objects with a step() belong in step_along=[...]"
     else:
-        mend = "is not a Joinable: derive its class from chorusline.Joinable"
-    return f"Join takes joinables, and number {number} of its list, {with_article(kind)}, {mend}"
+        remedy = "is not a Joinable: derive its class from chorusline.Joinable"
+    return f"Join takes joinables, and number {number} of its list, {with_article(kind)}, {remedy}"
 
 
 def check_groups(groups: Sequence[Group], followed: Sequence[Group]) -> None:

@@ -112,7 +112,7 @@ def why_not_skipped(absent: Sequence[int], *, has_several: bool) -> str:
     all have data again by now. has_several: whether the Join lists several models."""
     who = f"ranks {list(absent)}" if absent else "ranks"
     # What several sharded optimizers need is a group, too, unless each has one step in a batch.
-    mend = (
+    remedy = (
         "use a ZeroRedundancyOptimizer for each model in place of step_along, and give Join a "
         "group to follow, groups=[ctx.group.new_group(range(ctx.world_size))]; then each step is "
         "announced, as often as the body takes it"
@@ -123,7 +123,7 @@ def why_not_skipped(absent: Sequence[int], *, has_several: bool) -> str:
         "the ranks with data ran a different number of backward passes for this step than for "
         f"the step before, or left out optimizer.step(), but {who} that have run out of data step "
         "what is in step_along after as many passes as before. Run the same number of passes in "
-        f"every step, run all but the last in model.no_sync(), or {mend}"
+        f"every step, run all but the last in model.no_sync(), or {remedy}"
     )
 
 

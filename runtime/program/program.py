@@ -90,7 +90,7 @@ class FunctionRun:
         self._steps = steps
         self._journal = journal
         self._lifeline = lifeline
-        self._recovery = Recovery(lifeline) if lifeline.goes_on else None
+        self._recovery = Recovery(lifeline) if lifeline.survives_loss else None
         if self._recovery is not None and is_newcomer:
             self._recovery.begin_as_newcomer()
         self._call: FunctionCall | None = None  # None: before the first call
@@ -164,7 +164,7 @@ class FunctionRun:
         checkpoints.tell_progress = call.data_state
         checkpoints.check_progress = call.check_progress
         checkpoints.run_id = self._program.run_id
-        checkpoints.goes_on = resumption is not None or self._goes_back
+        checkpoints.has_trained = resumption is not None or self._goes_back
         if replay_log is not None:
             assert isinstance(group, RehearsalGroup)
             group.answer_with([*replay_log.outside, *replay_log.body])

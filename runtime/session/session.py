@@ -292,8 +292,8 @@ class Session:
         self._state = SessionState.CLOSED
         client, self._client = self._client, None
         if client is not None:
-            if client.goes_on:
-                _log.warning("%s", client.how_it_goes_on())
+            if client.has_more:
+                _log.warning("%s", client.how_it_continues())
             await client.let_go()
         try:
             await self._holding.close()
@@ -451,7 +451,7 @@ class Session:
         except BaseException as raised:
             error = raised
             if client is not None and isinstance(error, asyncio.CancelledError):
-                error.add_note(client.how_it_goes_on())  # interrupts.py shows it.
+                error.add_note(client.how_it_continues())  # interrupts.py shows it.
             raise
         finally:
             if self._state is SessionState.RUNNING:  # `close` may have been called meanwhile.
@@ -459,7 +459,7 @@ class Session:
             await audience.finish(error)
             if error is not None and client is not None:
                 is_interrupt = isinstance(error, asyncio.CancelledError)
-                notebook.show_once(error, client.how_it_goes_on() if is_interrupt else None)
+                notebook.show_once(error, client.how_it_continues() if is_interrupt else None)
             elif error is not None:
                 is_assembled = crew is not None and crew.is_assembled
                 notebook.show_once(error, how_interrupted(error, is_assembled))

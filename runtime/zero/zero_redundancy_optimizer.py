@@ -801,11 +801,11 @@ class OptimizerEngine:
         What the program does with them after the step, such as an average of parameters, cannot be
         taken back, and the gradients of the next step are kept.
         """
-        goes_on = self._recovery is not None
+        survives_loss = self._recovery is not None
         were_sent = False
         if self.model is not None and self.reducer is not None:
-            were_sent = self.model.sync_buffers(live, self.optimizer._join, on_host=goes_on)
-        if goes_on and not were_sent and gathers:
+            were_sent = self.model.sync_buffers(live, self.optimizer._join, on_host=survives_loss)
+        if survives_loss and not were_sent and gathers:
             gathers[-1].work.wait_on_host()
 
     def _vote_with_others(self, is_live: bool) -> tuple[float, ...]:

@@ -17,7 +17,7 @@ from tests.harness.arrivals import FEW, at_full_size, has_ended, train_until_sto
 
 def _begin(group: cl.Group, place: Path, who_has_trained: tuple[int, ...]) -> str:
     checkpoints = Checkpoints(group, Registry(), cl.CheckpointConfig(place, resume="never"))
-    checkpoints.goes_on = group.rank in who_has_trained
+    checkpoints.has_trained = group.rank in who_has_trained
     try:
         checkpoints.begin()
     except cl.CheckpointPlaceUnusable as error:

@@ -254,11 +254,11 @@ class KeeperClient:
         return await self._ask("whereabouts", timeout_s)
 
     @property
-    def goes_on(self) -> bool:
+    def has_more(self) -> bool:
         """Whether there is more to come, as far as this process knows."""
         return not self._is_over and not (self.last and self.last.ended)
 
-    def how_it_goes_on(self) -> str:
+    def how_it_continues(self) -> str:
         """A line for one who stops looking."""
         freed = ""
         if self.last:

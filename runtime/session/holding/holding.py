@@ -70,7 +70,7 @@ class Holding:
                     options.most,
                     wait_s,
                     may_grow=not is_local,
-                    goes_on=options.max_failures != 0,
+                    survives_loss=options.max_failures != 0,
                 )
             self._seats = PlacedSeats(first, needs, options.most, options.spares)
             self.crew = self._crew_of(self._seats)

@@ -142,12 +142,12 @@ class Needs:
 
 
 async def place(
-    needs: Needs, fewest: int, most: int, timeout_s: float, *, may_grow: bool, goes_on: bool
+    needs: Needs, fewest: int, most: int, timeout_s: float, *, may_grow: bool, survives_loss: bool
 ) -> tuple[PlacementGroup, ...]:
     """Place one bundle per worker: as many as fit now, `fewest` to `most`. Returns one group, or a
     group for each bundle (`_divided`).
 
-    goes_on: the session's runs continue when workers are lost.
+    survives_loss: the session's runs continue when workers are lost.
     may_grow: whether the cluster may have an autoscaler. If it may, and the whole cluster is too
     small for `fewest` workers, a pending placement group makes the autoscaler start nodes.
 
@@ -157,7 +157,7 @@ async def place(
     give_up_at, left_s = time.monotonic() + timeout_s, timeout_s
     while True:
         group = await _place_together(needs, fewest, most, left_s, may_grow=may_grow)
-        if not goes_on or needs.strategy == "STRICT_PACK":
+        if not survives_loss or needs.strategy == "STRICT_PACK":
             return (group,)
         groups = await _divided(group, needs)
         if groups:

@@ -201,11 +201,11 @@ def _judge(
     except Exception as error:
         differing = f"it needs all parameters in one place, and raises {_said(error)} without them"
     if differing:
-        mend = (
+        how = (
             "If the cause is an option that uses all gradients (a clipping norm), turn it off, "
             "and use max_norm of ZeroRedundancyOptimizer. Otherwise use"
         )
-        return _refused(name, differing, mend)
+        return _refused(name, differing, how)
     per_element = whole.per_element(trial.shapes)
     # Counters among the attributes would be lost when shards are cut again for other ranks.
     may_be_flat = whole.is_plain(trial.shapes) and not whole.has_counted
@@ -221,10 +221,10 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__} ({text[:160]})" if text else type(error).__name__
 
 
-def _refused(name: str, reason: str, mend: str = "Use") -> Shardability:
+def _refused(name: str, reason: str, how: str = "Use") -> Shardability:
     return Shardability(
         False,
-        f"{name} cannot be sharded: {reason}. {mend} it without ZeroRedundancyOptimizer: "
+        f"{name} cannot be sharded: {reason}. {how} it without ZeroRedundancyOptimizer: "
         f"{name}(model.parameters(), ...) takes the same steps on every rank of a "
         "DistributedDataParallel",
     )
