@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -274,9 +275,9 @@ async def test_the_command_line_lists_shows_and_stops_a_detached_session(
     script.kill()
     listed = await asyncio.to_thread(command, "status", "--once")
     assert f"{name}: run 0" in listed
-    assert "it trains in the background; 0 programs are attached; its workers are freed 30 min" in (
-        listed
-    )
+    # The keeper may not have missed the killed program yet.
+    attached = "it trains in the background; (1 program is|0 programs are) attached"
+    assert re.search(f"{attached}; its workers are freed 30 min", listed)
     shown = await asyncio.to_thread(command, "attach", name)
     assert "[rank 0] at step 290" in shown and "[rank 1] returned (300, " in shown
     assert "has ended" in await asyncio.to_thread(command, "stop", name)
