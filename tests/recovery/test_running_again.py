@@ -351,6 +351,6 @@ async def test_every_schedule_goes_on_as_without_the_loss(
     for part in ("step", "options", "schedules"):
         assert lost[part] == whole[part]
     assert torch.equal(lost["draw"], whole["draw"])
-    for name, weight in whole["weights"].items():  # The mean over two ranks and three is rounded.
+    for name, weight in whole["weights"].items():
         assert torch.allclose(lost["weights"][name], weight, atol=1e-6), name
     assert torch.allclose(lost["average"], whole["average"], atol=1e-6)

@@ -102,9 +102,10 @@ async def test_a_worker_comes_while_checkpoints_are_written(cluster: None, tmp_p
         told = await session.run(train, folder=tmp_path, full=3, victims=(1,))
     assert_came(told, alone)
     # The newest one has what the three have ended with: one worker resumes from it.
-    again = cl.CheckpointConfig(kept, num_to_keep=2)
+    again, folder = cl.CheckpointConfig(kept, num_to_keep=2), tmp_path / "again"
+    folder.mkdir()
     async with cl.Session(1, resources_per_worker=FEW, checkpoint=again) as session:
-        resumed = await session.run(train, folder=tmp_path / "alone", replicas=1)
+        resumed = await session.run(train, folder=folder, replicas=1)
     assert resumed[0].num_steps < 3, "the epochs were nearly over"
     assert_same(resumed, alone)
 
