@@ -17,6 +17,7 @@ Lightning is imported by then (program.py), and so does `chorusline.ChoruslineSt
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +33,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from chorusline.collectives import Group, ReduceOp
 from chorusline.collectives.objects.blocking import all_gather_object
 
+from ..averaging.model_averaging import PeriodicModelAverager
+from ..averaging.post_local_sgd import PostLocalSGDState
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..data_parallel.same_model import broadcast_tensors
 from ..data_parallel.sync_batch_norm import SyncBatchNorm
@@ -40,6 +43,16 @@ from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .epochs import Epochs
 
 NAME = "chorusline"
+
+_INSTEAD = {
+    "ddp_comm_hook": "write comm_hook=",
+    "ddp_comm_state": "write comm_state=",
+    "ddp_comm_wrapper": "write comm_wrapper=",
+    "process_group_backend": "it uses the group of the session; leave it out",
+    "timeout": "write Session(timeout_s=…)",
+    "start_method": "the session has started the ranks; leave it out",
+}
+"""By argument of Lightning's DDPStrategy, what to write."""
 
 
 class ChoruslineEnvironment(ClusterEnvironment):
@@ -86,41 +99,51 @@ class ChoruslineEnvironment(ClusterEnvironment):
 class ChoruslineStrategy(ParallelStrategy):
     """`Trainer(strategy="chorusline")`, or an instance of this class with options.
 
-    bucket_cap_mb, broadcast_buffers, static_graph: those of `DistributedDataParallel`.
     comm_hook, comm_state: registered on the DistributedDataParallel.
+    comm_wrapper: wraps `comm_hook` before it is registered, as torch's fp16_compress_wrapper.
+    model_averaging_period: with `post_localSGD_hook`, after how many steps parameters are averaged.
     divide_by_initial_world_size: as in `Join`, for epochs in which ranks have different numbers of
         batches.
-    plugins: those of Lightning's ParallelStrategy.
+    options: all others of `DistributedDataParallel` (`bucket_cap_mb`, `static_graph`,
+        `mixed_precision`, …), and the plugins of Lightning's ParallelStrategy.
 
     `devices` and `num_nodes` of the Trainer have no effect: a rank has the device of its context.
     DistributedSamplers, also those that Lightning inserts, do not repeat samples to make numbers
     equal. Each sample counts once in an epoch of `fit`, `validate` and `test`, and ranks may get
     different numbers of batches (the limits of that: lightning/epochs.py).
 
-    Raises RuntimeError outside a train function; ValueError for gradient_clip_val with a
-    ZeroRedundancyOptimizer.
+    Raises RuntimeError outside a train function; ValueError for gradient_clip_val or
+    model_averaging_period with a ZeroRedundancyOptimizer, and for the post-local SGD hook without
+    model_averaging_period, or the other way round.
     """
 
     def __init__(
         self,
         *,
-        bucket_cap_mb: float = 25.0,
-        broadcast_buffers: bool = True,
-        static_graph: bool = False,
         comm_hook: Callable[[Any, Any], torch.futures.Future[Any]] | None = None,
         comm_state: object = None,
+        comm_wrapper: Callable[[Any], Any] | None = None,
+        model_averaging_period: int | None = None,
         divide_by_initial_world_size: bool = True,
-        **plugins: Any,
+        **options: Any,
     ) -> None:
         self.context = current()
-        super().__init__(cluster_environment=ChoruslineEnvironment(self.context), **plugins)
-        self._options: dict[str, Any] = {
-            "bucket_cap_mb": bucket_cap_mb,
-            "broadcast_buffers": broadcast_buffers,
-            "static_graph": static_graph,
-        }
-        self._comm_hook = comm_hook
+        for name in options.keys() & _INSTEAD:
+            raise TypeError(f"ChoruslineStrategy has no argument {name!r}: {_INSTEAD[name]}")
+        is_local = isinstance(comm_state, PostLocalSGDState)
+        if is_local != (model_averaging_period is not None):
+            raise ValueError(
+                "model_averaging_period and post-local SGD need each other: give "
+                "comm_hook=post_localSGD_hook, comm_state=PostLocalSGDState(…), and after how many "
+                "steps the models are averaged"
+            )
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        self._options = {name: options.pop(name) for name in [*options] if name in known}
+        super().__init__(cluster_environment=ChoruslineEnvironment(self.context), **options)
+        self._comm_hook = comm_hook if comm_wrapper is None else comm_wrapper(comm_hook)
         self._comm_state = comm_state
+        self._averages_every = model_averaging_period
+        self._averager: PeriodicModelAverager | None = None
         self._divides_by_all = divide_by_initial_world_size
         self._epochs: Epochs | None = None  # None: outside of fit()
 
@@ -162,6 +185,16 @@ class ChoruslineStrategy(ParallelStrategy):
                 "ZeroRedundancyOptimizer are not the mean yet; give the optimizer max_norm="
                 f"{trainer.gradient_clip_val} instead"
             )
+        if self._averages_every is not None:
+            if sharded:
+                raise ValueError(
+                    "model_averaging_period does not work with a ZeroRedundancyOptimizer, whose "
+                    "ranks must have equal parameters; wrap it in PostLocalSGDOptimizer in "
+                    "configure_optimizers, over a subgroup"
+                )
+            assert isinstance(self._comm_state, PostLocalSGDState)
+            warmup_steps = self._comm_state.start_localSGD_iter
+            self._averager = PeriodicModelAverager(self._averages_every, warmup_steps, self.group)
         self._epochs = Epochs(
             trainer, self.model, sharded, divide_by_initial_world_size=self._divides_by_all
         )
@@ -179,6 +212,14 @@ class ChoruslineStrategy(ParallelStrategy):
         if self._comm_hook is not None:
             wrapped.register_comm_hook(self._comm_state, self._comm_hook)
         return wrapped
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *more: Any, **named: Any
+    ) -> Any:
+        said = super().optimizer_step(optimizer, closure, *more, **named)
+        if self._averager is not None:
+            self._averager.average_parameters(optimizer.param_groups)
+        return said
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -314,3 +355,10 @@ if NAME not in StrategyRegistry:
     StrategyRegistry.register(
         NAME, ChoruslineStrategy, description="Data parallelism over a session of chorusline"
     )
+    for finds in (False, True):
+        StrategyRegistry.register(
+            f"{NAME}_find_unused_parameters_{finds}".lower(),
+            ChoruslineStrategy,
+            description="The same: unused parameters need no flag",
+            find_unused_parameters=finds,
+        )

@@ -214,9 +214,16 @@ async def test_a_shard_of_the_context_is_a_loader(session):
         assert taken == steps
 
 
-def halved_mean(group, bucket):
-    work = group.all_reduce(bucket.buffer().mul_(0.5), cl.ReduceOp.AVG)
-    return work.get_future().then(lambda future: future.value()[0])
+def mean(group, bucket):
+    return group.all_reduce(bucket.buffer(), cl.ReduceOp.AVG).get_future()
+
+
+def halved(hook):
+    def halve(state, bucket):
+        bucket.buffer().mul_(0.5)
+        return hook(state, bucket)
+
+    return halve
 
 
 class Normalized(Regression):
@@ -233,10 +240,12 @@ def with_options(ctx, hooked):
     if hooked:
         module, strategy = (
             Regression(),
-            cl.ChoruslineStrategy(comm_hook=halved_mean, comm_state=ctx.group),
+            cl.ChoruslineStrategy(
+                comm_hook=mean, comm_state=ctx.group, comm_wrapper=halved, bucket_cap_mb=0.001
+            ),
         )
     else:
-        module, strategy = Normalized(), "chorusline"
+        module, strategy = Normalized(), "chorusline_find_unused_parameters_true"
     trainer = trainer_of(
         ctx, strategy=strategy, max_epochs=2, enable_checkpointing=False, sync_batchnorm=not hooked
     )
@@ -269,6 +278,49 @@ async def test_options_of_trainer_and_strategy_hold_in_an_uneven_fit(session, ho
         assert taken == steps
         for name, tensor in model.state_dict().items():
             assert largest_difference([state[name]], [tensor]) < 1e-13, name
+
+
+def averaged(ctx):
+    """Four batches on each rank; after two steps each rank steps by its own gradients."""
+    state = cl.PostLocalSGDState(ctx.group, None, 2, post_local_gradient_allreduce=False)
+    strategy = cl.ChoruslineStrategy(
+        comm_hook=cl.post_localSGD_hook, comm_state=state, model_averaging_period=2
+    )
+    module = Regression()
+    trainer = trainer_of(
+        ctx,
+        strategy=strategy,
+        max_epochs=1,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+    )
+    own = data(16).double()[ctx.rank * 8 :][:8]
+    trainer.fit(module, torch.utils.data.DataLoader(own, batch_size=2))
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+async def test_models_are_averaged_after_every_nth_step(session):
+    models = [make_model(), make_model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    for step in range(4):
+        for rank, model in enumerate(models):
+            optimizers[rank].zero_grad()
+            model(data(16).double()[rank * 8 + 2 * step :][:2]).square().mean().backward()
+        for pair in zip(*(model.parameters() for model in models), strict=True):
+            total = pair[0].grad + pair[1].grad
+            for parameter in pair if step < 2 else ():
+                parameter.grad = total / 2
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.9
+        with torch.no_grad():
+            for pair in zip(*(model.parameters() for model in models), strict=True):
+                total = pair[0] + pair[1]
+                for parameter in pair if step == 2 else ():
+                    parameter.copy_(total / 2)
+    for rank, parameters in enumerate(await session.run(averaged)):
+        assert largest_difference(parameters, list(models[rank].parameters())) < 1e-13
+    assert largest_difference(*(list(model.parameters()) for model in models)) > 1e-3
 
 
 class Broken(Regression):
@@ -308,6 +360,23 @@ async def test_a_module_is_fitted_again_and_collectives_are_exact(session):
         assert gathered == 0
         assert mean == [0.5, 1.5, 2.5], "counts are not truncated"
         assert gradient == ([2.0, 2.0] if rank == 1 else [0.0, 0.0])
+
+
+def arguments_of_lightning(ctx):
+    told = []
+    for given in ({"ddp_comm_hook": mean}, {"model_averaging_period": 4}, {"no_such": 1}):
+        try:
+            cl.ChoruslineStrategy(**given)
+        except (TypeError, ValueError) as error:
+            told.append(str(error))
+    return told
+
+
+async def test_arguments_of_lightnings_own_strategy_are_refused_with_the_mend(session):
+    hook, period, unknown = (await session.run(arguments_of_lightning))[0]
+    assert "has no argument 'ddp_comm_hook': write comm_hook=" in hook
+    assert "model_averaging_period and post-local SGD need each other" in period
+    assert "no_such" in unknown
 
 
 def refused(ctx, sharded, options, num_samples):
