@@ -511,17 +511,44 @@ class Context:
 
     @overload
     def reduce(
-        self, value: int, op: Literal["sum", "min", "max", "product"], *, weight: None = None
+        self,
+        value: int,
+        op: Literal["sum", "min", "max", "product"],
+        *,
+        weight: None = None,
+        group: Group | None = None,
     ) -> int: ...
 
     @overload
-    def reduce(self, value: float, op: str = "mean", *, weight: float | None = None) -> float: ...
+    def reduce(
+        self,
+        value: float,
+        op: str = "mean",
+        *,
+        weight: float | None = None,
+        group: Group | None = None,
+    ) -> float: ...
 
     @overload
-    def reduce(self, value: T, op: str = "mean", *, weight: float | None = None) -> T: ...
+    def reduce(
+        self,
+        value: T,
+        op: str = "mean",
+        *,
+        weight: float | None = None,
+        group: Group | None = None,
+    ) -> T: ...
 
-    def reduce(self, value: Any, op: str = "mean", *, weight: float | None = None) -> Any:
+    def reduce(
+        self,
+        value: Any,
+        op: str = "mean",
+        *,
+        weight: float | None = None,
+        group: Group | None = None,
+    ) -> Any:
         """The mean (or "sum", "min", "max", "product") of a value over all ranks, on every rank.
+        "avg" is another word for "mean".
 
         A tensor gives a new tensor, a numpy array an array, and a number (including numpy's) a
         Python number; integers stay integers, except in a mean. A value that is not a number, such
@@ -531,16 +558,18 @@ class Context:
         weight: the weight of this rank's value in the mean; every rank gives one. With a mean over
             samples as value and their number as weight, the result is the mean over all samples. A
             rank of weight 0 does not count, whatever its value is (even NaN).
+        group: some of the ranks, as `self.group.new_group` has made it; then these alone call it.
 
         Raises ValueError for an unknown op, and, on all ranks, if the weights add up to 0;
         TypeError for a list or dictionary of numbers, and for a number of another kind, which would
         stay this rank's own.
         """
+        op = "mean" if op == "avg" else op
         check_op(op, weight)
         if not has_value(value):
             return value
         self._call.check_all_take_part("ctx.reduce()")
-        return reduced(self.group, value, op, weight)
+        return reduced(group or self.group, value, op, weight)
 
     def init_torch_distributed(self, timeout_s: Seconds | None = None) -> None:
         """Initialise torch.distributed among the ranks of this run, with the backend "chorusline".

@@ -108,6 +108,10 @@ async def test_small_things_are_shared_between_ranks(session: Session) -> None:
             loss.tolist(),
         ]
         ctx.barrier()
+        alone = ctx.group.split(color=ctx.rank)
+        assert alone is not None
+        shared.append(ctx.reduce(1.0 + ctx.rank, "avg", group=alone))
+        shared.append(ctx.reduce(1.0 + ctx.rank, "avg"))
         return shared
 
     results = await session.run(train)
@@ -118,6 +122,7 @@ async def test_small_things_are_shared_between_ranks(session: Session) -> None:
         assert shared[2:9] == [[1.5, 2.0], [1, 6], [0.5, 3.0], 1.5, 3, 1.5, "words pass"]
         assert shared[9] == [1.0 + rank, 2.0], "reduce leaves its argument alone"
         assert isinstance(shared[6], int)
+        assert shared[10:] == [1.0 + rank, 1.5]
 
 
 async def test_the_running_context_is_known_inside_and_only_there(session: Session) -> None:
