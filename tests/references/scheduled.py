@@ -59,16 +59,17 @@ if torch.__version__ < "2.9":
 
 
 class Clock:
-    """The number of steps that were taken."""
+    """The number of steps that were taken, and what was drawn at random in the last."""
 
     def __init__(self) -> None:
         self.step = 0
+        self.draw = torch.zeros(())
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
+        return {"step": self.step, "draw": self.draw}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
+        self.step, self.draw = state["step"], state["draw"]
 
 
 def train_scheduled(
@@ -100,7 +101,6 @@ def train_scheduled(
         ctx.register(f"optimizer of {name}", optim)
         schedules[name] = ctx.register(name, make(optim))
     average = ctx.register("average", swa_utils.AveragedModel(models["LinearLR"].module))
-    draw = torch.zeros(())
     while clock.step < until:
         # A worker that comes has the function run again between any two steps of optimizers, and
         # those before would be stepped once more: it is awaited where none is under way.
@@ -117,7 +117,7 @@ def train_scheduled(
         for name, schedule in schedules.items():
             schedule.step(*[loss.item()] if name == "ReduceLROnPlateau" else [])
         average.update_parameters(models["LinearLR"].module)
-        draw = torch.rand(())
+        clock.draw = torch.rand(())
         clock.step += 1
         if dies_at >= 0:
             mark = Path(folder) / "died"
@@ -134,5 +134,5 @@ def train_scheduled(
         "schedules": {name: one.get_last_lr() for name, one in schedules.items()},
         "weights": {name: model.module.weight.detach().clone() for name, model in models.items()},
         "average": average.module.weight.detach().clone(),
-        "draw": draw,
+        "draw": clock.draw,
     }
