@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 MOST_CHANGES = 16
 """That a status remembers: whoever follows a run looks several times a second."""
@@ -77,6 +78,7 @@ class RunStatus:
     resumed_step: the step of that checkpoint.
     steps_before: to add to `taken` for the steps of the whole chain.
     generation_changes: from generation to generation, the last ones.
+    models: at debug level INFO, by number of the model, its StepStatistics.
     """
 
     rank: int | None = None
@@ -100,6 +102,7 @@ class RunStatus:
     resumed_step: int = 0
     steps_before: int = 0
     generation_changes: tuple[GenerationChange, ...] = ()
+    models: dict[int, Any] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
 
     @property

@@ -28,7 +28,13 @@ from .engine import ModelEngine
 from .gradients.comm_hooks import CommHook
 from .gradients.reducer import Reducer
 from .gradients.reductions import why_not_sharded
-from .gradients.step_statistics import StepClock, StepStatistics, UnusedParameters, tell_choice
+from .gradients.step_statistics import (
+    StepClock,
+    StepStatistics,
+    UnusedParameters,
+    tell_beginning,
+    tell_choice,
+)
 from .mixed_precision import cast_buffers, dtype_options, reducing_in, run_in
 from .outputs import tensors_of
 from .same_model import (
@@ -169,6 +175,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             reducer.clock = StepClock()
             reducer.unused = UnusedParameters(group.rank, names)
             reducer.on_new_order = lambda: tell_choice(reducer.buckets, reducer.group.rank, names)
+            tell_beginning(module, group, named, **settings)
             reducer.on_new_order()
         self._engine = ModelEngine(self, module, reducer, broadcast_buffers=broadcast_buffers)
         self.mixed_precision = mixed_precision
@@ -294,7 +301,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def statistics(self) -> StepStatistics:
         """The average times of the last hundred steps on this rank, in seconds.
 
-        Steps whose gradients a communication hook reduces are not counted.
+        With a communication hook, communication ends when its last future was waited for.
         Raises RuntimeError if the model was made below debug level INFO: its steps are not timed.
         """
         if self._reducer.clock is None:
@@ -302,7 +309,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "steps are timed at debug level INFO and above; set CHORUSLINE_DEBUG=INFO, or call "
                 "set_debug_level(DebugLevel.INFO) before the model is wrapped"
             )
-        return self._reducer.clock.average(self._reducer.buckets)
+        return self._reducer.statistics(self._reducer.clock)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

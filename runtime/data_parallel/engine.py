@@ -126,6 +126,7 @@ class ModelEngine:
         self._num_registrations = -1
         of_group = between_runs().of_group(reducer.group)
         of_group.num_models += 1
+        reducer.number = of_group.num_models - 1
         self._unreduced = UnreducedSteps(reducer.gradients, of_group.num_models)
         between_runs().wrap(self)
         between_runs().models.append(weakref.ref(self))

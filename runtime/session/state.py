@@ -10,6 +10,11 @@ from chorusline.actors.crew.crew import STEP_S
 from chorusline.actors.driver.driver import GRACE_S
 from chorusline.actors.messages import DriverSnapshot, WorkerSnapshot
 
+_COLUMNS = (
+    *("rank", "model", "steps", "buckets", "bytes", "forward", "backward", "communication"),
+    *("overlap", "wait", "never got a gradient"),
+)
+
 
 class SessionState(enum.Enum):
     """NEW: nothing was started. READY: the workers are idle. RUNNING: a function runs. CLOSED: the
@@ -34,6 +39,32 @@ class SessionSnapshot:
     state: SessionState
     driver: DriverSnapshot | None
     workers: tuple[WorkerSnapshot | str, ...]
+
+    def statistics(self) -> str:
+        """A table of what `DistributedDataParallel.statistics()` says on each rank, of each of its
+        models; empty below debug level INFO, and before the first step.
+
+            print((await session.snapshot()).statistics())
+        """
+        rows: list[tuple[str, ...]] = [_COLUMNS]
+        for worker in self.workers:
+            if isinstance(worker, str):
+                continue
+            for number, (_, one) in enumerate(sorted(worker.steps.models.items())):
+                ms = (one.forward_s, one.backward_s, one.communication_s, one.overlap_s, one.wait_s)
+                rows.append(
+                    (
+                        *map(str, (worker.steps.rank, number, one.steps, len(one.buckets))),
+                        f"{sum(one.buckets):,}",
+                        *(f"{1e3 * seconds:.2f} ms" for seconds in ms),
+                        ", ".join(one.without_gradient) or "none",
+                    )
+                )
+        if len(rows) == 1:
+            return ""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = [map(str.rjust, row[:-1], widths) for row in rows]
+        return "\n".join("  ".join([*a, row[-1]]) for a, row in zip(aligned, rows, strict=True))
 
     def __str__(self) -> str:
         lines = [f"session {self.state.value}", str(self.driver or "no driver")]

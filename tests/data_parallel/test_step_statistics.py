@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from chorusline.collectives import DebugLevel, Group, HashStore, set_debug_level
+from chorusline.collectives import DebugLevel, Group, HashStore, ReduceOp, set_debug_level
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
 from tests.harness.standing_ranks import StandingRanks
 
@@ -54,6 +54,13 @@ def test_buckets_unused_parameters_and_times_are_told_on_every_rank(
     ranks_of: Callable[[int], StandingRanks],
 ) -> None:
     for rank, (lines, statistics) in enumerate(ranks_of(2).run(train_and_tell)):
+        record, *lines = lines
+        assert record.startswith(
+            f"DistributedDataParallel: module TwoHeads; rank {rank}; world_size 2; backend "
+        )
+        assert (
+            "; parameters 4; bytes 144; dtypes torch.float32; bucket_cap_mb (in bytes) 64" in record
+        )
         choice, measured = (line for line in lines if " parameters in " in line)
         unused_lines = [line for line in lines if " parameters in " not in line]
         assert choice.startswith(f"rank {rank}: 4 parameters in {len(statistics.buckets)} buckets")
@@ -69,7 +76,34 @@ def test_buckets_unused_parameters_and_times_are_told_on_every_rank(
         assert statistics.backward_s > 0
         assert statistics.communication_s >= statistics.overlap_s >= 0
         assert sum(statistics.buckets) >= 2 * 18 * 4
+        never = ("left.weight", "left.bias") if rank == 0 else ()
+        assert statistics.without_gradient == never
         assert "3 steps on average: forward " in str(statistics)
+
+
+def mean(group: Group, bucket: Any) -> torch.futures.Future[Any]:
+    time.sleep(0.001)
+    return group.all_reduce(bucket.buffer(), ReduceOp.AVG).get_future()
+
+
+def test_steps_of_a_hook_count_and_every_hundred_steps_have_a_line() -> None:
+    told = Lines()
+    logging.getLogger("chorusline").addHandler(told)
+    set_debug_level(DebugLevel.INFO)
+    try:
+        with Group.create(HashStore(), 0, 1) as group:
+            model = DistributedDataParallel(torch.nn.Linear(2, 2), group)
+            model.register_comm_hook(group, mean)
+            for _ in range(199):
+                model(torch.ones(1, 2)).sum().backward()
+            statistics = model.statistics()
+    finally:
+        set_debug_level(DebugLevel.OFF)
+        logging.getLogger("chorusline").removeHandler(told)
+    assert statistics.steps == 100
+    assert statistics.communication_s >= 0.001
+    averages = [line for line in told.lines if " steps on average: " in line]
+    assert len(averages) == 1 and averages[0].startswith("rank 0, model 0: 100 steps on average")
 
 
 def test_below_info_nothing_is_timed_and_the_mend_is_told() -> None:

@@ -16,7 +16,9 @@ import torch
 
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages import Report, WorkerSnapshot
+from chorusline.collectives import DebugLevel, set_debug_level
 from chorusline.collectives.contract.errors import GroupAborted
+from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
 from chorusline.runtime.process.running import current, current_group
 from chorusline.runtime.program.context import Context, call_of
 from chorusline.runtime.session.one_run import run
@@ -123,6 +125,33 @@ async def test_small_things_are_shared_between_ranks(session: Session) -> None:
         assert shared[9] == [1.0 + rank, 2.0], "reduce leaves its argument alone"
         assert isinstance(shared[6], int)
         assert shared[10:] == [1.0 + rank, 1.5]
+
+
+async def test_a_table_has_the_statistics_of_the_models_of_all_ranks(session: Session) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.used(x)
+
+    def train(ctx: Context) -> None:
+        model = DistributedDataParallel(Net(), ctx.group)
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+
+    await session.run(train)
+    assert (await session.snapshot()).statistics() == ""
+    set_debug_level(DebugLevel.INFO)
+    try:
+        await session.run(train)
+    finally:
+        set_debug_level(DebugLevel.OFF)
+    titles, *rows = (await session.snapshot()).statistics().splitlines()
+    assert titles.split()[:5] == ["rank", "model", "steps", "buckets", "bytes"]
+    assert [row.split()[:3] for row in rows] == [["0", "0", "3"], ["1", "0", "3"]]
+    assert all(row.endswith("idle.weight, idle.bias") for row in rows)
 
 
 async def test_the_running_context_is_known_inside_and_only_there(session: Session) -> None:

@@ -31,6 +31,7 @@ import torch
 
 from chorusline.actors.errors import ends_a_generation
 from chorusline.collectives import CollectiveError, Group
+from chorusline.collectives.diagnosis.debug import inform
 from chorusline.collectives.operations.host_reads import device_numbers
 
 from ...join.error_notes import check_same_joins
@@ -57,7 +58,7 @@ from .held_gradients import HeldGradients
 from .local_steps import LocalSteps
 from .micro_batch_sums import SumPhase
 from .reductions import AllReduce, ByHook, ReduceScatter, Reduction, why_not_sharded
-from .step_statistics import StepClock, UnusedParameters
+from .step_statistics import StepClock, StepStatistics, UnusedParameters
 
 
 class Reducer:
@@ -101,6 +102,8 @@ class Reducer:
         the optimizer's step can begin again in the next generation."""
         self.clock: StepClock | None = None
         """Times the steps; None below debug level INFO."""
+        self.number = 0
+        """Of the model, among those of its group."""
         self.on_launched: Callable[[int], None] | None = None
         """Called with the number of each bucket that a pass launches."""
         self._reduction: Reduction = AllReduce()
@@ -486,7 +489,12 @@ class Reducer:
 
     def _sum_of_votes(self) -> list[float]:
         self.wait()
+        began_at = time.monotonic()
         total = self._reduction.finish(self.buckets, self.group)
+        if self.hook is not None and self.clock is not None:
+            ended_at = time.monotonic()
+            if self.clock.count(self.buckets[0].launched_at, ended_at, ended_at - began_at):
+                self._tell_statistics(self.clock)
         check_votes(total, self.group)
         return total
 
@@ -628,8 +636,21 @@ class Reducer:
                 bucket.work = None
         waited_s = time.monotonic() - began_at
         boundary().steps.waited_s += waited_s
-        if self.clock is not None and operations:
-            self.clock.buckets_are_reduced(operations, waited_s)
+        clock = self.clock
+        if clock is not None and operations and clock.buckets_are_reduced(operations, waited_s):
+            self._tell_statistics(clock)
+
+    def _tell_statistics(self, clock: StepClock) -> None:
+        """Where the session finds them; and in the log, each time that all steps are new."""
+        statistics = self.statistics(clock)
+        models = boundary().steps.models
+        boundary().steps.models = {**models, self.number: statistics}
+        if clock.has_round_of_steps:
+            inform("rank %d, model %d: %s", self.group.rank, self.number, statistics)
+
+    def statistics(self, clock: StepClock) -> StepStatistics:
+        never = self.unused.never if self.unused is not None else ()
+        return clock.average(self.buckets, never)
 
     def kept(self) -> list[GradientBucket]:
         """The buckets of a sharded step that are launched; empty if there is no such step."""

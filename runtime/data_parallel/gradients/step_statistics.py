@@ -10,7 +10,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from chorusline.collectives import Group
 from chorusline.collectives.contract.operation import Operation
 from chorusline.collectives.diagnosis.debug import inform
 
@@ -29,6 +33,7 @@ class StepStatistics:
     communication_s: from the first launch of a bucket to the end of the last bucket.
     overlap_s: the part of communication_s in which the backward pass still ran.
     buckets: the bytes of each bucket, in the order of sending.
+    without_gradient: the parameters that have never got a gradient on this rank.
     """
 
     steps: int
@@ -38,6 +43,7 @@ class StepStatistics:
     communication_s: float
     overlap_s: float
     buckets: tuple[int, ...]
+    without_gradient: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         hidden = self.overlap_s / self.communication_s if self.communication_s else 0.0
@@ -57,6 +63,7 @@ class StepClock:
         self._forward_s = 0.0
         self._forward_ended_at = 0.0
         self._backward_ended_at = 0.0
+        self._num_steps = 0
 
     def forward_ran(self, began_at: float) -> None:
         self._forward_ended_at = time.monotonic()
@@ -65,12 +72,22 @@ class StepClock:
     def backward_ended(self) -> None:
         self._backward_ended_at = time.monotonic()
 
-    def buckets_are_reduced(self, operations: Sequence[Operation], wait_s: float) -> None:
-        """operations: the collectives of the buckets, in the order of issue."""
+    @property
+    def has_round_of_steps(self) -> bool:
+        """Whether as many steps have been counted as are averaged, since it was true before."""
+        return self._num_steps > 0 and self._num_steps % _STEPS == 0
+
+    def buckets_are_reduced(self, operations: Sequence[Operation], wait_s: float) -> bool:
+        """operations: the collectives of the buckets, in the order of issue. Returns whether it is
+        a step to count."""
         ends = [operation.ended_at for operation in operations if operation.ended_at is not None]
-        if not ends or not self._forward_ended_at:
-            return
-        began_at, ended_at = operations[0].issued_at, max(ends)
+        return bool(ends) and self.count(operations[0].issued_at, max(ends), wait_s)
+
+    def count(self, began_at: float, ended_at: float, wait_s: float) -> bool:
+        """The same with the times at which the first bucket was launched, and the last one done."""
+        if not self._forward_ended_at:
+            return False
+        self._num_steps += 1
         backward_s = max(0.0, self._backward_ended_at - self._forward_ended_at)
         overlap_s = max(0.0, min(ended_at, self._backward_ended_at) - began_at)
         self._steps.append(
@@ -78,18 +95,50 @@ class StepClock:
         )
         self._forward_s = 0.0
         self._forward_ended_at = 0.0
+        return True
 
-    def average(self, buckets: Sequence[GradientBucket]) -> StepStatistics:
+    def average(
+        self, buckets: Sequence[GradientBucket], without_gradient: Sequence[str] = ()
+    ) -> StepStatistics:
         count = len(self._steps)
         sums = [sum(column) for column in zip(*self._steps, strict=True)] or [0.0] * 5
         forward, backward, wait, communication, overlap = (total / max(count, 1) for total in sums)
         return StepStatistics(
-            count, forward, backward, wait, communication, overlap, bucket_bytes(buckets)
+            count,
+            forward,
+            backward,
+            wait,
+            communication,
+            overlap,
+            bucket_bytes(buckets),
+            tuple(without_gradient),
         )
 
 
 def bucket_bytes(buckets: Sequence[GradientBucket]) -> tuple[int, ...]:
     return tuple(b.plan.content * b.flat.element_size() for b in buckets)
+
+
+def tell_beginning(
+    module: torch.nn.Module,
+    group: Group,
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    **given: Any,
+) -> None:
+    """Log that a model was wrapped, as torch's DistributedDataParallel does at DETAIL."""
+    parameters = [parameter for _, parameter in named]
+    record = {
+        "module": type(module).__name__,
+        "rank": group.rank,
+        "world_size": group.size,
+        "backend": group.backend,
+        "device": group.device,
+        "parameters": len(parameters),
+        "bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "dtypes": ", ".join(sorted({str(p.dtype) for p in parameters})),
+        **given,
+    }
+    inform("DistributedDataParallel: %s", "; ".join(f"{k} {v}" for k, v in record.items()))
 
 
 def tell_choice(buckets: Sequence[GradientBucket], rank: int, names: Sequence[str]) -> None:
@@ -115,8 +164,13 @@ class UnusedParameters:
         self._rank = rank
         self._names = names
         self._logged: list[str] = []
+        self.never = list(names)
+        """Those that have got none so far."""
 
     def tell(self, usage: Sequence[bool]) -> None:
+        if self.never:
+            used = {name for name, is_used in zip(self._names, usage, strict=True) if is_used}
+            self.never = [name for name in self.never if name not in used]
         unused = [name for name, is_used in zip(self._names, usage, strict=True) if not is_used]
         if unused != self._logged:
             self._logged = unused
