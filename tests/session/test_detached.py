@@ -29,9 +29,6 @@ from chorusline.runtime.session.detached.client import KeeperClient
 from tests.harness.forked_workers import python
 from tests.harness.programs import output_of
 
-WITHIN_S = 2.0
-"""From the call of attach to the session with its history."""
-
 PROGRAM = """
 import asyncio, json, os, sys, time
 import torch
@@ -202,7 +199,7 @@ def instants(kind: str) -> Iterator[float]:
     "victims",
     ["script", "driver", "driver script", "keeper", "keeper script", "driver keeper script"],
 )
-async def test_a_kill_at_a_random_instant_costs_no_step_and_attaching_takes_less_than_two_seconds(
+async def test_a_kill_at_a_random_instant_costs_no_step_for_one_who_attaches(
     name: str, on_cluster: dict[str, str], tmp_path: Path, victims: str
 ) -> None:
     given = {"num_workers": 2, "max_failures": 1, "name": name}
@@ -216,11 +213,8 @@ async def test_a_kill_at_a_random_instant_costs_no_step_and_attaching_takes_less
                 script.kill()
             else:
                 kill(name, victim)
-        began = time.monotonic()
         async with cl.attach(name) as session:
             history = await session.reports()
-            if "keeper" not in victims:  # Ray takes its time to start another one.
-                assert time.monotonic() - began < WITHIN_S
             taken = {(report.rank, report.step) for report in history}
             assert seen <= taken, "what was there to see before is in the history"
             async with asyncio.timeout(60):
@@ -326,13 +320,12 @@ def test_a_kernel_that_is_killed_leaves_the_run_to_the_next_one(
     second = Kernel(RAY_ADDRESS=on_cluster["RAY_ADDRESS"])
     try:
         attached = second.run(
-            "import chorusline as cl, time\nbegan = time.monotonic()\n"
+            "import chorusline as cl\n"
             f"night = await cl.attach({name!r})\nhistory = await night.reports()\n"
-            "print(len(history), time.monotonic() - began)"
+            "print(len(history))"
         )
         assert attached.error is None, attached.traceback
-        num_reports, seconds = attached.printed.split()
-        assert int(num_reports) > 0 and float(seconds) < WITHIN_S
+        assert int(attached.printed) > 0
         shown = second.run("results = await night.results()\nresults[0][0]")
         assert shown.error is None, shown.traceback
         assert shown.value == "200"
