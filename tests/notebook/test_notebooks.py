@@ -18,11 +18,12 @@ from tests.harness.kernels import Kernel
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-START = """
+IMPORT = """
 import chorusline as cl
 %load_ext chorusline
-session = await cl.Session(num_workers=2).start()
 """
+
+START = "session = await cl.Session(num_workers=2).start()"
 
 TRAIN = """
 import time, torch
@@ -53,6 +54,7 @@ def train(ctx, pause_s):
 def kernel(cluster: None) -> Iterator[Kernel]:
     """On the cluster of all tests: a kernel of its own, not a Ray of its own."""
     kernel = Kernel(RAY_ADDRESS=ray.get_runtime_context().gcs_address, RAY_AUTH_MODE="disabled")
+    assert kernel.run(IMPORT).error is None
     yield kernel
     kernel.stop()
 
