@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import inspect
 import logging
 import sys
@@ -135,6 +136,11 @@ class TrainingThread(Generic[Outcome]):
             outcome = self._conclude(value, error)
         except BaseException as raised:
             outcome = raised  # A thread that died and reported nothing would leave the run waiting.
+        if error is None and torch.cuda.is_initialized():
+            # After an error a kernel may hang, and torch would wait for it.
+            value = None
+            gc.collect()
+            torch.cuda.empty_cache()
         self._has_ended.set()
         # The control loop may be closed: the process is on its way out.
         if not self._caller.is_closed():

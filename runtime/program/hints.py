@@ -53,7 +53,10 @@ OF_A_LOADER = {
         "out"
     ),
     "in_order": "batches always come in order; leave it out",
-    "sampler": "ctx.shard distributes the samples itself, each to one rank; leave the sampler out",
+    "sampler": (
+        "ctx.shard distributes the samples itself, each to one rank; leave the sampler out, or, "
+        "for one that picks, write ctx.shard(torch.utils.data.Subset(dataset, list(sampler)), …)"
+    ),
     "batch_sampler": "ctx.shard makes the batches itself; write batch_size",
     TOO_FEW: "write ctx.shard(dataset, batch_size, epoch=epoch)",
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 import chorusline as cl
 from chorusline.actors.fault_plan import Instant
@@ -66,6 +67,28 @@ async def test_each_worker_has_a_gpu_and_a_killed_one_costs_no_step_and_no_sampl
     told = await session.run(train, kind=KIND, folder=str(tmp_path), victims=victims)
     assert {one.world_size for one in told} == {2}
     assert_as_if_nothing_was(KIND, str(tmp_path), told, victims)
+
+
+def fill_gpu(ctx: cl.Context) -> int:
+    ring: list[Any] = [torch.ones(1 << 18, device=ctx.device)]
+    ring.append(ring)  # Only the garbage collector frees it.
+    return torch.cuda.memory_allocated()
+
+
+def look_at_memory(ctx: cl.Context) -> tuple[int, int]:
+    return torch.cuda.memory_allocated(), here("memory").num_emptied
+
+
+async def test_a_function_that_has_ended_leaves_nothing_on_the_gpu(session: cl.Session) -> None:
+    before = await session.run(look_at_memory)
+    most = await session.run(fill_gpu)
+    after = await session.run(look_at_memory)
+    for (at_first, emptied_before), full, (in_the_end, emptied_after) in zip(
+        before, most, after, strict=True
+    ):
+        assert full >= 4 << 18
+        assert max(at_first, in_the_end) < 1 << 10, "scalars of the group"
+        assert emptied_after == emptied_before + 2, "once for each function that ended"
 
 
 @pytest.mark.slow

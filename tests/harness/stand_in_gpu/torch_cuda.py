@@ -35,6 +35,7 @@ def install() -> None:
     cuda.current_device = lambda: 0
     cuda.set_device = lambda device: streams.machine().guard.stand_in_set_device(0)
     cuda.memory_allocated = lambda device=None: memory.allocated()
+    cuda.empty_cache = memory.empty_cache
     cuda.get_rng_state = lambda *_: torch.zeros(1, dtype=torch.uint8)
     cuda.set_rng_state = lambda *_: None
     cuda.get_device_name = lambda *_: "stand-in"
