@@ -302,8 +302,8 @@ def reduces_on_one_rank(ctx: cl.Context) -> None:
         ctx.reduce(1.0)
 
 
-def reduces_to_an_average(ctx: cl.Context) -> None:
-    ctx.reduce(1.0, "avg")
+def reduces_to_a_median(ctx: cl.Context) -> None:
+    ctx.reduce(1.0, "median")
 
 
 def reduces_other_shapes(ctx: cl.Context) -> None:
@@ -441,7 +441,7 @@ WRONG: list[tuple[Callable[..., Any], type[BaseException], str]] = [
     (saves_without_a_place, RuntimeError, r"checkpoint=CheckpointConfig\(storage_path="),
     (saves_on_one_rank, cl.CheckpointWriteFailed, r"call ctx.save\(\) on all ranks"),
     (reduces_on_one_rank, cl.CollectiveMismatch, r"outside of `if ctx.rank == 0:`"),
-    (reduces_to_an_average, ValueError, "op must be one of 'mean'"),
+    (reduces_to_a_median, ValueError, "op must be one of 'mean'"),
     (reduces_other_shapes, cl.CollectiveMismatch, "in the same order, with equal sizes"),
     (calls_in_another_order, cl.CollectiveMismatch, "in the same order"),
     (sums_by_name, TypeError, "write chorusline.ReduceOp.SUM"),
