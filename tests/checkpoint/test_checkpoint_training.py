@@ -217,7 +217,7 @@ class _Pass(Dealt):
     def begin_dealt(self, *_: object) -> None:
         raise NotImplementedError
 
-    def go_on(self, *_: object) -> Any:
+    def redeal(self, *_: object) -> Any:
         raise NotImplementedError
 
     def ids_by_counts(self, *_: object) -> list[int]:

@@ -28,7 +28,7 @@ def programs() -> dict[str, str]:
 SLOW = {
     "checkpoints-0",
     "close-the-laptop-0",
-    *(f"data-{number}" for number in range(7)),
+    *(f"data-{number}" for number in range(8)),
     "from-ray-train-0",
     "from-torch-2",
     "from-torch-3",
