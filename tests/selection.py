@@ -40,7 +40,9 @@ _SLOWER = re.compile(
 )
 """What takes long in these folders, such as comparisons of many programs with one process."""
 
-_MENTIONS_RAY = re.compile(r"\b(cluster|session)\b")
+_ASKS_FOR_RAY = re.compile(r"""def \w+\([^)]*\b(on_)?(cluster|session)\b|fixtures\("cluster""")
+"""A test, or a fixture, that asks for a fixture with Ray."""
+
 _began = pytest.StashKey[float]()
 
 
@@ -112,4 +114,4 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _may_use_ray(nodeid: str) -> bool:
     """Told without importing the file, which this process does not: it may say yes too often."""
     file = ROOT / nodeid.split("::")[0]
-    return bool(OWN_RAY.match(nodeid) or _MENTIONS_RAY.search(file.read_text()))
+    return bool(OWN_RAY.match(nodeid) or _ASKS_FOR_RAY.search(file.read_text()))

@@ -381,11 +381,13 @@ async def test_sigterm_stops_the_ranks_and_exits_with_143_and_status_follows_the
     """And nothing is left behind: the fixture of `cluster` looks. On a terminal the table is drawn
     anew every second."""
     others = set(await survey(None))  # Of other tests.
+    command, variables = python()
     with subprocess.Popen(
         [
-            *(*CHORUSLINE, "run", f"{script}:train", "--workers", "2", "--address", address()),
-            *("--", "--lr", "1", "--name", "endless"),
+            *(*command, *CHORUSLINE[1:], "run", f"{script}:train", "--workers", "2"),
+            *("--address", address(), "--", "--lr", "1", "--name", "endless"),
         ],
+        env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
