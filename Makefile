@@ -6,8 +6,8 @@ BIN := .venv/bin
 COMPILED := $(BIN)/python -m compileall -q actors collectives runtime chorusline tests
 INSTALLED := .venv/installed
 DIST ?= dist
-# Of two processes one has a Ray cluster (tests/selection.py). 0: one test after another.
-PROCESSES ?= 2
+# Of three processes one has a Ray cluster (tests/selection.py). 0: one test after another.
+PROCESSES ?= 3
 PARALLEL = -n $(PROCESSES) --dist loadfile
 
 .PHONY: help run test test-fast test-slow test-all test-oldest test-real test-gpu check fix docs dist bench bench-gpu compared clean
