@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import inspect
 import logging
 import sys
@@ -19,6 +18,7 @@ from types import FrameType
 from typing import Generic, TypeVar
 
 from ..whereabouts import users_stack
+from .memory import give_back_device_memory
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
 
@@ -136,11 +136,9 @@ class TrainingThread(Generic[Outcome]):
             outcome = self._conclude(value, error)
         except BaseException as raised:
             outcome = raised  # A thread that died and reported nothing would leave the run waiting.
-        if error is None and torch.cuda.is_initialized():
-            # After an error a kernel may hang, and torch would wait for it.
-            value = None
-            gc.collect()
-            torch.cuda.empty_cache()
+        if error is None:
+            value = None  # It may be on the GPU.
+            give_back_device_memory()
         self._has_ended.set()
         # The control loop may be closed: the process is on its way out.
         if not self._caller.is_closed():
