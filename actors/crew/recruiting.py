@@ -234,13 +234,15 @@ class Recruiter:
 
     async def _watch_pauses(self) -> None:
         """Tell of pauses, as the driver tells of them: in a run without any it has one question."""
-        run = self._request.run
+        run, missing = self._request.run, 0
         try:
-            while (pause := await answer(self._driver.next_pause.remote(run))) is not None:
+            while (
+                pause := await answer(self._driver.next_pause.remote(run, missing))
+            ) is not None or missing:
                 self._tell_pause(pause)
-                self._tell(f"the run is paused, {pause}")
-                await answer(self._driver.pause_is_over.remote(run))
-                self._tell_pause(None)
+                if not missing:
+                    self._tell(f"the run is paused, {pause}")
+                missing = pause.missing if pause is not None else 0
         finally:
             self._tell_pause(None)
 

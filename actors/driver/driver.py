@@ -94,7 +94,7 @@ class Driver(StoreActor):
         self._lost: list[tuple[int, str]] = []  # of the run in progress
         self._has_lost = asyncio.Event()
         self._paused_at = 0.0  # time.monotonic(); 0.0 while no run is paused
-        self._has_turned = asyncio.Event()  # A pause has begun or ended.
+        self._has_turned = asyncio.Event()  # A pause may have begun, changed or ended.
         self._request: RunRequest | None = None  # of the run in progress
         self._num_ready = 0  # spare workers
         self._holds: Counter[str] = Counter()  # of ranks that leave, by the notice's node or worker
@@ -227,9 +227,8 @@ class Driver(StoreActor):
 
     def _note_pause(self) -> None:
         is_paused = self._membership.missing > 0
-        if is_paused != (self._paused_at > 0):
-            self._paused_at = time.monotonic() if is_paused else 0.0
-            self._has_turned.set()
+        self._paused_at = (self._paused_at or time.monotonic()) if is_paused else 0.0
+        self._has_turned.set()
 
     def _pause(self) -> messages.RunPause | None:
         if self._request is None or not self._paused_at:
@@ -270,18 +269,13 @@ class Driver(StoreActor):
             await self._has_lost.wait()
         return self._lost[known:] if self._run == run else []
 
-    async def next_pause(self, run: int) -> messages.RunPause | None:
-        """Suspends until the run is paused, and returns its pause; None when the run is over. The
-        question may overtake its run."""
-        while run > self._over and (self._run != run or not self._paused_at):
+    async def next_pause(self, run: int, missing: int) -> messages.RunPause | None:
+        """Suspends until the run waits for another number of workers than `missing`. Returns its
+        pause; None if it is not paused, or over. The question may overtake its run."""
+        while run > self._over and (self._run != run or self._membership.missing == missing):
             self._has_turned.clear()
             await self._has_turned.wait()
         return self._pause() if self._run == run else None
-
-    async def pause_is_over(self, run: int) -> None:
-        while self._run == run and self._paused_at:
-            self._has_turned.clear()
-            await self._has_turned.wait()
 
     async def why_waits(self, run: int, worker_id: str) -> str:
         """Why a worker that has come to a run has no rank in it yet: what the ranks lack to take it

@@ -119,8 +119,8 @@ class Membership:
     @property
     def missing(self) -> int:
         """Workers that a paused run waits for; 0 if no run is paused."""
-        is_paused = self._run is not None and self._run.phase is Phase.PAUSED
-        return self._run.missing if self._run is not None and is_paused else 0
+        run = self._run
+        return run.missing if run is not None and run.phase is Phase.PAUSED else 0
 
     def without_rank(self, who: str) -> list[str]:
         """Ids of the idle workers without a rank in the run in progress, if they are the worker
