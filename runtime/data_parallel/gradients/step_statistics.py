@@ -168,10 +168,10 @@ class UnusedParameters:
         """Those that have got none so far."""
 
     def tell(self, usage: Sequence[bool]) -> None:
-        if self.never:
-            used = {name for name, is_used in zip(self._names, usage, strict=True) if is_used}
-            self.never = [name for name in self.never if name not in used]
         unused = [name for name, is_used in zip(self._names, usage, strict=True) if not is_used]
+        if self.never:
+            still = set(unused)
+            self.never = [name for name in self.never if name in still]
         if unused != self._logged:
             self._logged = unused
             text = ", ".join(unused) if unused else "none; all parameters have one again"
