@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from chorusline.actors.errors import ends_a_generation
 from chorusline.actors.fault_plan import Faults, Instant
@@ -351,7 +352,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
 
     def _run_pre_hooks(self) -> None:
         """What `step()` does on a rank with data before it applies the step."""
-        for hook in [*self._optimizer_step_pre_hooks.values()]:
+        everybodys: dict[int, Any] = torch_optimizer._global_optimizer_pre_hooks
+        for hook in [*everybodys.values(), *self._optimizer_step_pre_hooks.values()]:
+            hook(self, (self,), {})
+
+    def _run_post_hooks(self) -> None:
+        """What `step()` does on a rank with data after it has applied the step."""
+        everybodys: dict[int, Any] = torch_optimizer._global_optimizer_post_hooks
+        for hook in [*self._optimizer_step_post_hooks.values(), *everybodys.values()]:
             hook(self, (self,), {})
 
     @property
@@ -517,8 +525,7 @@ class _OptimizerHook(JoinHook):
             optimizer._engine.reducer.shadow()
         optimizer._engine.take_step(is_live=False)
         if optimizer._join.last_step_live:
-            for hook in [*optimizer._optimizer_step_post_hooks.values()]:
-                hook(optimizer, (optimizer,), {})
+            optimizer._run_post_hooks()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         join = self._optimizer._join

@@ -1,14 +1,22 @@
 """Hooks on a sharded optimizer's step run in each step, also on a rank without data, and see
-the parameters that one process has then."""
+the parameters that one process has then; those of one optimizer, and those of all."""
 
+import pytest
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import chorusline as cl
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
 
-def average(group: cl.Group, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, int]:
+def average(
+    group: cl.Group, lengths: tuple[int, ...], of_all: bool
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """of_all: the hooks are those of all optimizers of the process."""
     with another_group(group) as own:
         model = cl.DistributedDataParallel(make_model(torch.float64), own)
         optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
@@ -18,13 +26,31 @@ def average(group: cl.Group, lengths: tuple[int, ...]) -> tuple[torch.Tensor, to
         def add(total: torch.Tensor, decay: float) -> None:
             total.detach().mul_(decay).add_(weight.detach())
 
-        optim.register_step_pre_hook(lambda *_: add(before, 1.0))
-        optim.register_step_post_hook(lambda *_: add(after, 0.9))
+        def add_before(which: torch.optim.Optimizer, *_: object) -> None:
+            if which is optim:
+                add(before, 1.0)
+
+        def add_after(which: torch.optim.Optimizer, *_: object) -> None:
+            if which is optim:
+                add(after, 0.9)
+
+        if of_all:
+            hooks = [
+                register_optimizer_step_pre_hook(add_before),
+                register_optimizer_step_post_hook(add_after),
+            ]
+        else:
+            hooks = [
+                optim.register_step_pre_hook(add_before),
+                optim.register_step_post_hook(add_after),
+            ]
         with cl.Join([model, optim], skew_warning=None):
             for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
                 loss_of(model, batch).backward()
                 optim.step()
                 optim.zero_grad()
+        for hook in hooks:
+            hook.remove()
         return before.detach(), after.detach(), optim.num_steps
 
 
@@ -45,9 +71,10 @@ def in_one_process(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor
     return before, after
 
 
-def test_averages_that_step_hooks_keep_are_those_of_one_process(ranks_of):
+@pytest.mark.parametrize("of_all", [False, True], ids=["of one", "of all"])
+def test_averages_that_step_hooks_keep_are_those_of_one_process(ranks_of, of_all):
     for lengths in ((2, 5), (4, 4), (0, 3)):
-        first, second = ranks_of(2).run(average, lengths)
+        first, second = ranks_of(2).run(average, lengths, of_all)
         assert first[2] == second[2] == max(lengths)
         assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
         for found, expected in zip(first[:2], in_one_process(lengths), strict=True):
