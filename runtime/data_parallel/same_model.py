@@ -153,8 +153,9 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Of each tensor a whole number, on its device, which says by its difference that bits of two
     tensors differ."""
+    plain = [_without_lazy_bits(t) for t in tensors]
     flat = [
-        (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous() for t in tensors
+        (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous() for t in plain
     ]
     return [t.view(_WHOLE[t.element_size()]).sum(dtype=torch.int64) for t in flat]
 
@@ -193,8 +194,7 @@ def broadcast_tensors(
     for dtype, same in by_dtype.items():
         # float8, unsigned and other dtypes that no backend adds travel as their bits.
         wire = dtype if dtype in DTYPES else _WHOLE[dtype.itemsize]
-        same = [tensor.view(wire) for tensor in same]
-        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        flat = torch.cat([_without_lazy_bits(t).view(wire).reshape(-1) for t in same])
         with group.unkept():
             work = group.broadcast(flat, root)
         sent.append((same, flat))
@@ -206,5 +206,14 @@ def broadcast_tensors(
         work.wait_on_host()
     for same, flat in sent if group.rank != root else ():
         for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+            if tensor.is_conj() or tensor.is_neg():
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+            else:  # As bits: torch copies no dtypes of less than a byte.
+                tensor.view(part.dtype).copy_(part.view(tensor.shape))
     return work
+
+
+def _without_lazy_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """What `conj()` and its `imag` return says by a bit that its values are conjugate or negative;
+    torch has no view of such a tensor as another dtype."""
+    return tensor.resolve_conj().resolve_neg()

@@ -131,7 +131,7 @@ def resumed(group: cl.Group, values: torch.Tensor, place: str) -> torch.Tensor:
 
 def reduced_to(group: cl.Group, values: torch.Tensor) -> torch.Tensor:
     """The sum with zeros of the other rank."""
-    if values.is_quantized:
+    if values.is_quantized or values.is_conj() or values.is_neg():
         return reduced(group, values, "sum", None)
     nothing = torch.zeros(values.numel() * values.element_size(), dtype=torch.uint8)
     own = values if group.rank == 0 else nothing.view(values.dtype).view(values.shape)
@@ -184,6 +184,28 @@ def test_every_dtype_is_moved_bit_by_bit_or_refused_by_name(
             assert f"torch.{name}" in refused, refused
         else:
             assert bits == expected
+
+
+def lazy(kind: str, seed: int) -> torch.Tensor:
+    """A tensor of which a bit says that its values are conjugate or negative."""
+    values = torch.complex(torch.arange(6.0) + seed, torch.arange(6.0) - 2).view(3, 2).conj()
+    return values if kind == "conjugate" else values.imag
+
+
+def moved_lazily(group: cl.Group, place: str, kind: str) -> list[Any]:
+    values, again = (lazy(kind, seed=group.rank) for _ in range(2))
+    return PLACES[place](group, values, again).tolist()
+
+
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+@pytest.mark.parametrize("place", [*PLACES])
+def test_conjugate_and_negative_views_are_moved_as_their_values(
+    ranks_of: Callable[[int], Any], place: str, kind: str
+) -> None:
+    expected = lazy(kind, seed=int(place in FROM_RANK_1)).tolist()
+    if place == "ctx.reduce":
+        expected = (lazy(kind, seed=0) + lazy(kind, seed=1)).tolist()
+    assert ranks_of(2).run(moved_lazily, place, kind) == [expected, expected]
 
 
 def saved(group: cl.Group, name: str, place: str) -> tuple[str, list[float]]:
