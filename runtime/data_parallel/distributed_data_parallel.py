@@ -44,6 +44,7 @@ from .same_model import (
     check_same_model,
     check_wrapping,
     unlike_values,
+    warn_of_forward_passes_that_write,
 )
 from .sync_batch_norm import SyncBatchNorm
 
@@ -135,6 +136,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
         check_layouts("parameter", parameters)
         check_layouts("buffer", buffers)
+        warn_of_forward_passes_that_write(module, group)
         if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
             cast_buffers(module, mixed_precision.buffer_dtype)
         bucket_bytes = int(min(bucket_cap_mb, 1 << 40) * (1 << 20))

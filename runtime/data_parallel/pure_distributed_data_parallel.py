@@ -19,6 +19,7 @@ from .same_model import (
     check_layouts,
     check_same_model,
     check_wrapping,
+    warn_of_forward_passes_that_write,
 )
 
 
@@ -59,6 +60,7 @@ class PureDistributedDataParallel(torch.nn.Module):
         check_devices(named, self.group)
         check_layouts("parameter", module.named_parameters())
         check_layouts("buffer", module.named_buffers())
+        warn_of_forward_passes_that_write(module, self.group)
         check_same_model("PureDistributedDataParallel", named, self.group)
         state = [*module.parameters(), *module.buffers()]
         broadcast_tensors([tensor.detach() for tensor in state], 0, self.group)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from chorusline.collectives import Group, Work
+from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.dtypes import DTYPES
 from chorusline.collectives.diagnosis.blame import check_like_rank_0
 from chorusline.collectives.objects.blocking import all_gather_row
@@ -75,6 +77,23 @@ def check_layouts(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
             raise ValueError(
                 f"{kind} {name} is expanded: several of its elements share their memory, so rank "
                 f"0's values cannot be copied into it. Register {name}.clone() in its place"
+            )
+
+
+def warn_of_forward_passes_that_write(module: torch.nn.Module, group: Group) -> None:
+    """A warning on rank 0 for an embedding whose forward pass changes its weight on one rank."""
+    if group.size == 1 or group.rank != 0:
+        return
+    for name, part in module.named_modules():
+        is_embedding = isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        if is_embedding and part.max_norm is not None and part.weight.requires_grad:
+            warnings.warn(
+                f"{name or 'the module'} is an {type(part).__name__} with "
+                f"max_norm={part.max_norm:g}: its forward pass shortens the rows that its own "
+                "batch uses, on this rank alone, so the parameters of the ranks drift apart. Leave "
+                "max_norm out, and shorten the rows on all ranks after each step, under "
+                f"torch.no_grad(): weight.renorm_({part.norm_type:g}, 0, {part.max_norm:g})",
+                stacklevel=users_level(),
             )
 
 

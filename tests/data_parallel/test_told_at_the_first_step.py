@@ -84,6 +84,42 @@ def test_one_seed_on_every_rank_is_told_once_where_the_model_draws(
         assert "ctx.seed(seed)" in text
 
 
+# ── An embedding whose forward pass writes ───────────────────────────────────────────────────────
+
+LONG_ROWS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "max_norm": (lambda: nn.Embedding(6, 3, max_norm=0.1), True),
+    "of a bag": (lambda: nn.EmbeddingBag(6, 3, max_norm=0.1), True),
+    "without": (lambda: nn.Embedding(6, 3), False),
+}
+
+
+def looked_up(group: cl.Group, kind: str, pure: bool) -> tuple[list[str], list[list[float]]]:
+    net = nn.Sequential(LONG_ROWS[kind][0]())
+    wrapper = cl.PureDistributedDataParallel if pure else cl.DistributedDataParallel
+
+    def run() -> None:
+        model = wrapper(net, group)
+        rows = torch.tensor([[group.rank, 2 + group.rank]])  # Each rank its own.
+        model(rows).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    return told(run), net[0].weight.tolist()
+
+
+@pytest.mark.parametrize("pure", [False, True], ids=["DDP", "pure"])
+@pytest.mark.parametrize("kind", LONG_ROWS)
+def test_an_embedding_that_shortens_its_rows_on_one_rank_is_told_when_it_is_wrapped(
+    ranks_of: Any, kind: str, pure: bool
+) -> None:
+    (texts, weight), (others, other) = ranks_of(2).run(looked_up, kind, pure)
+    drifts = LONG_ROWS[kind][1]
+    assert (weight != other) is drifts
+    assert len(texts) == drifts and not others
+    for text in texts:
+        assert text.startswith("0 is an Embedding")
+        assert "weight.renorm_(2, 0, 0.1)" in text
+
+
 # ── A Join that was forgotten ────────────────────────────────────────────────────────────────────
 
 UNEVEN = ((3, 2), (2, 3))
