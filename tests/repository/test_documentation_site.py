@@ -110,6 +110,7 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
 def test_a_walk_says_how_many_files_it_enters() -> None:
     walks = (ROOT / "docs/architecture.md").read_text().split("### The walk of ")[1:]
     assert [walk.split("\n")[0] for walk in walks] == [
+        "a start",
         "a gradient",
         "a batch",
         "a SIGKILL",
