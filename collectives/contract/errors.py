@@ -53,10 +53,10 @@ class ChoruslineError(Exception):
         self.args = tuple(getattr(self, kind.name) for kind in kinds if kind.init)
 
 
-def named(items: Sequence[object]) -> str:
-    """A list as a sentence has it: the first 16 of its items, and how many more there are."""
-    more = len(items) - 16
-    return ", ".join(map(str, items[:16])) + (f" and {more:,} more" if more > 0 else "")
+def named(items: Sequence[object], most: int = 16) -> str:
+    """A list as a sentence has it: the first `most` of its items, and how many more there are."""
+    more = len(items) - most
+    return ", ".join(map(str, items[:most])) + (f" and {more:,} more" if more > 0 else "")
 
 
 @dataclass(eq=False, repr=False)

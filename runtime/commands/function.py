@@ -15,7 +15,7 @@ from typing import Any
 from ray import cloudpickle
 
 from chorusline.collectives.contract.articles import with_article
-from chorusline.collectives.contract.errors import ChoruslineError
+from chorusline.collectives.contract.errors import ChoruslineError, named
 
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
 from ..session.session import Session
@@ -25,8 +25,6 @@ from ..tracking.tracker_names import checked_trackers
 from .arguments import WrongUsage, did_you_mean, keywords
 from .detached import OF_DETACHED_RUN, begin, name_for, print_results, session_of
 from .script import INTERRUPTED, below, on_ranks, print_error
-
-_MOST_NAMED = 8  # functions of a script
 
 
 def run_function(script: Path, name: str, options: argparse.Namespace, words: list[str]) -> int:
@@ -86,9 +84,7 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
         for one, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
-    has = f"; it has {', '.join(theirs[:_MOST_NAMED])}" if theirs else "; it defines none"
-    if len(theirs) > _MOST_NAMED:
-        has += f" and {len(theirs) - _MOST_NAMED} more"
+    has = f"; it has {named(theirs, 8)}" if theirs else "; it defines none"
     what = "no function" if found is None else f"{with_article(type(found))}, not a function,"
     has = did_you_mean(name, theirs) or has
     raise WrongUsage(f"{module.__file__} has {what} named {name!r}{has}")

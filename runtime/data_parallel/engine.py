@@ -15,6 +15,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from chorusline.collectives import Group
+from chorusline.collectives.contract.errors import named
 
 from ..join.join import Joinable, JoinEngine
 from ..join.pass_pattern import PassPattern
@@ -205,7 +206,7 @@ class ModelEngine:
         names = [name for name, p in self.module.named_parameters() if id(p) in thawed]
         return (
             "parameters that were frozen when the module was wrapped are trainable now "
-            f"({', '.join(names[:3])}{' and others' if len(names) > 3 else ''}), but the model's "
+            f"({named(names, 3)}), but the model's "
             "ZeroRedundancyOptimizer does not have them. Call optimizer.add_param_group("
             "{'params': [...]}) on all ranks when you thaw them, or make the optimizer with all "
             "parameters, ZeroRedundancyOptimizer(model.parameters(), ...): those that are frozen "
@@ -229,7 +230,7 @@ class ModelEngine:
         if not grown:
             return
         self._num_registrations = -1  # Until they are reduced, each forward pass refuses them.
-        names = ", ".join(list(grown)[:3]) + (" and others" if len(grown) > 3 else "")
+        names = named(list(grown), 3)
         living = {id(p) for p in self.module.parameters()}
         if any(id(p) not in living for p in self.reducer.parameters):
             raise RuntimeError(

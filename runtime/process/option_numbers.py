@@ -1,14 +1,24 @@
-"""The numbers among the options of an optimizer: what travels with the vote on a step.
+"""The options of an optimizer: copies, and the numbers among them, which travel with a vote.
 
-Python's and numpy's numbers, tensors and arrays of one element, and tuples and lists of these.
+Numbers are Python's and numpy's, tensors and arrays of one element, and tuples and lists of these.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+
+def copied_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each parameter group, all but its parameters."""
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in groups
+    ]
 
 
 def entries(value: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from chorusline.collectives.contract.articles import with_article
 
+from .option_numbers import copied_options
 from .random_state import RandomState
 
 
@@ -94,10 +95,7 @@ class Registry:
 
 def _options_of(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """What puts the present options of all parameter groups back."""
-    options = [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+    options = copied_options(optimizer.param_groups)
 
     def put_back() -> None:
         for group, kept in zip(optimizer.param_groups, options, strict=False):

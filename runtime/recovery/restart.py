@@ -28,6 +28,7 @@ from ..data_parallel.distributed_data_parallel import DistributedDataParallel, e
 from ..data_parallel.gradients.held_gradients import Habits
 from ..data_parallel.same_model import broadcast_tensors
 from ..join.pass_pattern import PassPattern
+from ..process.option_numbers import copied_options
 from ..process.registry import Registered, Registry
 from ..zero.shards.shard_state import Inventory, ShardState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
@@ -98,10 +99,7 @@ class RestartState:
                     on_the_way.get(id(sharded)) or sharded.shard.held(),
                     sharded.progress,
                     made.num_steps,
-                    [
-                        {k: copy.deepcopy(v) for k, v in options.items() if k != "params"}
-                        for options in made.param_groups
-                    ],
+                    copied_options(made.param_groups),
                 )
             elif isinstance(made, torch.nn.Module):
                 retained.tensors[entry.name] = _tensors_of(made, committed=True)

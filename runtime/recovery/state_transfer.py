@@ -29,6 +29,7 @@ from chorusline.collectives.objects.blocking import broadcast_object
 from ..data.steps import Steps, StepsPlace
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..data_parallel.same_model import broadcast_tensors
+from ..process.option_numbers import copied_options
 from ..process.random_state import RandomState
 from ..process.registry import Registered
 from ..process.step_boundary import boundary
@@ -45,13 +46,7 @@ class OptimizerOptions:
 
     @classmethod
     def of(cls, optimizer: ZeroRedundancyOptimizer) -> OptimizerOptions:
-        return cls(
-            optimizer.num_steps,
-            [
-                {k: copy.deepcopy(v) for k, v in options.items() if k != "params"}
-                for options in optimizer.param_groups
-            ],
-        )
+        return cls(optimizer.num_steps, copied_options(optimizer.param_groups))
 
     def load(self, optimizer: ZeroRedundancyOptimizer) -> None:
         optimizer.num_steps = self.num_steps

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 import torch
 
 from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.contract.errors import named
 from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..data_parallel.engine import names_of
@@ -276,7 +277,7 @@ class DigestChecks:
             if count >= _SUSPECT_FROM
             else f"If rank {rank} says this again, check the memory and processor of its machine"
         )
-        of_names = f" of {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if names else ""
+        of_names = f" of {named(names, 5)}" if names else ""
         warnings.warn(
             f"silent data corruption on rank {rank}: its {what}{of_names} changed before step "
             f"{step + 1}, although no program wrote there. The right values were "

@@ -19,6 +19,8 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from chorusline.collectives.contract.errors import named
+
 from ...process.agreement import Agreement, Note
 from .gradient_bucket import Gradients
 from .local_steps import LocalSteps
@@ -181,8 +183,7 @@ def _are_zero(gradients: Collection[torch.Tensor]) -> bool:
 
 
 def _named(numbers: Sequence[int], names: Sequence[str]) -> str:
-    each = ", ".join(names[number] for number in numbers[:3])
-    return each + (" and others" if len(numbers) > 3 else "")
+    return named([names[number] for number in numbers], 3)
 
 
 def check_passes(agreement: Agreement, num_ranks: int, names: Sequence[str]) -> None:

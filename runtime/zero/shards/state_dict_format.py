@@ -7,13 +7,14 @@ in the groups, and groups and parameters may be in another order than the optimi
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-_SHOWN = 5
+from chorusline.collectives.contract.errors import named
+
+from ...process.option_numbers import copied_options
 
 
 def plain_state(
@@ -76,10 +77,7 @@ def match_state(
             label = str(key) if by_name or name is None else f"{key} ({name})"
             # No state: the parameter has had no gradient so far.
             found[id(parameter)] = (label, state_dict["state"].get(key, {}))
-    options = [
-        {k: copy.deepcopy(v) for k, v in theirs.items() if k != "params"} for theirs in saved
-    ]
-    return found, options
+    return found, copied_options(saved)
 
 
 def _by_our_groups(
@@ -101,8 +99,7 @@ def _by_our_groups(
         ),
     ):
         if differing:
-            more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
-            raise ValueError(f"loaded state dict {what} {', '.join(differing[:_SHOWN])}{more}")
+            raise ValueError(f"loaded state dict {what} {named(differing, 5)}")
     regrouped = []
     for group in ours:
         options = options_of[group[0]] if group else {}
