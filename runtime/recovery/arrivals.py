@@ -91,6 +91,7 @@ class Arrivals:
     @property
     def admits(self) -> bool:
         """Whether a worker could be admitted between two steps, as far as this rank knows."""
+        # Only in a loop of ctx.steps does a rank pass the place where a worker comes in.
         if self._steps_in is None or self._steps_in is not self._objects.call:
             return False
         why = why_not_within(self._objects)
@@ -141,6 +142,7 @@ class Arrivals:
 
     def before_step(self, steps: Steps) -> None:
         bound, request = boundary(), self._request
+        # Said anew for each vote: a save may have begun since the last one.
         bound.would_admit = False
         if request is None:
             return
@@ -165,6 +167,7 @@ class Arrivals:
 
     def at_boundary(self, steps: Steps) -> None:
         self.steps, self._steps_in = steps, self._objects.call
+        # Between two steps, so that all parts of the log are of the same moment.
         if self._asked:
             self._answer()
         bound = boundary()
@@ -217,6 +220,7 @@ class Arrivals:
         """(b) and (c): the worker waits at its first step, and comes in with the others' state."""
         group = self._objects.call.group
         why = group.refusal if isinstance(group, RehearsalGroup) else ""
+        # Code of the function may have caught the refusal and continued without the results.
         why = why or why_not_within(self._objects)
         if why:
             self.refuse(why)

@@ -99,6 +99,7 @@ class InPlace:
             self._state.former_ranks,
             tuple(standing.position for standing in standings),
         )
+        # Whoever enters drops what other ranks may still have to be sent, so all wait for all.
         group.barrier().wait()
         self._enter(self._entry)  # (e)
         self._objects.call.enter(resumption.assignment, group)
@@ -111,6 +112,8 @@ class InPlace:
             optimizers[number].shard.gather()
             self._lifeline.faults.reach(Instant.GATHER_AGAIN)
         for number, model in models.items():
+            # A model that one of the ranks has not made, or has dropped, cannot take part in a
+            # collective.
             if all(number in one.synced for one in standings):
                 synced, step, live = [one.synced[number] for one in standings], 0, []
                 for optimizer in optimizers.values():
@@ -141,10 +144,12 @@ class InPlace:
         former = self._state.former_ranks
         is_new = former[resumption.assignment.rank] < 0
         for number, optimizer in self._objects.optimizers().items():
+            # A worker that comes in has made its shards itself: nothing in them is of the run.
             if number not in self.held:
                 self.held[number] = ShardState() if is_new else optimizer.shard.held()
         models = self._objects.models()
         group = self._lifeline.connect()  # (c)
+        # Before the reports: what a worker gets here is part of the report that it gives.
         if min(former) < 0:
             assert steps is not None
             root = next(rank for rank, before in enumerate(former) if before >= 0)
@@ -194,6 +199,7 @@ class InPlace:
             entry.former_ranks,
             inside.together[-1] if inside is not None and inside.together else (),
         )
+        # No iteration is in progress here, so no loop gets another number of batches.
         if left is None:
             return
         self.dealt_again += left.dealt_again

@@ -133,10 +133,12 @@ class PlainSteps:
         self._seen += 1
         self._agreed = cursors, iterations
         for one in self._watched:
+            # A backward pass inside step() is a closure's.
             if one.inside is not None:
                 one.inside += 1
 
     def _has_stepped(self, watched: _Watched) -> None:
+        # No agreement since its last step: what it stepped with was this rank's own gradient.
         watched.is_apart |= watched.stepped_at == self._seen
         watched.stepped_at = self._stepped = self._seen
         self.take_over()
@@ -155,6 +157,7 @@ class PlainSteps:
         for model in models:
             if id(model.wrapper) not in registered:
                 return f"{_name(model)} is not registered (ctx.register)"
+            # A sharded optimizer's state is kept by range, whatever the rank has done with it.
             if not model.reducer.is_sharded and (why := self._why_not_stepped(model)):
                 return why
         return ""

@@ -171,10 +171,13 @@ class RankState:
         admits: as in Frozen."""
         if admits and not facts.missing:
             return Readiness.ADMITS
+        # Kept state is of registered objects, so leaving the function once more loses none of it.
         if self.has_kept or not facts.missing:
             return Readiness.RUNS_AGAIN
         is_sharded = facts.spare is not None and not facts.has_plain_steps
         has_steps = is_sharded and not facts.follows_groups and not facts.is_behind_loop
+        # Such a function comes to a step of its own, and waits in it. After its loops it may meet
+        # code that must not run twice before any step.
         if self.stage is Stage.RUNNING and has_steps:
             return Readiness.PARKS
         return Readiness.NOT_YET
@@ -220,6 +223,7 @@ class RankState:
         """By rank in the generation formed last, the rank in the generation entered last."""
         ranks, *later = self._formed
         for one in later:
+            # Ranks that came in a generation that was never entered have no rank in the one before.
             ranks = tuple(ranks[former] if former >= 0 else -1 for former in one)
         return ranks
 
@@ -231,6 +235,8 @@ class RankState:
         """The function continues where it waits, in this generation."""
         self.entered = generation
         self._formed = []
+        # A function that runs again keeps its stage: until a step counts, the state kept of the
+        # call before is this rank's state.
         if self.stage is Stage.FRESH:
             self.stage = Stage.RUNNING
 
@@ -267,8 +273,11 @@ class RankState:
 
     def left(self, facts: Facts) -> None:
         """The function has been left, and has taken all steps that count."""
+        # Left twice before a step counted: the facts are still those of the call that took the
+        # last.
         if not self.has_kept:
             self._kept = facts
+        # A newcomer that is left has still no state, and must not be taken for a rank that has one.
         if not self.is_newcomer:
             self.stage = Stage.LEFT
 

@@ -132,6 +132,8 @@ class Recovery:
             dealer.record(cursors)
             self._step_counts()
         else:
+            # Agreed is not taken: a scaler may skip the step, so the samples count when it has
+            # returned.
             self._objects.plain.agreed(cursors, dealer.inside())
 
     def has_stepped(self, optimizer: OptimizerEngine) -> None:
@@ -163,6 +165,8 @@ class Recovery:
         if self.arrivals.rehearses:
             self.arrivals.refuse("it returns before a step of ctx.steps")
         self.pass_boundary()
+        # The others may still need this rank's shards, until the driver knows that all have
+        # returned.
         while (error := self._lifeline.finish()) is not None:
             self.recover(error)
 
@@ -211,6 +215,8 @@ class Recovery:
             try:
                 if resumption.restarts:
                     self._objects.catch_up(resumption.progress)
+                    # Their senders may have entered the generation in which they came, and have
+                    # dropped them.
                     self.from_the_top.keep_on_the_way(self.in_place.held)
                     if optimizer is not None and optimizer.step_counts:
                         # The loop's body after the step may read the parameters.
@@ -226,6 +232,8 @@ class Recovery:
                     )
                     self.faults.reach(Instant.RECOVERED)
                     return
+                # A generation only for handing over: the leaving ranks are still in it, so none may
+                # enter it.
                 self.in_place.hand_over(resumption)
                 reason = f"ranks {list(resumption.leaving)} have handed over their state, and leave"
                 error: BaseException = GroupAborted(resumption.assignment.generation, [], reason)
@@ -247,6 +255,8 @@ class Recovery:
         resumption = self._state.take_restart()
         # The loop's body after a step that counts finds the group of that step closed.
         if resumption is None or not (is_left or isinstance(error, GroupClosed)):
+            # The function's own error, which may be all that is known of a defect: it is not
+            # replaced.
             if not is_left:
                 raise error
             where = self._where_left()
@@ -270,6 +280,7 @@ class Recovery:
     def _where_left(self) -> Where:
         is_fresh = self._state.stage is Stage.FRESH
         begins_again = self.can_resume_again or self._objects.are_being_made
+        # Before any of its collectives has completed, no other rank can depend on what it has done.
         has_begun = not is_fresh or (self._objects.has_taken_part() and not begins_again)
         return Where.OUTSIDE if has_begun else Where.NOT_BEGUN
 

@@ -93,6 +93,8 @@ class RestartState:
         retained = cls(place=place)
         for entry in registry:
             made = entry.object
+            # Shards are kept as they are, and not copied: the function makes other tensors for
+            # itself.
             if isinstance(made, ZeroRedundancyOptimizer):
                 sharded = optimizer_engine_of(made)
                 retained.optimizers[entry.name] = RetainedOptimizer(

@@ -78,6 +78,7 @@ class ReplayLog:
             return True
         if isinstance(entry.object, torch.nn.Module):
             return True  # Its tensors come with the state transfer.
+        # What a rank has for itself is in no other rank's log; a new rank begins without it.
         if entry.per_rank or entry.name not in self.states:
             return False
         entry.object.load_state_dict(copy.deepcopy(self.states[entry.name]))
@@ -106,6 +107,7 @@ def replay_log_of(objects: LiveObjects, kept: KeptResults) -> tuple[bytes, str]:
         payload = pickle.dumps(replay_log)
     except Exception as error:
         return b"", f"a registered object's state cannot be pickled ({error})"
+    # It travels through the driver, which answers all other calls of the run meanwhile.
     if len(payload) > MOST_BYTES:
         return b"", (
             f"what its beginning depends on has {len(payload) >> 20} MiB, and at most "
@@ -246,6 +248,7 @@ def why_not_within(objects: LiveObjects) -> str:
         return (
             "not all of its optimizers are a ZeroRedundancyOptimizer of its DistributedDataParallel"
         )
+    # Parameters reach a worker as shards; those of such a model are in none.
     if len(living) < len(objects.models()):
         return "one of its models has no ZeroRedundancyOptimizer"
     return ""

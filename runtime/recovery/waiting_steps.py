@@ -121,6 +121,8 @@ def complete(
         first = wants[targets[0]]
         by_rank = {rank: word.held.get(name, ()) for rank, word in enumerate(words)}
         wanted = dict.fromkeys(targets, first.layout.everything())
+        # What no rank holds is lost. The error comes where the functions begin, on all ranks alike;
+        # here it would leave a step unfinished that counts.
         plan = plan_transfers(by_rank, wanted, missing_ok=True)
         mine = has.held[name].copy() if name in has.held else ShardState()
         exchange(mine, plan, first.layout.travelling({}), group)  # (b)
@@ -136,6 +138,7 @@ def _want(registry: Registry, waiting: OptimizerEngine) -> _Want:
     names = {id(entry.object): entry.name for entry in registry}
     model = waiting.model
     assert model is not None
+    # Without a live rank no forward pass of this step has changed a buffer.
     travel = model.buffers.travel and bool(waiting.last_live)
     return _Want(
         names[id(waiting.optimizer)],
@@ -157,6 +160,7 @@ def _send_buffers(
     want = words[targets[0]].want
     assert want is not None
     ended = [r for r, word in enumerate(words) if word.synced.get(want.model, -1) == want.step]
+    # They ended the step as far as its buffers, and lack only parameters.
     if set(targets) <= set(ended):
         return
     newest = {rank: word.want.newest for rank in targets if (word := words[rank]).want}
