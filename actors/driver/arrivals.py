@@ -81,12 +81,14 @@ class Rehearsals:
     ) -> list[Instruction]:
         """A worker waits at its first step. members: of the generation, by rank."""
         mine = self.by_id.get(worker_id)
+        # Its rehearsal has ended meanwhile, by its death for example.
         if mine is None:
             return []
         if mine.is_called_off:  # The order has crossed with this word.
             return [_stop(mine, "it was cancelled")]
         mine.token = token
         tokens = [one.token for one in self.by_id.values()]
+        # All that rehearse are admitted together, in one round of all ranks.
         if None in tokens:
             return []
         if len(set(tokens)) > 1:
@@ -96,6 +98,7 @@ class Rehearsals:
         return [instructions.RequestAdmission(one.info.worker_id, request) for one in members]
 
     def declined(self, number: int, why: str, *, is_final: bool) -> list[Instruction]:
+        # It is about a request before this one.
         if number != self.number or not self.by_id:
             return []
         self.number += 1  # What other ranks say about it comes too late.
@@ -117,6 +120,8 @@ class Rehearsals:
         mine = self.by_id.pop(worker_id)
         if not is_dead:
             mine.member.state = MemberState.READY
+        # A rehearsal that was called off ends with an error, too, which says nothing of the
+        # function.
         if (is_final and not mine.is_called_off) or self.attempts >= MOST_ATTEMPTS:
             self.are_possible = False
         return self.call_off("another worker that was to join with it does not come")

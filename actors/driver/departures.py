@@ -58,6 +58,7 @@ class Departures:
         """
         leaving = [one for one in members if self.why(one) is not None]
         is_here = any(who in (one.worker_id, one.node_id) for one in members)
+        # One hand-over at a time; and with too few others the leavers train until their node goes.
         if self._handing or not is_here or len(members) - len(leaving) < fewest:
             return False
         self._attempts[who] = self._attempts.get(who, 0) + 1
@@ -92,8 +93,10 @@ class Departures:
         spare = min(word.spare for word in frozen.values())
         if len(lost) + len(leaving) <= spare:
             return leaving, []  # Replicas have all that the leavers keep.
+        # Ranks outside a step cannot hand over. The notice comes again.
         if restarts:
             return [], []
+        # The rank that was lost may be the one that had got a leaver's shard.
         if is_handed and not lost:
             return leaving, []
         return [], leaving

@@ -127,6 +127,8 @@ class Driver(StoreActor):
             else:
                 self._workers[said.info.worker_id] = workers[seat]
                 arrival = events.WorkerRegistered(said.info, said.generation)
+                # In a run it is an event, in order with all others; between two runs there is no
+                # queue.
                 if self._events is not None:
                     self._events.put_nowait(arrival)
                 else:
@@ -210,6 +212,7 @@ class Driver(StoreActor):
             self._has_lost.set()
 
     def _note_losses(self, event: Event, todo: list[Instruction]) -> None:
+        # A dismissed worker lives, but its seat is free for another one.
         lost = {one.worker_id for one in todo if isinstance(one, instructions.DismissRank)}
         if isinstance(event, events.WorkerDied):
             lost.add(event.worker_id)
@@ -245,6 +248,7 @@ class Driver(StoreActor):
             self._counters.add("chorusline_recoveries")
         for one in todo:
             outcome = one.outcome if isinstance(one, instructions.EndRun) else None
+            # A run that no rank has begun is begun again by the session.
             if not isinstance(outcome, RunFailed) or outcome.nobody_began:
                 continue
             if not isinstance(outcome.cause, messages.Cancellation):
@@ -518,6 +522,7 @@ class _InstructionTasks:
         """A worker that still rehearses when the run has waited long enough may hang, and others
         would never come: its seat is filled again."""
         await asyncio.sleep(self._request.pause_s)
+        # The death is an event like any other, and the session fills the seat.
         if self._driver.rehearses(worker_id):
             ray.kill(self._driver.worker(worker_id))
 
@@ -542,6 +547,7 @@ class _InstructionTasks:
             freeze.worker_id, "freeze", self._request.run, freeze.generation, freeze.error
         )
         try:
+            # A rank that a timeout names has had its time, and gets only what an answer takes.
             await answer(call, _ANSWER_S if freeze.is_late else self._request.timeout_s)
         except NoAnswer:
             self._events.put_nowait(events.RankSilent(freeze.worker_id, freeze.generation))

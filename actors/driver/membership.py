@@ -136,6 +136,7 @@ class Membership:
             case events.RunTakenOver():
                 return self._take_over(event)
             case events.SeatEmptied(seat):
+                # Its group had this rank too, so that the next run needs another one.
                 if self._members.pop(seat, None) is not None:
                     self._formed = ()
                 return []
@@ -174,6 +175,7 @@ class Membership:
             case events.RankFinished(rank):
                 return self._rank_finished(run, rank)
             case events.RankSilent(worker_id):
+                # It may live on, and write: it is ended, and its death is what counts as the loss.
                 return self._fence(run, [worker_id], "its control loop does not answer")
             case events.PatienceEnded():
                 late = [run.members[rank].info.worker_id for rank in run.round.unfrozen]
@@ -188,6 +190,7 @@ class Membership:
                 few = f"no new workers started, and fewer than {run.fewest} are left"
                 return self._give_up(run, few)
             case events.LastSaveEnded():
+                # The run is being stopped already.
                 if run.phase not in (Phase.SAVING_LAST, Phase.FREEZING_LAST):
                     return []
                 return self._end_given_up(run, "the state of the ranks was not saved in time")
@@ -202,6 +205,8 @@ class Membership:
         if self._run is not None and known and known.info == worker and is_busy:
             return False  # It was asked twice, and has a rank, or rehearses, meanwhile.
         self._members[worker.seat] = Member(worker, MemberState.READY)
+        # Another driver has formed it. Numbers only grow: a worker takes a group of the same number
+        # for the one that it is to meet in.
         if generation > self._generation:
             self._generation = generation
             self._formed = ()
@@ -228,6 +233,7 @@ class Membership:
         self._members = {member.info.seat: member for member in ready}
         members = tuple(in_rank_order(ready))
         order = tuple(member.info.worker_id for member in members)
+        # The same workers in the same order still have their group, and begin without a rendezvous.
         if order != self._formed:
             self._generation += 1
             self._formed = order
@@ -263,6 +269,8 @@ class Membership:
             instructions.AttachRank(found.members[rank].info.worker_id)
             for rank in sorted(found.by_rank)
         ]
+        # The driver before died while it told the ranks of a generation: the late ones were not
+        # told.
         if found.resumption is not None:
             assignments = assign(found.members, found.generation)
             todo += [
@@ -288,6 +296,7 @@ class Membership:
         if worker_id in self._arrivals.by_id:
             is_final = isinstance(ending, Failure)
             return self._rehearsal_ended(run, worker_id, is_final=is_final)
+        # Counted already, as lost or as ended.
         if ending.rank not in run.running:
             return []
         if worker_id and run.members[ending.rank].info.worker_id != worker_id:
@@ -352,6 +361,7 @@ class Membership:
 
     def _lose(self, run: RunState, loss: Loss) -> list[Instruction]:
         """A rank that ran is lost, and is not in `run.running` any more."""
+        # Released ranks are on their way out of the run, and the function may not run once more.
         if run.phase is Phase.RELEASED:
             returned = "the function had returned on all ranks, and the result of this one is lost"
             loss = replace(loss, detail=f"{loss.detail}; {returned}")
@@ -377,6 +387,7 @@ class Membership:
         """A worker waits that has no rank."""
         if run.phase in (Phase.FREEZING, Phase.PAUSED):
             return self._decide(run)  # It may be the one that the run waits for.
+        # No generation is ended for a newcomer before its ranks could continue (Readiness).
         return self._ask(run)
 
     def _ranks_ready(self, run: RunState, can_admit: bool) -> list[Instruction]:
@@ -384,6 +395,7 @@ class Membership:
         in."""
         run.asked_in = -1  # Those that come from now on wait for another answer.
         come = newcomers_of(run, self._members.values())
+        # Since they were asked a rank may have been lost, or the workers that came.
         if run.phase is not Phase.RUNNING or self._arrivals.by_id or not come:
             return []
         if can_admit and self._arrivals.are_possible:
@@ -426,6 +438,7 @@ class Membership:
                 run.phase = Phase.FREEZING
             case Phase.SAVING_LAST:
                 run.phase = Phase.FREEZING_LAST
+            # A round is open already, or the run ends.
             case _:
                 return []
         run.round = Regeneration(self._generation, range(len(run.members)))
@@ -523,8 +536,10 @@ class Membership:
 
     def _stop(self, run: RunState, cause: Failure | Loss | Cancellation) -> list[Instruction]:
         """Note what has happened; the first time, tell all ranks that still run to stop."""
+        # Such an error says that the group was ended, and the loss is why.
         if is_echo(cause) and run.losses:
             cause = run.losses[-1]
+        # The first cause stays, except that an echo may arrive before what it is the echo of.
         if run.cause is None or (is_echo(run.cause) and not is_echo(cause)):
             run.cause = cause
         self._formed = ()
@@ -567,6 +582,7 @@ class Membership:
                 self._formed = ()  # Some rank's operation waits for peers that have left.
             results = tuple(ending.result for ending in endings)
             return [instructions.EndRun(messages.RunSucceeded(self._generation, results))]
+        # They did not stop within the grace: the session kills them before the next run (Crew).
         for rank in run.running:
             run.members[rank].state = MemberState.STUCK
         return [instructions.EndRun(failed_run(run, self._generation))]

@@ -36,6 +36,7 @@ class Regeneration:
 
     def froze(self, frozen: Frozen) -> bool:
         """Take a report. Returns whether it counts: of this round, of a rank that is not lost."""
+        # Its sender's death, or the next generation, may have overtaken the report.
         if not self._is_of_this_round(frozen) or frozen.rank in self.lost:
             return False
         self.frozen[frozen.rank] = frozen
@@ -73,6 +74,7 @@ def what_counts(frozen: Mapping[int, Frozen]) -> tuple[OptimizerProgress, ...]:
     """
     parked = {rank: word for rank, word in frozen.items() if word.is_parked}
     counts = {rank: len(word.progress) for rank, word in parked.items()}
+    # Optimizers are compared by number; with other numbers it would be one with another.
     if len(set(counts.values())) > 1:
         raise ValueError(
             f"the ranks have different numbers of optimizers, by rank: {counts}; every rank makes "

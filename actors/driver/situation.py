@@ -81,6 +81,7 @@ def assess(run: RunState, known: Iterable[Member], arrivals: Rehearsals | None =
     if run.has_lost_too_many:
         return _hopeless(f"max_failures={run.max_failures} does not allow more lost workers")
     unparked = sorted(rank for rank, word in frozen.items() if not word.is_parked)
+    # In place all ranks must wait in a step; from the top all functions must be able to run again.
     if unparked and not can_restart:
         return _hopeless(
             f"ranks {unparked} were outside a step of a sharded optimizer, or inside a Join "
@@ -103,6 +104,7 @@ def assess(run: RunState, known: Iterable[Member], arrivals: Rehearsals | None =
     survivors = [run.members[rank] for rank in staying.values()]
     if not (restarts or leavers or handing or run.round.lost):
         newcomers = arrivals.entering(survivors, frozen, run.round.generation)
+    # Newcomers begin at the top of the function. Where it cannot run again no pause would end.
     if (missing := fewest - len(survivors) - len(newcomers)) > 0:
         if can_restart:
             return Outlook(Situation.TOO_FEW, missing=missing)

@@ -224,6 +224,7 @@ class Worker:
         finally:
             with self._lock:
                 self._run, run.program = None, None
+                # For a driver that takes the run over, and asks how this rank has ended.
                 self._ended = run
                 lifeline = run.lifeline
             if lifeline is not None:
@@ -286,6 +287,7 @@ class Worker:
             number, journal = self._last
             status = replace(self._last_status)
         printed = self._output.read(printed_until)
+        # The next run has begun, and with it another journal; what was printed is of both.
         if number != run:
             return Pulled([], printed, None, {})
         return journal.pulled(since, printed, status)
@@ -305,6 +307,7 @@ class Worker:
             current = self._run
             if current is None or current.request.run != run:
                 return False
+            # The next vote carries the wish, so that all ranks stop after the same step.
             current.status.stop_is_wanted = True
             return current.status.taken > 0
 
@@ -340,6 +343,7 @@ class Worker:
         with self._lock:
             current = self._run
             if current is None or current.request.run != run:
+                # The order may overtake the call of `run`, and is kept for it.
                 if run > self._last[0]:
                     self._early_stops[run] = error
                 return
@@ -372,6 +376,8 @@ class Worker:
                 return  # This rank has continued already, or continues in that generation later.
             group, store, lifeline = self._group, current.store, current.lifeline
         store.cancel(error)
+        # The thread may be about to make the group of this generation, and have that of the one
+        # before: it asks `ends_with` when the group is made.
         if group is not None and group.generation == generation:
             await asyncio.to_thread(group.abort, error)
         if lifeline is not None:
@@ -382,6 +388,7 @@ class Worker:
         """Tell the frozen training thread how it continues. store: of the new generation."""
         with self._lock:
             current = self._run
+            # The run has ended here while the order was on its way.
             if current is None or current.request.run != run or current.lifeline is None:
                 return
             current.assignment = resumption.assignment
@@ -504,6 +511,7 @@ class Worker:
             rehearses, lifeline = current.rehearses, current.lifeline
             resumption = lifeline.last_resumption if lifeline is not None else None
             place = PlaceInRun(self._info, current.assignment, resumption)
+        # Outside the lock, which `_abort` takes.
         if rehearses:
             gone = GroupAborted(current.assignment.generation, [], "its driver is gone")
             await self._abort(run, gone)
@@ -543,6 +551,7 @@ class Worker:
             if run.stop_error is not None:
                 lifeline.stop(run.stop_error)
             group, early_error = self._group, run.ends_with(run.assignment.generation)
+        # It meets nobody, so that its failure costs the others nothing.
         if replay_log:
             self._group = rehearsal_group(run, self._device, group)
             return program(
@@ -568,6 +577,8 @@ class Worker:
             assignment, store = run.assignment, run.store
             group, self._group = self._group, None
             frozen = run.freezes.get(assignment.generation)
+        # The order has overtaken this thread: a group made now would wait for ranks that do not
+        # come.
         if frozen is not None:
             if group is not None:
                 group.abort(frozen)
@@ -614,6 +625,7 @@ class Worker:
             group = self._group
             issued = group.statistics.total_operations() if group else 0
             if group is not None:
+                # A peer that waits for an operation of this rank learns at once that none comes.
                 group.rest()
             ending = outcomes.success(rank, value, issued)
         else:
