@@ -52,6 +52,7 @@ class Remainder:
     ) -> Hands:
         """The hands of `world_size` ranks. whole: makes the hands of an iteration from its start,
         for a number of ranks."""
+        # The iteration is over: there is nothing to deal, for any number of ranks.
         if self.given is None:
             return [array("q") for _ in range(world_size)]
         # Repeat what the earlier runs did, each with its own number of ranks.
@@ -60,6 +61,7 @@ class Remainder:
         for (_, counts), size in zip(self.runs, sizes, strict=False):
             left = [hand[count:] for hand, count in zip(hands, counts, strict=True)]
             hands = _dealt_again(left, size, keep_together)
+        # Ranks were lost meanwhile, so counts do not say which samples were used, and numbers do.
         if len(self.given):
             given = self.given
             hands = [array("q", (one for one in hand if one not in given)) for hand in hands]
@@ -124,6 +126,7 @@ class Passage:
         needs_ids = by_id or bool(len(ids))
         if shard is not None:
             given = shard.agreed if used is Used.AGREED else shard.taken
+            # The batches that no step has used are taken again, by a run that continues from here.
             is_over = is_over and given == shard.taken
             needs_ids = needs_ids or shard.needs_ids
             # An iteration that is over on one rank is so on all, unless the run was aborted then.

@@ -68,6 +68,7 @@ def _counts(num: int, held: Sequence[int], paces: Sequence[float]) -> list[int]:
     for rank in range(len(paces)):
         if held[rank] == 0 and sum(counts) < num:
             counts[rank] = 1
+    # When each rank would be done with one more than it has; the earliest gets the next.
     done_at = [((held[rank] + counts[rank] + 1) * pace, rank) for rank, pace in enumerate(paces)]
     heapq.heapify(done_at)
     for _ in range(num - sum(counts)):

@@ -126,6 +126,7 @@ class NumberSet:
     def from_text(cls, text: str, most: int = MOST) -> Self:
         """The set in a text. most: no number is as large as that. Raises ValueError for a text that
         is none of such a set: a few of its characters may stand for very many numbers."""
+        # No more is inflated than a set can have: a short text may stand for gigabytes.
         limit = -(-most // 8)
         inflating = zlib.decompressobj()
         try:
@@ -133,6 +134,7 @@ class NumberSet:
             bits = inflating.decompress(packed, limit + 1) if packed else b""
         except (ValueError, zlib.error) as error:
             raise ValueError(f"it is not the text of a set of numbers ({error})") from error
+        # The last byte may have bits of numbers that are too large.
         if len(bits) > limit or (len(bits) == limit and most % 8 and bits[-1] >> most % 8):
             raise ValueError(f"it has numbers that are not below {most}")
         if packed and not inflating.eof:

@@ -198,6 +198,7 @@ class RowReader:
         Raises what `lose` raises.
         """
         self._check(key)
+        # The first of the ranks to ask begins the reading for all of them.
         if key not in self._readings:
             former = next((k for k, r in self._readings.items() if _goes_on(k, r, key, name)), None)
             before = self._readings[former] if former is not None else None

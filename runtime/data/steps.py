@@ -217,6 +217,8 @@ class Steps(Dealt):
         self._first = self._coming_step()
         self._passage = None
         if self._cursor is not None:
+            # Of an earlier iteration over these steps the place stays as it was; this object counts
+            # again.
             self._cursor.let_go(self)
             self._passage = self._cursor.begin(self._key, self)
         self.taken = self.agreed = 0
@@ -238,6 +240,8 @@ class Steps(Dealt):
                     step = Step(self, number, sizes)
                     self.taken += 1
                     if self._admission is not None:
+                        # Before the step is given, as its vote says whether this rank can admit a
+                        # worker.
                         self._admission.before_step(self)
                     yield step
                     step._check_ended()
@@ -349,6 +353,8 @@ class Steps(Dealt):
             number += 1
             sizes = self._sizes_ahead(number)
             holders = plan.holders
+            # The last step of an epoch may have fewer micro-batches, which are dealt in another
+            # way.
             if len(sizes) != len(holders):
                 holders = deal_micro_batches(len(sizes), self._paces) if sizes else []
             left = [one for one, holder in enumerate(holders) if holder == rank]

@@ -82,6 +82,7 @@ class Stream:
     """True on a rank, which has only the reader's handle."""
 
     def __init__(self, source: Any) -> None:
+        # By name: ray.data is not imported for users who have no dataset of it.
         if type(source).__name__ == "StreamSplitDataIterator":
             raise TypeError(
                 "an iterator of streaming_split has only one rank's part of the rows; pass the "

@@ -106,6 +106,7 @@ class Conductor:
             self._announce(Next.STOP)
 
     def _operation(self, group: int, kind: Kind, numel: int, dtype: int, detail: int) -> None:
+        # With all ranks in the loop nobody follows, and an announcement would cost a broadcast.
         if self._is_quiet or not self._some_rank_is_out:
             return
         absent = [rank for rank in self._all_ranks if rank not in self.live]
@@ -126,6 +127,7 @@ class Conductor:
         batch: the number of the coming batch, if known. run_hook: runs the main hook of a joinable.
         """
         self._begin_batch(batch, has_data=False)
+        # What this rank issues to take part was announced already.
         self._is_quiet = True
         try:
             while self.live:
@@ -141,6 +143,7 @@ class Conductor:
                     take_part(self._groups[number], Kind(kind), numel, dtype, detail)
         finally:
             self._is_quiet = False
+        # Outside the loop all ranks issue the same again.
         self.live = self._all_ranks
 
     # --------------------------------------------------------------------------------------------

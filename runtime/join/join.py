@@ -514,10 +514,12 @@ class JoinEngine:
         """The last pass of this Join is over on all ranks. has_stepped: whether the optimizer of a
         rank with data has stepped after it."""
         expected = self.ledger.pattern.expects_step
+        # Ranks without data have stepped what they step along, which cannot be taken back.
         if expected and not has_stepped:
             ranks = range(self._group.size)
             joined = [rank for rank in ranks if rank not in self.ledger.last_live]
             raise RuntimeError(self._why_not_skipped(self.absent_ranks or joined))
+        # This rank shadowed the pass and did not know that a step would follow.
         if has_stepped and not expected and self._group.rank not in self.last_step_live:
             self._step_followers()
 
@@ -613,6 +615,7 @@ class JoinEngine:
         self._turn = (self._joinables.index(joinable) + 1) % len(self._joinables)
         if is_step and agreement.live:
             was_expected = self.ledger.pattern.note(agreement.says(Note.UNSTEPPED) == 0)
+            # Ranks without data have stepped along, or not, as the pattern let expect.
             if not was_expected and self._step_along and self.absent_ranks:
                 raise RuntimeError(self._why_not_skipped(self.absent_ranks))
         self.last_step_live = agreement.live
@@ -624,6 +627,7 @@ class JoinEngine:
         """As `Join.notify_join_context`."""
         conductor = self._conductor
         if conductor is None:
+            # One header is enough for a step: that of the first joinable.
             if not self._needs_header or joinable is not self._joinables[0]:
                 return None
             return self._exchange_header()[1]
@@ -670,6 +674,7 @@ class JoinEngine:
         limit = self._skew_warning
         if limit is None or self._throws or self.ledger.skew() <= limit:
             return
+        # On all ranks, which count the same steps, so that one of them warns, and once.
         self._skew_warning = None
         if self._group.rank == min(self.ledger.last_live):
             warn_of_skew(self.ledger.skew(), self.ledger.steps_taken)

@@ -52,6 +52,7 @@ class PassPattern:
         if has_stepped and self._of_step:
             self._usual = self._of_step
             self._of_step = 0
+        # One more pass in a row than any step has had: the usual number was too small.
         elif not has_stepped:
             self._usual = max(self._usual, self._of_step + 1)
         self._of_step += 1

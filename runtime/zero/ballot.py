@@ -152,6 +152,7 @@ class Ballot:
         self._numel = len(numbers)
         numbers += vote.exact_norm
         vector = device_numbers(numbers, torch.float64, group.device)
+        # Added where the gradients are, as is a scale on the GPU: the host would wait to read them.
         if vote.add_squared_norm is not None:
             vote.add_squared_norm(vector[_SQUARED_NORM])
         if isinstance(scale, torch.Tensor):

@@ -171,6 +171,8 @@ class DigestChecks:
             group.broadcast(right, source).order_stream()
             right = right.to(flat.device)
             if is_wrong:
+                # Compared before the right values are written, so that the warning can name
+                # parameters.
                 changed += [
                     number
                     for number, at, numel in bucket.plan.spans

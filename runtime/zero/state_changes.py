@@ -123,6 +123,7 @@ class ShardedState(MutableMapping[torch.Tensor, Any]):
         return StateOfParameter(self, parameter)
 
     def __setitem__(self, parameter: torch.Tensor, value: Any) -> None:
+        # Python assigns the result of `state[p] |= {…}`, which has changed it already.
         if isinstance(value, StateOfParameter) and value.is_of(self, parameter):
             return
         if not isinstance(value, dict) or value:

@@ -194,8 +194,11 @@ class _Guarded(Iterator[Any]):
         try:
             return next(self._batches)
         except RuntimeError as error:
+            # torch raises a plain RuntimeError, and only its text says that a process has ended.
             if "DataLoader worker" not in str(error) or "exited unexpectedly" not in str(error):
                 raise
+            # A DataLoader that has lost a process makes no batch any more: the next `fetch` starts
+            # others.
             if (fetcher := self._fetcher()) is not None:
                 fetcher.close()
             raise RuntimeError(

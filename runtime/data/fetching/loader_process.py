@@ -139,6 +139,7 @@ class _Pickler(cloudpickle.Pickler):
             return super().reducer_override(value)
         # Opened again from its file. numpy alone would send what the file contains.
         order = "F" if mapping.flags.fnc else "C"
+        # "c": what a process writes stays its own, as in a pickled copy. "w+" would empty the file.
         mode = "r" if mapping.mode == "r" else "c"
         place = (mapping.filename, mapping.dtype, mode, mapping.offset, mapping.shape, order)
         return numpy.memmap, place

@@ -38,6 +38,7 @@ class LoaderRows:
                 f"the dataset of this {kind} has numbered samples, which need no Stream: pass the "
                 "loader to the run, and write ctx.shard(loader, epoch=epoch) there"
             )
+        # Of Hugging Face's datasets.
         if getattr(dataset, "_distributed", None) is not None:
             raise ValueError(
                 "split_dataset_by_node has left this dataset with the rows of one rank. A Stream "
@@ -52,6 +53,7 @@ class LoaderRows:
         self._worker_init_fn = loader.worker_init_fn
         self._context = context_of(loader) or FORK
         self._epoch = 0
+        # A forked process has the dataset; any other one gets it pickled.
         if self._num_workers and self._context != FORK:
             why = why_unpicklable(dataset)
             if why is not None:
@@ -131,6 +133,7 @@ class _Parts(IterableDataset[Any]):
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
+        # The variable itself: get_worker_info() would count as a question of the dataset.
         info: Any = worker._worker_info
         for row in self.dataset:
             if isinstance(info, _Info) and info.num_workers > 1 and not info.is_asked:

@@ -33,10 +33,12 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() != 1:
         tensor = tensor.view(-1)
     num_bytes = tensor.nbytes
+    # torch views memory as words only where it begins at a multiple of their size.
     if num_bytes % WORD == 0 and tensor.storage_offset() * tensor.itemsize % WORD == 0:
         return tensor.view(torch.int64).sum()
     octets = tensor.view(torch.uint8)
     head = min(num_bytes, -octets.storage_offset() % WORD)
+    # Bytes before and after the whole words are added one by one.
     if num_bytes < head + WORD:
         return octets.sum(dtype=torch.int64)
     tail = head + (num_bytes - head) // WORD * WORD

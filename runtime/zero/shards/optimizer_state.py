@@ -70,6 +70,7 @@ def _gather_bucket(
 ) -> None:
     """Gather one named tensor of all parameters of one bucket into `targets` on rank `to`."""
     bucket, length = everything.bucket, shard_numel(everything.stop, group.size)
+    # Rank `to` holds one chunk of each rank beside the result.
     chunk = max(1, CHUNK_BYTES // dtype.itemsize // group.size)
     own = torch.zeros(min(chunk, length), dtype=dtype, device=group.device)
     everybody = own.new_empty(group.size * len(own)) if group.rank == to else None
@@ -83,6 +84,7 @@ def _gather_bucket(
             at = rank * length + start
             for number, first, where in layout.parameters_in(Range(bucket, at, at + len(row))):
                 target = targets.get(number, {}).get(name)
+                # Another parameter's state of this name may have another dtype, and its own gather.
                 if target is not None and target.dtype == dtype:
                     target.view(-1)[first : first + where.numel] = row[
                         where.start - at : where.stop - at

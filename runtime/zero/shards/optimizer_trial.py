@@ -460,6 +460,7 @@ class _Trial:
             noise = piece.of(self._noise[piece.parameter][step])
             is_unused = (step, piece.parameter) == self._unused
             tensor.grad = None if is_unused else noise * _SIZES[step] + 0.1 * tensor
+        # A decay of zero says nothing of how the class applies one that is set later.
         if step == _DECAYS_FROM:
             for options in optimizer.param_groups:
                 if options.get("weight_decay") == 0:

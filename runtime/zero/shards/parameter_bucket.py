@@ -77,6 +77,7 @@ class ShardRange:
         self.owner = owner
         self.values = values
         self.has_master = values.dtype in _HALF
+        # A half has its master as a copy already; on a CPU no collective leaves garbage.
         self._is_copy = is_replica and not self.has_master and values.device.type != "cpu"
         self.master = values.float() if self.has_master else values
         if self._is_copy:

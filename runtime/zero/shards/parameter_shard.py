@@ -219,6 +219,7 @@ class ParameterShard:
         for bucket, pieces in zip(self.buckets, self.pieces, strict=True):
             reduced = bucket.own.reduced
             own = [mine for mine in pieces if mine.range is bucket.own]
+            # Without a reducer the gradients are those of the program's own parameters.
             if reduced is not None:
                 yield reduced
             else:

@@ -269,6 +269,7 @@ def exchange(
     """
     received: dict[Range, dict[str, torch.Tensor]] = defaultdict(dict)
     sent_bytes = 0
+    # One exchange for each dtype, in an order that is equal on all ranks.
     for dtype in sorted({dtype for names in tensors_of for dtype in names.values()}, key=str):
         moves = [
             (one, name)

@@ -155,6 +155,7 @@ def runs(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield from _joined(run)
             run = []
         run.append(tensor)
+        # Bytes beside whole words are added one by one, so such a tensor stays by itself.
         end = start + tensor.nbytes if is_whole else 0
     if run:
         yield from _joined(run)
