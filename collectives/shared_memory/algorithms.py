@@ -223,6 +223,7 @@ class SharedMemoryCommunicator(Communicator):
         for start in range(0, max(1, n), chunk):
             width = min(chunk, n - start)
             stride = -(-width // _ALIGNMENT) * _ALIGNMENT * dtype.itemsize
+            # This rank's own part is read from `input`: it need not travel.
             for r in range(self.size):
                 if r != rank:
                     slot = segment.slots(tick, r * stride, width, dtype)[rank]
@@ -249,6 +250,7 @@ class SharedMemoryCommunicator(Communicator):
                 if r != rank:
                     _part(output, r * n + start, width).copy_(slot)
             tick += 1
+        # In-place, `input` is that part of `output`.
         if output.data_ptr() + rank * input.nbytes != input.data_ptr():
             _part(output, rank * n, n).copy_(input)
 

@@ -78,6 +78,7 @@ class DrivenQueue(ABC):
             mine = False
             try:
                 with self.lock:
+                    # A callback of a work, in the thread that drives, waits for another work.
                     nested = self._driven and self._driver == threading.get_ident()
                     while self._driven and not work.done and not nested:
                         self._wait_for_turn()
@@ -85,6 +86,8 @@ class DrivenQueue(ABC):
                         return
                     mine = not nested
                     self._driven = True
+                    # The background thread was to drive; this one does it without a switch of
+                    # threads.
                     if self._is_set and self._wake_up is not None:
                         self._is_set = False
                         self._wake_up.cancel()
@@ -230,6 +233,7 @@ class DrivenQueue(ABC):
             self._finish_all(error)
         self._call_back()
         if self._thread is not None and self._wake_up is not None:
+            # Closed by a callback that the background thread runs: it cannot wait for itself.
             if self._thread is not threading.current_thread():
                 self._wake_up.set(0)
                 self._thread.join()

@@ -121,6 +121,7 @@ class Sharing:
 
     def _can_map(self, places: Sequence[MemoryPlace]) -> bool:
         """Map the files of the other ranks that are not mapped yet."""
+        # Tensors come and go: what is still used is mapped again when it is needed.
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
             self._mapped.clear()

@@ -128,6 +128,8 @@ class Lane(DrivenQueue):
         spin = until is not None
         while queue:
             self._run(queue[0], block=True, spin=spin)
+            # The works after it are not this thread's: their waiters, or the background thread, run
+            # them.
             if (until is not None and until.done) or self._end is not None:
                 return
 
@@ -136,6 +138,7 @@ class Lane(DrivenQueue):
         """Run `work` to its end or, unless `block`, to its first wait; whether it ended."""
         segment = self.segment
         body = work.body
+        # The first tick is known only now: works before it take as many as their sizes need.
         if body is None:
             work.start(self._next_tick)
             body = work.body
@@ -145,6 +148,7 @@ class Lane(DrivenQueue):
                 tick = work.awaited_tick
                 if not segment.reached(tick):
                     if not block:
+                        # No wait follows, in which the end of the generation would be noticed.
                         segment.raise_failure()
                         return False
                     operation = work.operation
@@ -202,9 +206,11 @@ class Lane(DrivenQueue):
             with self.lock:
                 if new is not None:
                     if self._end is not None:
+                        # Appended, it would wait for a thread that drives, and none does any more.
                         self._finish(new, self._end)
                         return
                     self._queue.append(new)
+                # Another thread drives: it comes to the new work by itself.
                 mine = not self._driven
                 self._driven = True
             if mine:

@@ -111,6 +111,8 @@ class Messages(DrivenQueue):
         try:
             for peer, queue in self._sending.items():
                 self._push(peer, queue)
+            # Without a receive nothing is taken from the rings: a full ring is what makes a sender
+            # wait.
             if self._receiving or self._arriving:
                 self._take_aside()
                 for source in range(self.segment.size):
@@ -124,6 +126,7 @@ class Messages(DrivenQueue):
             channel = self._channel_to(peer)
             work = queue[0]
             free = channel.free()
+            # The header goes first, in a unit of its own.
             if work.moved < 0:
                 if not free:
                     return
@@ -137,6 +140,7 @@ class Messages(DrivenQueue):
                 channel.put(piece)
                 work.moved += len(piece)
             self.segment.ring_bell(peer)
+            # The ring is full. The next message of this peer waits too, since their order is kept.
             if work.moved < len(work.content):
                 return
             queue.popleft()
@@ -152,6 +156,7 @@ class Messages(DrivenQueue):
                     return
                 self._arriving[source] = arriving
             left = arriving.content[arriving.moved :]
+            # A message may be larger than its ring, and comes in pieces.
             piece = left[: channel.filled()]
             if len(piece):
                 channel.take(piece)
@@ -167,12 +172,16 @@ class Messages(DrivenQueue):
         if not channel.filled():
             return None
         tag, numel, dtype, nbytes = channel.header()
+        # Only then is a header looked at: with no receive for this rank its messages stay in the
+        # ring.
         wanting = [w for w in self._receiving if w.operation.peer in (source, ANY_RANK)]
         if not wanting:
             return None
         work = next((w for w in wanting if w.operation.tag == tag), None)
         channel.skip_header()
         self.segment.ring_bell(source)
+        # One with another tag is in front of what a receive wants: it is kept until it is asked
+        # for.
         if work is None:
             aside = torch.empty(nbytes, dtype=torch.uint8)
             arriving = _Arriving(source, tag, numel, dtype, aside, None)
@@ -184,6 +193,7 @@ class Messages(DrivenQueue):
     def _take_aside(self) -> None:
         """Match messages that were put aside with the receives that want them."""
         for arriving in list(self._aside):
+            # In the order of arrival, and each for the first receive that fits.
             for work in self._receiving if arriving.work is None else ():
                 o = work.operation
                 if o.tag == arriving.tag and o.peer in (arriving.source, ANY_RANK):
@@ -266,6 +276,8 @@ class Messages(DrivenQueue):
         slices = iter(_SLICES_S)
         slice_s = 0.0
         while True:
+            # Read before looking for work, so that bytes that come in between end the sleep at
+            # once.
             seen = segment.bell()
             self._run_what_can()
             if until.done if until is not None else not self._has_pending():
@@ -278,6 +290,7 @@ class Messages(DrivenQueue):
                 slice_s = next(slices, slice_s)
                 segment.sleep_on_bell(seen, slice_s)
                 if segment.bell() == seen:
+                    # A full slice without news: time to look for peers that died and for deadlines.
                     self._look()
                     continue
             slices = iter(_SLICES_S)
@@ -318,6 +331,7 @@ class Messages(DrivenQueue):
         """Show which ranks this rank waits for, so that a rank that waits for it can blame them."""
         for work in self._pending():
             o = work.operation
+            # It may be any of them, so none can be blamed.
             if o.peer == ANY_RANK:
                 continue
             channel = self._channel_from(o.peer) if o.receives else self._channel_to(o.peer)

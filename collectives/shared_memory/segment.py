@@ -140,6 +140,7 @@ class SharedSegment:
 
     def _watch_peers(self) -> None:
         for peer, pid in enumerate(self.pids):
+            # Ranks may be threads of one process, and end with it.
             if peer == self.rank or pid == os.getpid():
                 continue
             try:
@@ -150,6 +151,8 @@ class SharedSegment:
                 ) from error
             # A kernel before 5.3, or a sandbox without the call; a Python that was built without.
             except (OSError, AttributeError):
+                # Without a pidfd the process is told from a later one of the same number by its
+                # start.
                 if not (started_at := _started_at(pid)):
                     raise PeerLost(
                         "rendezvous", self.generation, [peer], f"process {pid} ended"
@@ -235,10 +238,12 @@ class SharedSegment:
             spin_until = time.monotonic() + _SPIN_S
             for _ in range(spins):
                 os.sched_yield()
+                # By time too: on a full core each yield lasts a time slice of another process.
                 if words[at] >= tick or time.monotonic() > spin_until:
                     break
             if words[at] < tick:
                 self._sleep(peer, at, tick, operation, give_up_at)
+        # What a peer wrote before its tick must not be read before the tick.
         if WEAKLY_ORDERED:
             fence()
 
@@ -295,6 +300,7 @@ class SharedSegment:
         if dead:
             pids = ", ".join(f"process {self.pids[rank]} ended" for rank in dead)
             raise self.abort(PeerLost(str(operation), self.generation, dead, pids))
+        # A rank that closed is not dead, and its operating system has nothing to report.
         closed = [rank for rank in late if states[rank] == _CLOSED]
         if closed:
             detail = "closed the group while others still used it"
@@ -303,6 +309,7 @@ class SharedSegment:
         resting = [rank for rank in late if rests[rank] == turns]
         if resting:
             raise self.abort(waits_for_resting(operation, self.generation, resting))
+        # The deadline comes last: a death explains more than a timeout.
         now = time.monotonic()
         if now >= give_up_at:
             timeout_s = self._meet_timeout_s

@@ -42,6 +42,7 @@ class Waits:
                 out = channel_at(self._size, rank, other)
                 back = channel_at(self._size, other, rank)
                 for at in (out + SENDER_WAITS, out + ELSEWHERE, back + RECEIVER_WAITS):
+                    # A wait that has begun a moment ago explains nobody's lateness.
                     if 0 < self._words[at] <= until and other not in found.get(rank, ()):
                         found.setdefault(rank, []).append(other)
         return found

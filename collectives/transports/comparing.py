@@ -100,6 +100,7 @@ class ComparingCommunicator(WrappingCommunicator):
         try:
             said = [_unpacked(row) for row in self._rows_of_all(operation, _packed(mine))]
             error = mismatch(operation, said)
+            # Only between ranks that are in the same operation is there a table to compare.
             if error is None and table:
                 tables = self._rows_of_all(operation, torch.tensor(table)).tolist()
                 error = pair_mismatch(operation, self._generation, tables)

@@ -453,6 +453,7 @@ class GlooCommunicator(Communicator):
                 if error is not None:
                     self._end(error)
         if self._messages is not None:
+            # Threads that send and receive hold the connections until they are told to stop.
             self._messages.free(_CLOSE_S)
 
     def _look(self, head: Operation | None) -> CollectiveError | None:
@@ -463,6 +464,7 @@ class GlooCommunicator(Communicator):
         self._roll_call.answer()
         error = self._roll_call.the_end(head)
         overdue = self._in_flight.overdue(look_s) if error is None else None
+        # Messages have deadlines of their own, and may be overdue while no collective is.
         if error is None and overdue is None and self._messages is not None:
             overdue = self._messages.in_flight.overdue(look_s)
             head = overdue or head

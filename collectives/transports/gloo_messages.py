@@ -91,9 +91,11 @@ class GlooMessages:
                 self._wanted.append(work)
                 for peer in peers:
                     key = (peer, operation.tag)
+                    # One thread a peer and tag: two would take each other's messages.
                     if key not in self._asking:
                         self._asking.add(key)
                         self._start(self._receive_all, key)
+                # A thread may have a header that no receive wanted, and wait for this one.
                 self._changed.notify_all()
         return work
 
@@ -157,6 +159,7 @@ class GlooMessages:
             with self._changed:
                 queue = self._sending[peer, tag]
                 if not queue or self._over.is_set():
+                    # Under the lock: the next send finds no thread, and starts one.
                     del self._sending[peer, tag]
                     return
                 work = queue.popleft()
@@ -169,6 +172,7 @@ class GlooMessages:
                     self._wait(self._gloo.send([content], peer, 2 * tag + 1))
                 self.in_flight.settle(work)
             except Exception as error:
+                # The end of the group breaks its connections: that is no failure of this message.
                 if not self._over.is_set():
                     self._failed(operation, error)
                 return
@@ -185,6 +189,9 @@ class GlooMessages:
                 header = torch.zeros(2, dtype=torch.int64)
                 self._wait(self._gloo.recv([header], peer, 2 * tag))
                 with self._changed:
+                    # The receive for which it asked was served by another peer (ANY_RANK). The
+                    # header was taken from the connection, so the content after it belongs to the
+                    # next receive.
                     while (work := self._who_wants(peer, tag)) is None and not self._over.is_set():
                         self._changed.wait()
                     if work is None:

@@ -29,6 +29,7 @@ def network_of(backend: str) -> str:
     if backend == "shared-memory":
         return "none: the memory of this host"
     variable = {"gloo": GLOO_VARIABLE, "nccl": NCCL_VARIABLE}.get(backend)
+    # A backend that a user has registered.
     if variable is None:
         return f"chosen by the backend {backend!r}"
     chosen = os.environ.get(variable, "")

@@ -152,6 +152,7 @@ class RollCall:
         news = self.news()
         if news is not None or operation is None:
             return news
+        # A store that does not answer is no word of any rank.
         with contextlib.suppress(Exception):
             closed = self._closed()
             gone = sorted(r for r, taken in closed.items() if taken <= operation.sequence)
@@ -163,6 +164,7 @@ class RollCall:
                 return PeerLost(str(operation), self.generation, gone, how)
             resting = self._with_operations(f"rest/{self._turns}")
             never = sorted(r for r, taken in resting.items() if taken <= operation.sequence)
+            # A rank that rests issues no collective, but a message from it may be on its way.
             if never and not operation.is_between_two:
                 return waits_for_resting(operation, self.generation, never)
         return None
@@ -263,6 +265,7 @@ class RollCall:
             self.store.set("call/asked", "1")
             self.store.set(f"call/{self.rank}", "here")
             while True:
+                # Another rank may have called the roll before, and have found who is gone.
                 error = self.the_end(issued)
                 if error is not None:
                     return error

@@ -420,6 +420,7 @@ class NcclCommunicator(Communicator):
 
     def _let_finish(self) -> None:
         with self.in_flight.changed:
+            # What nobody waits for may never end: its peers need not have issued it.
             works = [work for work in self.in_flight.works if work.waited_for]
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
         while works and not works[-1].is_completed() and time.monotonic() < give_up_at:

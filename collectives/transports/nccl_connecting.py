@@ -58,6 +58,7 @@ class Attempt:
         limit_s = roll_call.store.timeout_s
         threading.Thread(target=self._connect, name="chorusline-nccl-connect", daemon=True).start()
         try:
+            # NCCL's init blocks its thread until all ranks come, and takes no deadline of ours.
             while not self._is_over.wait(min(LOOK_S, limit_s / 4)):
                 roll_call.answer()
                 told = _told(roll_call)
