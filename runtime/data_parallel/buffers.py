@@ -75,6 +75,8 @@ class Buffers:
         work: Work | None = None
         before: list[torch.Tensor] = []
         if self.travel and buffers and root is not None:
+            # Nobody waits for it on the host: what an abort leaves in the buffers is undone from a
+            # copy.
             is_open = group.device.type != "cpu" and not on_host
             before = self._copied() if is_open else []
             try:

@@ -233,6 +233,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         if self._reducer.clock is not None:
             self._reducer.clock.forward_ran(began_at)
         for leaf in tensors_of(output):
+            # A tensor without a gradient is never reached by a backward pass.
             if leaf.requires_grad:
                 if leaf.is_leaf and leaf in self._hooked:  # A parameter, returned once more.
                     continue
@@ -293,6 +294,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 f"register_comm_hook can only be called once: {self._reducer.hook.name} is "
                 "registered already"
             )
+        # A rank without data runs no body, and would not register it.
         if self._join is not None:
             raise RuntimeError("register_comm_hook cannot be called inside Join; call it before")
         if self._reducer.is_sharded:
@@ -548,6 +550,7 @@ class _ModelHook(JoinHook):
         group, scaler = self._model.group, self._model._reducer.local_steps.scaler
         states = all_gather_object(group, None if scaler is None else scaler.state_dict())
         newest = states[join.newest_rank(join.ledger.last_live)]
+        # The ranks with data step without a GradScaler.
         if newest is None:
             return
         unknown = [rank for rank, state in enumerate(states) if state is None]

@@ -40,6 +40,7 @@ def owner_of(parameters: Sequence[torch.Tensor]) -> ModelEngine | None:
         return None
     given = {id(p) for p in parameters}
     reduced = {id(p) for p in owner.reducer.parameters}
+    # Beside what is reduced, parameters of the module may be given that are frozen so far.
     return owner if reduced <= given <= {id(p) for p in owner.module.parameters()} else None
 
 
@@ -71,6 +72,7 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> None:
     groups = optimizer.param_groups
     known = between_runs().stepped_by.get(optimizer)
     num_parameters = sum([len(options["params"]) for options in groups])
+    # A group may have been added since; to compare all parameters would cost time in each step.
     if known is None or known[0] != num_parameters:
         known = between_runs().stepped_by[optimizer] = num_parameters, _models_of(optimizer)
     for reference, numbers in known[1]:
@@ -220,6 +222,7 @@ class ModelEngine:
         Raises RuntimeError inside a Join, and if a sharded optimizer has not got them.
         """
         num_registrations = between_runs().num_registrations
+        # Nothing in this process was registered: the usual case, in each forward pass.
         if num_registrations == self._num_registrations:
             return
         self._num_registrations = num_registrations

@@ -114,6 +114,7 @@ class ModelSteps:
         return self.ender is not None and self.ender.can_wait
 
     def why_not_summed(self) -> str:
+        # It would reduce what the tree adds in an order of its own.
         if self._reducer.hook is not None:
             return (
                 f"the communication hook {self._reducer.hook.name} reduces its gradients; leave "

@@ -33,6 +33,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif not isinstance(leaf, (*_PLAIN, *_OPAQUE)) and id(leaf) not in seen:
+            # An output may refer to anything: half of a program is not looked through in each pass.
             if len(seen) == _MOST:
                 return
             seen.add(id(leaf))

@@ -20,6 +20,7 @@ def check_wrapping(module: object, group: object) -> None:
     """Raises TypeError for arguments of a wrapper that cannot be a module and a group."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    # By name: torch's own, and a module that was wrapped here.
     if type(module).__name__ == "DistributedDataParallel":
         raise TypeError(
             "module is a DistributedDataParallel already, and its gradients would be reduced "
@@ -82,6 +83,7 @@ def check_layouts(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 def warn_of_forward_passes_that_write(module: torch.nn.Module, group: Group) -> None:
     """A warning on rank 0 for an embedding whose forward pass changes its weight on one rank."""
+    # Alone there is nothing to drift from, and one rank warns for all.
     if group.size == 1 or group.rank != 0:
         return
     for name, part in module.named_modules():

@@ -107,6 +107,7 @@ class CommHook:
         try:
             future = self.hook(self.state, bucket)
         except Exception as error:
+            # The two mistakes that hooks of torch are given here; another error is the hook's own.
             if isinstance(self.state, Group) or not torch.distributed.is_initialized():
                 error.add_note(
                     f"The communication hook {self.name} raised this error. torch's hooks reduce "
@@ -135,6 +136,7 @@ class CommHook:
             value = future.wait()
         except Exception as error:
             failure = group.failure()
+            # The hook's own error, or the group's as it is.
             if failure is None or isinstance(error, type(failure)):
                 raise
             raise failure from error  # Futures with callbacks keep only the error's text.
@@ -146,6 +148,7 @@ class CommHook:
                 f"the future of the communication hook {self.name} gave {given} for a bucket of "
                 f"{content.numel()} elements"
             )
+        # Most hooks reduce in place; one that compresses gives another tensor.
         if value.data_ptr() != content.data_ptr() or value.dtype != content.dtype:
             content.copy_(value.view(-1))
 

@@ -123,10 +123,13 @@ class EarlierPasses:
         }
         if not held or (self.has_mean and _are_zero(held.values())):
             self.forget()  # The program has cleared them, to None or to zeros.
+        # What is held is local, and its sum with this pass is what is reduced.
         elif not self.has_mean or has_leftover:
             return
+        # Of a gradient that the program has made itself nobody knows whether all ranks have it.
         elif any(map(self._gradients.is_replaced, held)):
             self._kind, self._why = Note.MIXES, Note.REPLACED
+        # Sent along with the pass, a mean of all ranks stays that mean; the vote tells of it.
         elif not set_aside:
             self._kind, self._why = Note.MIXES, Note.BEGINS_INSIDE if begins_inside else None
         else:

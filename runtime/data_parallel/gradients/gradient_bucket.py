@@ -150,6 +150,7 @@ class Gradients:
             self._bucket_of.update(dict.fromkeys(bucket.views, bucket))
             for number, view in bucket.views.items():
                 parameter = self.parameters[number]
+                # Held by no_sync, or from before the buckets were made in another order.
                 if parameter.grad is not None and parameter.grad.layout is torch.strided:
                     view.copy_(parameter.grad)
                     parameter.grad = view
@@ -221,6 +222,7 @@ class Gradients:
                 gradient = self.parameters[number].grad
                 if gradient is view or gradient is None:
                     continue
+                # A tensor of the program's; a view of the bucket's memory has the same values.
                 if gradient.data_ptr() != view.data_ptr():
                     return self.names[number]
         return ""

@@ -179,6 +179,7 @@ class LocalSteps:
     def leave_join(self, num_missed: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """A Join ends. num_missed: the steps that this rank had no data for. optimizers: those of
         the model that have ever stepped here."""
+        # Not stepped along, its momentum is older than the parameters that come from another rank.
         if num_missed and not (self.has_stepped_along or self._has_warned):
             self._num_missed = num_missed
             state = [tensor for one in optimizers for tensor in _tensors_of(one)]
@@ -242,6 +243,7 @@ class LocalSteps:
         if not is_known:
             self._texts = [""] * len(raw)
         for at, value in enumerate(raw):
+            # Text costs more than all the rest of the vote, so it is made of what is new only.
             if not is_known or value is not before[at] or isinstance(value, _CHANGING):
                 self._texts[at] = repr(_comparable(value))
         self._raw, self._is_fixed = raw, not any(isinstance(value, _CHANGING) for value in raw)
@@ -276,6 +278,7 @@ def _compare(
     steps: Sequence[_Steps], digests: Sequence[int], group: Group, live: Sequence[int]
 ) -> None:
     """steps: that this rank's digest stands for. digests: by rank. live: the ranks with data."""
+    # Zero: not to be compared. The objects are exchanged only where digests differ.
     if len({digest for digest in digests if digest > 0}) < 2:
         return
     everybodys = all_gather_object(group, [one.told() for one in steps])

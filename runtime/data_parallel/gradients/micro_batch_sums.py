@@ -140,6 +140,7 @@ class BucketSums:
         length = shard_numel(self.bucket.plan.content, group.size)
         # Where the order is free, the one sum has another number among those of all ranks.
         mine = [self.kept[node if node in self.kept else _ONLY].flat for node in nodes[group.rank]]
+        # Of two summands the order does not matter, so the transport may add them.
         if group.size == 2 and [len(of_rank) for of_rank in nodes] == [1, 1]:
             return Exchange([group.reduce_scatter(out, mine[0][: 2 * length])], {}, num_leaves, out)
         at = group.rank * length
@@ -148,6 +149,7 @@ class BucketSums:
             for node, memory in zip(nodes[group.rank], mine, strict=True)
         }
         works, nothing = [], out.new_empty(0)
+        # Ranks may keep several sums each, which travel one after the other.
         for turn in range(max(map(len, nodes)) if group.size > 1 else 0):
             theirs, sent = [nothing] * group.size, [nothing] * group.size
             for rank, of_rank in enumerate(nodes):
@@ -192,6 +194,7 @@ class Exchange:
                 work.wait_on_host()
             else:
                 work.wait()
+        # Without parts the transport has added, and `out` has the sum already.
         if self.parts:
             total = self._sum_of(root_of(self.num_leaves)).values
             if total is not self.out:
@@ -261,6 +264,7 @@ class MicroBatchSums:
         self.used = [one or other for one, other in zip(self.used, used, strict=True)]
         self._has_begun = True
         for sums in self._buckets:
+            # Backward passes have added to the bucket itself, which is the only sum.
             if self._accumulates:
                 continue
             if share != 1:

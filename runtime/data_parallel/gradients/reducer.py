@@ -246,6 +246,7 @@ class Reducer:
         this pass. Checkpointed segments run passes of their own inside it."""
         if self.summing is not SumPhase.NO:
             return
+        # Each tensor of an output has the hook, and the first one that is reached counts.
         if self._pass is not Pass.NONE:
             return
         self.held.begin_pass(looks=self._is_uneven())
@@ -288,6 +289,7 @@ class Reducer:
             )
         bucket = self.gradients.bring_home(number)
         if self.summing is not SumPhase.NO:
+            # The sum of the step is made; a gradient that comes now would be in none.
             if self.summing is SumPhase.ENDED:
                 raise RuntimeError(why_not_between(self.gradients.names[number]))
             return
@@ -304,6 +306,7 @@ class Reducer:
         self.held.has_come(number, bucket)
         so_far = self._arrivals.pop(number, 0)
         self._arrivals[number] = so_far + 1
+        # A parameter that is used several times in a pass counts when all its parts have come.
         if so_far < self._num_expected(number):
             bucket.missing -= 1
         elif self._launches_now and bucket in self.buckets[: self._num_launched]:
@@ -370,8 +373,10 @@ class Reducer:
 
     def _end_backward(self) -> None:
         """Launch the other buckets; parameters outside this pass send the gradients they hold."""
+        # The first pass shows how often each parameter's gradient comes (static_graph).
         if self._expected is None:
             self._expected = dict(self._arrivals)
+        # Once in a step: passes that are kept for later launch nothing of their own.
         if self._launches_now or self.num_in_step == 1:
             self._on_backward_end()
         if self.clock is not None:
@@ -532,6 +537,7 @@ class Reducer:
         others have changed theirs since."""
         standings, rank = agreement.standings, self.group.rank
         last_edits = max(one.edits for one in standings)
+        # Edited on one rank only, the leftovers of the others belong to nothing any more.
         if belongs(standings, rank) and standings[rank].edits == last_edits:
             if self.has_leftover:
                 self._fill(self._aside)
@@ -739,6 +745,7 @@ class Reducer:
             self._is_shadowing = True
             self._shadow_sharded()
             return
+        # They were not sent: kept for the case that no rank has data in this step.
         if self.has_leftover:
             self._set_aside()
         else:
