@@ -206,7 +206,8 @@ class Lane(DrivenQueue):
             with self.lock:
                 if new is not None:
                     if self._end is not None:
-                        # Appended, it would wait for a thread that drives, and none does any more.
+                        # A work appended now would wait for a thread that drives, and none does
+                        # any more.
                         self._finish(new, self._end)
                         return
                     self._queue.append(new)

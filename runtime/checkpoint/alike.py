@@ -60,6 +60,7 @@ def _walk(name: str, state: Any) -> Iterator[tuple[str, Any]]:
                 yield path, value
         elif isinstance(value, int | float):
             yield path, value
+        # A state may refer to itself, or be huge: neither its depth nor its size costs a save much.
         if len(path) < _LONGEST_PATH:
             known = len(waiting)
             waiting.extend((f"{path}.{key}", one) for key, one in islice(below, room))

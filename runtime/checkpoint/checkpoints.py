@@ -119,6 +119,7 @@ class Checkpoints:
             )
             if source.path == storage.path:
                 self._corrupted = corrupted
+        # A user who names a checkpoint, or wants none, does not ask what else is there.
         for folder in unlisted if config.resume == AUTO else ():
             warn_of_unlisted(storage, folder, self.reader)
         if self.reader is not None:
@@ -184,6 +185,7 @@ class Checkpoints:
     def save_if_due(self, step: int) -> None:
         """Save if every_n_steps says so; all ranks call it at the same step boundary."""
         every = self.config.every_n_steps if self.config else None
+        # A boundary may come again at the same step, as after a batch that only accumulates.
         if every is not None and step > 0 and step % every == 0 and step != self._last_step:
             self._last_step = step
             join = active_join()
@@ -371,6 +373,7 @@ class Checkpoints:
         """Wait for the save in flight. A failure that no caller has waited for ends no training:
         the next save may have room. Only of the last save of a run is there no next one."""
         last, self._in_flight = self._in_flight, None
+        # A caller that has waited for it has had its error.
         if last is None or last.is_observed:
             return
         try:

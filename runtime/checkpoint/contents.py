@@ -117,6 +117,7 @@ def tied_of(entries: Iterable[Registered]) -> dict[str, dict[str, str]]:
         tied: dict[str, str] = {}
         for name, tensor in state_of(entry).items():
             if is_dense(tensor):
+                # By memory and shape: a transposed view of a tied weight is another tensor.
                 where = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
                 if (one := first.setdefault((*where, tensor.dtype), name)) != name:
                     tied[name] = one
@@ -134,6 +135,7 @@ def collect_replicated(
     writers: the ranks whose state is current; a rank that has joined may have missed steps.
     """
     found = Contents()
+    # The parameters of a joined rank may be those of an earlier step.
     if rank not in writers:
         return found
     tensors: list[tuple[Path, torch.Tensor]] = []
@@ -142,6 +144,7 @@ def collect_replicated(
             if is_dense(value):
                 _check_held(path, value)
                 tensors.append((path, value.detach()))
+            # Small values are equal on all ranks, and one of them writes them.
             elif rank == writers[0]:
                 found.leaves[path] = pickled(value)
     ranges = split_evenly(
@@ -205,6 +208,7 @@ class HostCopy:
         for ranged in ranges:
             key = (ranged.path, ranged.start, ranged.stop, ranged.dtype)
             buffer = kept.get(key)
+            # Pinned memory is slow to get, so the buffers of the save before are used again.
             if buffer is None:
                 buffer = torch.empty(
                     ranged.stop - ranged.start, dtype=ranged.dtype, pin_memory=is_cuda

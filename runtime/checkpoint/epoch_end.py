@@ -58,6 +58,7 @@ class LastSave:
         collect: finds what this rank would save, without a copy."""
         if step != self.step or _without_ends(progress) != _without_ends(self.progress):
             return False
+        # Last, as it compares all bytes.
         now = collect(self.live)
         return now.leaves == self.leaves and (
             [_key(one) for one in now.ranges] == [_key(one) for one in self.ranges]
@@ -114,6 +115,7 @@ class EpochEnd(threading.Thread):
     def run(self) -> None:
         writing = self._writing
         group = writing.group
+        # There is nothing that a note could stand beside.
         if not writing.saving.is_whole_at_the_end():
             return
         store = PrefixStore(f"checkpoint/{writing.key_prefix}/end", group._store)

@@ -45,6 +45,7 @@ def export(
         file_format = SAFETENSORS if path.suffix == f".{SAFETENSORS}" else TORCH
     if file_format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {file_format!r}")
+    # Before anything is read: verifying a large checkpoint takes minutes.
     if file_format == SAFETENSORS and importlib.util.find_spec("safetensors") is None:
         raise ImportError(
             "writing safetensors needs the library safetensors, which is not installed: "

@@ -45,6 +45,7 @@ def probe(storage: Storage, group: Group, run: str, *, has_trained: bool) -> boo
         storage.write(mine, mine.encode())
         if storage.read(mine) != mine.encode():
             trouble = "the bytes read back are not the bytes written"
+    # A run that begins sweeps the probes of others away.
     except FileNotFoundError as error:
         trouble = (
             "its file was deleted at once, perhaps by another run that starts there; only one "
@@ -77,6 +78,7 @@ def probe(storage: Storage, group: Group, run: str, *, has_trained: bool) -> boo
         unusable = CheckpointPlaceUnusable(
             storage.path, f"rank {rank} on {host} cannot write there ({word})"
         )
+        # At the beginning nothing is lost by an error; later it would cost the training so far.
         if not any(has_trained for *_, has_trained in probes):
             raise unusable
         if group.rank == 0:
@@ -183,10 +185,12 @@ def choose(
         if not troubles:
             found_one = reader
             break
+        # First on all ranks: one that cannot read must not let the others take an older one.
         for one in troubles:
             if isinstance(one, CheckpointPlaceUnusable):
                 raise one
         refused = refused or troubles[0]
+        # Pruning then keeps whole ones in its place.
         if isinstance(troubles[0], CheckpointCorrupted):
             corrupted.append(folder)
     if refused is not None:

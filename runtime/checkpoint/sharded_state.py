@@ -66,6 +66,7 @@ class SavedOptimizer:
         for written in ranges:
             for number, start, where in self.layout.parameters_in(written):
                 described, shape = state.described.get(number), self.layout.shapes[number]
+                # A parameter without elements has state nevertheless, of no elements.
                 if not where.numel and described is not None:
                     for key, dtype in described.elements.items():
                         add_leaf(self._path(number, key), torch.empty(shape, dtype=dtype), found)
@@ -99,6 +100,7 @@ class SavedOptimizer:
         """
         below: dict[str | int, list[ManifestEntry]] = {}
         for entry in reader.below(self.name, STATE):
+            # The name, "state", the parameter and the key.
             if len(entry.path) < 4:
                 raise CheckpointCorrupted(
                     reader.path, f"{name_of(entry.path)} is not what an optimizer saves"

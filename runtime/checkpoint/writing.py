@@ -163,6 +163,7 @@ class Writing:
 
     def _warn_of_pickles(self) -> None:
         """Say of each object, when it is first saved, if it would not load by default."""
+        # With weights_only=False such objects load.
         if self.config is not None and not self.config.weights_only:
             return
         for path, data in self.leaves.items():
@@ -287,10 +288,13 @@ class Writing:
                 return store.get(key)
             except StoreTimeout:
                 pass
+            # The driver is gone: `_agree` looks for the manifest, and tries it again.
             except StoreLost:
                 raise
             except ChoruslineError as error:
                 raise self._interrupted(error, ranks) from error
+            # A rank that has left the function will not call any more, and its deadline need not
+            # pass.
             if over := self._over(ranks):
                 raise self._not_called(over, "returned from the function without ctx.save()")
             now = time.monotonic()

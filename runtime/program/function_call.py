@@ -310,6 +310,7 @@ class FunctionCall:
             self.recovery.pass_boundary()
         if self.checkpoints is not None:
             self.checkpoints.save_if_due(self.step)
+        # After the last batch no step comes in which a leaving rank could hand over.
         if self.recovery is not None and boundary().steps.batches_left:
             self.recovery.before_step()
 

@@ -114,6 +114,8 @@ class FunctionRun:
                 with self._scope() as call:
                     try:
                         result = self._program.train(Context(call), **self._program.kwargs)
+                    # All ranks have stopped after the same step: the function has ended, and not
+                    # failed.
                     except Interrupted:
                         result = None
                     return result if inspect.isawaitable(result) else _ended(call, result)
@@ -158,6 +160,7 @@ class FunctionRun:
             # The run continues from memory, even when it has gone back to a checkpoint before: new
             # workers know nothing of that.
             config = replace(config, resume=NEVER)
+        # To the newest, whatever the run began with: that may be older, or `NEVER`.
         elif config is not None and self._goes_back:
             config = replace(config, resume=AUTO)
         checkpoints = call.checkpoints = Checkpoints(group, call.registry, config)
@@ -219,6 +222,7 @@ class FunctionRun:
         run again."""
         if isinstance(error, CannotRehearse):
             tell_why_not(str(error))
+        # No other rank waits for a rehearsal, so that there is nothing to recover.
         if self._recovery is None or self._recovery.arrivals.rehearses:
             raise error
         group, call = self._lifeline.group, self._call

@@ -134,6 +134,7 @@ def _reduced(group: Group, tensor: torch.Tensor, op: str) -> torch.Tensor:
     """The reduced tensor, on the device of `tensor`."""
     if op == "mean" and _is_whole(tensor):
         tensor = tensor.to(torch.float64)
+    # The sum over many ranks need not fit into the dtype.
     elif tensor.dtype in _SMALL:
         tensor = tensor.to(torch.int64)
     if tensor.dtype not in DTYPES:

@@ -30,6 +30,7 @@ def batches_of(
     device: torch.device | str | None,
 ) -> Batches:
     """The parameters are those of `Context.shard`. Raises what it raises."""
+    # With a batch_size the DataLoader is refused as a dataset, with what to write (check_dataset).
     if isinstance(dataset, DataLoader) and batch_size is None:
         _refuse_beside_loader(shuffle, drop_last, options)
         loader = of_loader(dataset)

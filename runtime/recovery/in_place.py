@@ -99,7 +99,7 @@ class InPlace:
             self._state.former_ranks,
             tuple(standing.position for standing in standings),
         )
-        # Whoever enters drops what other ranks may still have to be sent, so all wait for all.
+        # A rank that enters drops what others may still have to be sent, so all wait for all.
         group.barrier().wait()
         self._enter(self._entry)  # (e)
         self._objects.call.enter(resumption.assignment, group)

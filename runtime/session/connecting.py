@@ -92,6 +92,7 @@ def check_stays(name: str, address: str | None) -> None:
     """Raise NoCluster if the cluster for the detached session `name` would end with this process:
     this process has started it, or address says that it should."""
     is_ours = (address or os.environ.get("RAY_ADDRESS")) == "local"
+    # The address does not count any more: this process is connected already.
     if ray.is_initialized():
         is_ours = _node() is not None and _node().head
     if is_ours:
@@ -106,6 +107,7 @@ def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:
             "that the workers of the outer session hold. Start sessions in the program, and call "
             "what this function should run directly, as other(ctx)"
         )
+    # The user has connected, or another session has, and disconnects as well.
     if ray.is_initialized():
         return False
     address = address or os.environ.get("RAY_ADDRESS") or ("local" if may_start else "auto")
@@ -219,6 +221,7 @@ def _restore_sigterm(before: Any) -> None:
     ray.init replaces the handler with its own, which ends the process with a stack dump.
     before: the handler before ray.init; a handler of the user is put back.
     """
+    # Python sets handlers in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         return
     is_rays = getattr(before, "__module__", "").startswith("ray.")

@@ -456,6 +456,7 @@ class Session:
         finally:
             if self._state is SessionState.RUNNING:  # `close` may have been called meanwhile.
                 self._state = SessionState.READY
+            # Even of a failed run: the last reports say how far it was.
             await audience.finish(error)
             if error is not None and client is not None:
                 is_interrupt = isinstance(error, asyncio.CancelledError)

@@ -94,6 +94,7 @@ def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection
     if keep is not None and num_whole >= keep:  # When they were written is not known.
         for name in listed.broken:
             remove(storage, name)
+    # No save is under way, so what has no manifest will never have one.
     for name in listed.torn:
         storage.delete(name)
 
@@ -147,6 +148,7 @@ def newest_whole(storage: Storage) -> CheckpointReader:
         try:
             reader = CheckpointReader(storage, folder)
         except (CheckpointCorrupted, OSError) as error:
+            # The error of the newest one is told, as that is the one that was wanted.
             broken = broken or error
             continue
         try:

@@ -193,6 +193,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         found = _digest(plain)
     except (ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
         raise CheckpointCorrupted(path, f"its {len(data)} bytes are not a manifest") from error
+    # Before the checksum: another version may compute it in another way.
     if version != _FORMAT:
         raise CheckpointCorrupted(
             path, f"it has format {version!r}, and this version of chorusline reads {_FORMAT}"
@@ -279,6 +280,7 @@ def _entry(value: Any, files: dict[str, int]) -> ManifestEntry:
         shape,
         [_item(one, files, name) for one in _list(given.get("items"), f"items of {name}")],
     )
+    # A pickled value: one item, which says nothing of elements.
     if entry.dtype is None:
         if len(entry.items) != 1 or shape or (entry.items[0].start, entry.items[0].stop) != (0, 0):
             raise ValueError(f"{name} is neither a tensor nor an object of one item")
@@ -294,6 +296,7 @@ def _entry(value: Any, files: dict[str, int]) -> ManifestEntry:
             raise ValueError(
                 f"elements {at} to {numel} of {name} are not in one item after another"
             )
+        # The elements, and what torch.save writes around them.
         if not 0 <= item.length - (item.stop - at) * itemsize <= MAX_OVERHEAD_BYTES:
             raise ValueError(
                 f"{item.length} bytes are not elements {at} to {item.stop} of {name}, {entry}"

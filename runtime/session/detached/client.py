@@ -89,6 +89,7 @@ class KeeperClient:
             raise StartupError(
                 f"the session actor of {name!r} did not start", gone.detail
             ) from None
+        # Even after a cancellation: a session that nobody has got must not keep workers.
         except BaseException:
             ray.kill(keeper)
             detached.forget()

@@ -77,6 +77,7 @@ class RunHistory:
         for status in news.statuses.values():
             for change in status.generation_changes:
                 known = self._changes.setdefault(change.generation, change)
+                # Ranks tell of the same change, and one that has come later knows less of it.
                 if len(change.lost) > len(known.lost):
                     self._changes[change.generation] = change
         self._num_lost, self._pause = news.num_lost, news.pause

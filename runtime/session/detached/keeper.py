@@ -167,6 +167,7 @@ class Keeper:
         if record is not None:
             number, token, began, took_s, ending = record
             self._run = _Run(number, token, self._id, began)
+            # The run had not ended, so workers may still be in it.
             if ending is None and request is not None:
                 self._carry_out(self._run, None, request)
             else:
@@ -238,6 +239,7 @@ class Keeper:
     async def begin(self, token: str, program: Parcel, debug_level: DebugLevel) -> int | str:
         """Begin a run; return its number, or why it is refused. The same token begins one run."""
         await self._is_up.wait()
+        # A client that has had no answer asks again, perhaps the keeper that was started since.
         if self._run is not None and self._run.token == token:
             return self._run.number
         if self._ended:
