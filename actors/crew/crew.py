@@ -220,6 +220,7 @@ class Crew:
             try:
                 return await self._try_to_start_driver(self._driver_options, timeout_s)
             except ActorGone as gone:
+                # It has had a place, and died there: another place would not help.
                 if not gone.had_no_place:
                     raise
                 return await self._try_to_start_driver({}, timeout_s)
@@ -261,6 +262,7 @@ class Crew:
                 ray.kill(worker)
                 continue
             self._workers[seat] = worker
+            # It may still be starting; the next assembly gives it the time for that.
             if isinstance(said, NoAnswer):
                 self._starting.add(seat)
         self._was_assembled = True

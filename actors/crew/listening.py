@@ -164,6 +164,7 @@ class Listener:
             rest = read_rest(*given)
             if rest is None:  # On another node: have another worker there read it.
                 rest = await self._read_there(given)
+            # It lives, and will be asked again.
             if rest is None and not is_gone:
                 return
             if rest is None:

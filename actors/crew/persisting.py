@@ -32,6 +32,7 @@ async def persist(attempt: Callable[[], Awaitable[bool]], what: str) -> None:
                 return
         except Exception as error:
             causes = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+            # Errors of a TaskGroup come together; another error among them may pass.
             if all(isinstance(one, ActorGone) for one in causes):
                 raise causes[0] from None
             why = "; ".join(f"{type(one).__name__}: {one}" for one in causes)

@@ -154,6 +154,7 @@ class Recruiter:
         with contextlib.suppress(ActorGone):
             while time.monotonic() < give_up_at:
                 unfit = await self._unfit(worker, _ANSWER_S)
+                # It is registered, or it is a rank: the driver knows of it.
                 if not unfit or not (unfit[0].is_gone or unfit[0].will_be_idle):
                     return
                 if unfit[0].is_gone:

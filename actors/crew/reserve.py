@@ -67,6 +67,7 @@ class Reserve:
     async def _keep(self, seat: int, program: Any) -> bool:
         pause_s = AGAIN_S
         while True:
+            # The first one, or the one before was taken or is gone.
             if seat not in self._workers:
                 await self._seats.wait_for(seat)
                 self._workers[seat] = self._make(seat)

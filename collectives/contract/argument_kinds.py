@@ -119,6 +119,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         hint = parameter.annotation
         if isinstance(hint, str):
             try:
+                # Annotations are texts (`from __future__ import annotations`).
                 hint = eval(hint, function.__globals__)
             except NameError:  # Its module is imported for type checkers alone.
                 continue
@@ -139,6 +140,7 @@ def _fits(value: object, hint: Any) -> bool:
     kind = typing.get_origin(hint) or hint
     if kind is None:
         return value is None
+    # numpy's: numpy itself may not be installed here, so they are told by name.
     if kind is bool:
         return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
     if kind is int:
@@ -155,6 +157,7 @@ def _fits(value: object, hint: Any) -> bool:
     if kind is type and typing.get_args(hint):
         (base,) = typing.get_args(hint)
         return isinstance(value, type) and issubclass(value, base)
+    # What Python cannot check at run time is taken as it is.
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return True
     return isinstance(value, kind)

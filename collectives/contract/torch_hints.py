@@ -184,6 +184,7 @@ def _explain(
     for argument in given:
         if argument not in known and argument in instead:
             raise TypeError(f"{name}() has no argument {argument!r}: {instead[argument]}") from None
+    # Python's own error: only its text tells what was wrong with the call.
     if TOO_MANY in instead and "positional argument" in str(error) and "given" in str(error):
         raise TypeError(f"{error}: {instead[TOO_MANY]}") from None
     if TOO_FEW in instead and "missing" in str(error) and "required" in str(error):

@@ -35,6 +35,7 @@ def to_blame(
             continue
         seen.add(rank)
         further = set(waits_for.get(rank, ()))
+        # A rank that waits for nobody is at the end of its chain: it computes, hangs or is gone.
         if not further or further & set(here):
             ends.add(rank)
         else:

@@ -135,6 +135,7 @@ class FlightRecorder:
 
         If the ring has lost operations of that time, the remaining ones are extrapolated.
         """
+        # A copy, as other threads record meanwhile.
         operations = self._operations.copy()
         held_since = since
         if len(operations) == CAPACITY:

@@ -74,8 +74,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.device.type == "cpu"
         and not tensor.requires_grad
         and not tensor.is_quantized
+        # Such views read their storage with another sign: the elements alone would be others.
         and not tensor.is_conj()
         and not tensor.is_neg()
+        # Attributes that a program has set travel only with torch's own pickling.
         and not tensor.__dict__
         and tensor._backward_hooks is None
     )

@@ -126,7 +126,9 @@ def _foreign(value: Any, name: str, written: bool) -> torch.Tensor:
         if not value.flags.writeable:
             if written:
                 raise ValueError(f"{name} is a read-only numpy array; pass one that can be written")
+            # torch warns of memory that it could write to and must not.
             value = value.copy()
+        # torch has no negative strides.
         if any(stride < 0 for stride in value.strides):
             return _running_backwards(value)
         try:
@@ -248,6 +250,7 @@ def checked_op(
         op = ReduceOp(given)
     except ValueError:
         raise TypeError(f"op must be a ReduceOp, got {given!r}") from None
+    # Silently dropped, a factor would change results.
     if (factor is not None) != (op is ReduceOp.PREMUL_SUM):
         raise ValueError(
             f"factor belongs to ReduceOp.PREMUL_SUM, which needs one; got op {op.name} and factor "

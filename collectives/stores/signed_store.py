@@ -184,9 +184,11 @@ class SignedStore(Store):
         """The value in frames; raises SecretMismatch unless all of them are signed for `key`."""
         at = 0
         values: list[bytes] = []
+        # Values that were appended to one key have a signature each; an empty value has one, too.
         while at < len(stored) or not values:
             if len(stored) - at < _FRAME.size:
                 raise SecretMismatch(readable(key), "has no signature")
+            # The length is not signed by itself: a wrong one makes the tag wrong.
             magic, nonce, length, tag = _FRAME.unpack_from(stored, at)
             if magic != _MAGIC:
                 raise SecretMismatch(readable(key), "has no signature")

@@ -65,6 +65,7 @@ def create(arguments: Any, options: Options | None) -> ChoruslineProcessGroup:
     members = list(range(arguments.group_size))
     if parent is None and dist.is_initialized():
         world = dist.group.WORLD
+        # A subgroup then has its parent's family: a rank that is lost to one is lost to both.
         if isinstance(world, ChoruslineProcessGroup):
             parent, members = world.group, list(arguments.global_ranks_in_group)
     if parent is None:

@@ -84,6 +84,7 @@ class TorchWork(_TorchWork):
         if self._future is None:
             thread = callback_thread(self._depth)
             first = self._outputs[0] if self._outputs else None
+            # Outputs of several ranks come as lists of lists.
             while isinstance(first, list):
                 first = first[0]
             device = None if first is None else first.device

@@ -327,6 +327,7 @@ def _synchronise_metrics(module: torch.nn.Module | None) -> None:
     """Make the module's metrics gather over the session; by default they use torch.distributed.
     Metrics that have a function of their own keep it."""
     for metric in module.modules() if module is not None else ():
+        # Metrics of the user's own synchronisation are left alone.
         if isinstance(metric, torchmetrics.Metric) and metric.dist_sync_fn is None:
             metric.dist_sync_fn = _gather_from_all
             metric.distributed_available_fn = _in_a_session

@@ -27,8 +27,10 @@ async def close_earlier_session(session: Closable) -> None:
         for started, its_cell, its_execution in _started
         if cell and its_cell == cell and its_execution != execution
     ]
+    # In place: other functions of this file look at the same list.
     _started[:] = [entry for entry in _started if entry[0]() not in (None, *earlier)]
     _started.append((weakref.ref(session), cell, execution))
+    # Only now: closing suspends, and another cell may start a session meanwhile.
     for old in earlier:
         if old is not None:
             await old.close()

@@ -21,6 +21,7 @@ def use() -> None:
     if os.environ.get("MPLBACKEND", "") in _REPLACED:
         os.environ["MPLBACKEND"] = NAME
     pyplot = sys.modules.get("matplotlib.pyplot")
+    # Imported already: it has chosen its backend, and does not read the variable again.
     if pyplot is not None:
         if str(pyplot.get_backend()).lower() in _REPLACED:
             pyplot.switch_backend(NAME)

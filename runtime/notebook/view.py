@@ -79,6 +79,7 @@ class LiveView:
         elapsed_s = time.monotonic() - self._began_at
         try:
             self._seen = await self._ask(_ANSWER_S)
+            # Too short a run to show anything of.
             if self._handle is None and not self._history.has_curves:
                 return
             ending = (

@@ -66,6 +66,7 @@ def plan_buckets(
         limit = bucket_bytes if plans else first_bucket_bytes
         if filled[kind] * element_bytes[parameter] >= limit:
             close(kind)
+    # What is left is less than a bucket of each kind.
     for kind in list(open_spans):
         close(kind)
     return plans

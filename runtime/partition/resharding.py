@@ -65,6 +65,7 @@ def shard_of(rank: int, num_ranks: int, contents: Sequence[int]) -> list[Range]:
     for bucket, content in enumerate(contents):
         length = shard_numel(content, num_ranks)
         start, stop = rank * length, min((rank + 1) * length, content)
+        # A bucket without elements is one rank's, so that its state has a holder.
         if start < stop or (content == 0 and rank == 0):
             ranges.append(Range(bucket, start, stop))
     return ranges
@@ -109,6 +110,7 @@ def plan_transfers(
         for part, holders in (cut for one in ranges for cut in by_holders(one, held)):
             if not holders:
                 lost.append(part)
+            # What a target holds itself is never sent.
             elif target not in holders:
                 source = min(holders, key=lambda rank: (sent[rank], rank))
                 sent[source] += part.numel

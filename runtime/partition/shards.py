@@ -91,6 +91,7 @@ def pieces_of(
     start, end = rank * length, (rank + 1) * length
     pieces = []
     for parameter, offset, numel in spans:
+        # A parameter without elements is the rank's in whose part it lies.
         if numel == 0 and rank == (min(offset, content - 1) // length if content else 0):
             pieces.append(Piece(parameter, 0, offset - start, 0))
         first, last = max(start, offset), min(end, offset + numel)

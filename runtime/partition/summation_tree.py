@@ -62,6 +62,7 @@ def nodes_over(leaves: Iterable[int], num_leaves: int) -> list[Node]:
         above = set()
         for index in here:
             sibling = sibling_of((level, index), num_leaves)
+            # Without a sibling a node is its parent's only child, and goes up as it is.
             if sibling is None or sibling[1] in here:
                 above.add(index >> 1)
             else:

@@ -139,6 +139,7 @@ class BetweenRuns:
     def enter(self, group: Group) -> None:
         """A run begins in `group`: move the objects of the last run's group to it."""
         before, self._group = self._group, group
+        # The run before was aborted inside a step: this rank has applied it, or others have.
         if self._is_applying:
             self._torn_at, self._is_applying = self._num_steps, False
         for wrapped in list(self._wrapped):

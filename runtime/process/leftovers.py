@@ -100,6 +100,7 @@ def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
     ]
     if not live:  # The end of a Join: what each rank continues to hold.
         return not cleared
+    # All have cleared theirs, so this rank would have cleared its own.
     if len(cleared) == len(live):
         return False
     if cleared:

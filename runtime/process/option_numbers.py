@@ -44,6 +44,7 @@ def like(value: Any, number: float) -> Any:
         return value.fill_(number)
     if number_of(value) == number:
         return value
+    # A flag stays a flag.
     if isinstance(value, bool | np.bool_) and number in (0, 1):
         return bool(number)
     return int(number) if isinstance(value, int) and number.is_integer() else number

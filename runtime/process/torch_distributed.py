@@ -160,6 +160,7 @@ def _in_place_of(of_torch: Callable[..., None], seat: Seat) -> Callable[..., Non
         *others: Any,
         **more: Any,
     ) -> None:
+        # Called as a script for torchrun calls it. Other calls are for torch alone.
         is_ours = store is None and init_method in _OF_TORCHRUN and is_stock(backend)
         if not is_ours or dist.is_initialized():
             of_torch(backend, init_method, timeout, world_size, rank, store, *others, **more)

@@ -70,6 +70,7 @@ class JSONLinesTracker(Tracker):
 
 
 def _finite(value: Any) -> Any:
+    # JSON has no such numbers, and most readers refuse Python's.
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

@@ -50,6 +50,7 @@ class MLflowTracker(Tracker):
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
         mine = f"tags.`{_TAG}` = '{run.id}'"
         before = self._client.search_runs([number], mine) if run.resumed_from is not None else []
+        # The record continues where the run that is resumed has left it.
         if before:
             self._run_id = before[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")

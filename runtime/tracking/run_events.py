@@ -30,6 +30,7 @@ class RunEvents:
                     ranks[status.rank] = change
         events: list[TrackedEvent] = []
         for generation in sorted(self._latest):
+            # A rank that has yet to make this change may know more of it.
             if not is_over and any(one.generation < generation for one in statuses):
                 break
             self._told = generation
