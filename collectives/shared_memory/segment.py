@@ -238,7 +238,6 @@ class SharedSegment:
             spin_until = time.monotonic() + _SPIN_S
             for _ in range(spins):
                 os.sched_yield()
-                # By time too: on a full core each yield lasts a time slice of another process.
                 if words[at] >= tick or time.monotonic() > spin_until:
                     break
             if words[at] < tick:

@@ -89,7 +89,7 @@ def _host(
 ) -> Communicator:
     from .host import connect
 
-    return connect(store, rank, size, device, generation)
+    return connect(store, rank, size, generation)
 
 
 def _shared_memory(
@@ -97,7 +97,7 @@ def _shared_memory(
 ) -> Communicator:
     from .host import connect
 
-    return connect(store, rank, size, device, generation, between_hosts=False)
+    return connect(store, rank, size, generation, between_hosts=False)
 
 
 def _gloo(

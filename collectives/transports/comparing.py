@@ -46,13 +46,7 @@ class ComparingCommunicator(WrappingCommunicator):
         self._name = name
         self._num_compared = 0
         try:
-            self._side = connect(
-                PrefixStore("detail", store),
-                inner.rank,
-                inner.size,
-                torch.device("cpu"),
-                generation,
-            )
+            self._side = connect(PrefixStore("detail", store), inner.rank, inner.size, generation)
         except StoreTimeout as error:
             inner.close()
             absent = sorted({int(key.rsplit("/", 1)[-1]) for key in error.keys})

@@ -8,8 +8,6 @@ import os
 import time
 from pathlib import Path
 
-import torch
-
 from ..contract.communicator import Communicator
 from ..contract.errors import PeerLost, StoreLost, StoreTimeout
 from ..shared_memory.algorithms import SLOT_BYTES, connect_shared_memory
@@ -38,7 +36,6 @@ def connect(
     store: Store,
     rank: int,
     size: int,
-    device: torch.device,
     generation: int,
     between_hosts: bool = True,
 ) -> Communicator:
