@@ -199,6 +199,7 @@ class Crew:
             placed = await asyncio.to_thread(self._seats.placed)
             empty = [seat for seat in placed if seat not in self._workers]
             num_workers = len(self._workers) + len(empty)
+            # The run begins with those; the others come when there is room (Recruiter).
             if num_workers >= self._fewest:
                 return empty
             if time.monotonic() > give_up_at:
@@ -273,6 +274,7 @@ class Crew:
         for worker in [*self._workers.values()]:
             payload = worker.program_of.remote(request.run)
             with contextlib.suppress(ActorGone, NoAnswer):
+                # A worker whose run is over has dropped the program.
                 if await answer(payload, _ANSWER_S) is not None:
                     program = payload
                     break
@@ -435,6 +437,7 @@ class Crew:
             await self._stop_workers("the session was closed")
         finally:
             workers, driver = dict(self._workers), self._driver
+            # Below the seats, and below the driver's -1.
             workers |= {-2 - n: worker for n, worker in enumerate(self._reserve.leave())}
             for worker in workers.values():
                 ray.kill(worker)
@@ -539,5 +542,6 @@ class Crew:
             if isinstance(who, ActorGone | NoAnswer):
                 seen[seat] = who.detail
             else:
+                # Its loop answers, and what it holds could not be read in time.
                 seen[seat] = what.detail if isinstance(what, ActorGone | NoAnswer) else (who, what)
         return seen

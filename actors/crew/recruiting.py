@@ -257,5 +257,6 @@ class Recruiter:
                 await answer(self._driver.has_in_reserve.remote(num_ready))
                 told = num_ready
             leaving = await asyncio.to_thread(nodes_leaving)
+            # Again each time: the driver may not have been able to act on it before.
             for node_id, why in leaving.items():
                 await answer(self._driver.leaves.remote(self._request.run, node_id, why))

@@ -35,6 +35,7 @@ class Leavers:
         for word in words:
             seat, worker_id, steps = word.info.seat, word.info.worker_id, word.steps
             if steps.is_straggler:
+                # The first worker only: its successor in the seat stays, however slow it is.
                 self._by_seat.setdefault(seat, worker_id)
             if self._by_seat.get(seat) == worker_id:
                 leaving[worker_id] = f"{word.info} was much slower than the other ranks for long"

@@ -163,11 +163,13 @@ class Driver(StoreActor):
         calls = {seat: worker.place_in_run.remote(request.run) for seat, worker in workers.items()}
         places = []
         for seat, said in (await answers(calls, GRACE_S)).items():
+            # A worker that does not answer may be dead; in the run it counts as lost.
             if isinstance(said, messages.PlaceInRun):
                 places.append(said)
                 self._workers[said.info.worker_id] = workers[seat]
                 arrival = events.WorkerRegistered(said.info, said.assignment.generation)
                 self._membership.handle(arrival)
+        # The run has begun on no worker, or all that knew of it are gone (Crew._nobody_is_in).
         if not places:
             return None
         taken = events.RunTakenOver(

@@ -657,6 +657,7 @@ def _beginnings(
             without,
             pids,
         )
+        # In place a worker that comes has rehearsed: its function runs already, and is resumed.
         if before >= 0 or not plan.restarts:
             told.append(instructions.ResumeRank(worker_id, resumption))
         else:

@@ -70,12 +70,15 @@ class TrainingThread(Generic[Outcome]):
         that it gets before each of the two."""
         for stop_harder in (self._cancel, self._interrupt):
             while not await asyncio.to_thread(self.wait_ended, grace_s):
+                # False: it could not be interrupted now, for example while it imports. Tried once
+                # more.
                 if stop_harder():
                     break
 
     def _cancel(self) -> bool:
         """Cancel the coroutine, if there is one. A call that blocks continues."""
         with self._lock:
+            # A plain function has no coroutine, and one that has ended no open loop.
             if self._loop is not None and self._task is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._task.cancel)
         return True

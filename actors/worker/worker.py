@@ -326,6 +326,7 @@ class Worker:
         return await asyncio.wrap_future(current.ending)
 
     def _in_run(self, run: int) -> RunHere | None:
+        # The run before as well: a new driver, or a keeper, may ask for its end.
         for one in (self._run, self._ended):
             if one is not None and one.request.run == run:
                 return one

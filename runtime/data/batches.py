@@ -183,6 +183,7 @@ class Batches(Dealt):
         the next one."""
         least: list[int] | None = None
         for one in self._together:
+            # One of them may end at any batch, so nothing is known of all together.
             if (of_one := one._batches_by_rank()) is None:
                 return None
             least = [*map(min, of_one, least or of_one)]

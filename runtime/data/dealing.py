@@ -136,6 +136,7 @@ def _deal_evenly(left: array[int], hands: Hands, to_do: list[int]) -> None:
     """Deal samples to the hands, each to the rank that has least left to do; of several to the
     first one. All survivors wait for this, so what is even is dealt by slices."""
     first = 0
+    # Sample by sample only until all ranks have as much to do.
     while min(to_do) < max(to_do) and first < len(left):
         rank = to_do.index(min(to_do))
         hands[rank].append(left[first])

@@ -46,6 +46,7 @@ class Numbers(Sequence[int]):
         length = len(self)
         if self._ends:
             start = self._ends[-2] if len(self._ends) > 1 else 0
+            # It continues the last stretch: numbers that come one by one stay one stretch.
             if self._firsts[-1] + length - start == stretch.start:
                 self._ends[-1] += len(stretch)
                 return

@@ -308,6 +308,7 @@ class RowReader:
         hands = reading.hands if reading is not None else {}
         found = Numbers()
         for holder, count in counts.items():
+            # A rank that has taken nothing yet has no hand here.
             if holder in hands:
                 found.extend(hands[holder].numbers[:count])
         return found
@@ -327,6 +328,8 @@ class RowReader:
         if not self._has_died:
             return
         run, generation, _ = key
+        # All ranks of the generation that it died in have to hear of it, not the first to ask
+        # alone.
         if self._died_in is None:
             self._died_in = run, generation
         if run == self._died_in[0] and generation <= self._died_in[1]:

@@ -44,6 +44,7 @@ class StepEnd:
     def meet(self, group: Group, models: Sequence[SummableModel], paces: Sequence[float]) -> None:
         """(2) Raises CollectiveMismatch, on all ranks, if they are at different steps."""
         num = self.plan.num_micro_batches
+        # With the square, ranks that differ show in the sums alone (_check_same).
         told = [float(self.plan.number), float(self.plan.number) ** 2]
         told += [float(self._num_samples), float(self._num_samples) ** 2]
         for model in models:

@@ -309,6 +309,7 @@ class Steps(Dealt):
 
     def _sizes_of(self, number: int) -> list[int]:
         """Of the micro-batches of a step; empty after the last one."""
+        # Of a stream it costs a call of the reader, and is asked several times in a step.
         if self._sizes is None or self._sizes[0] != number:
             self._sizes = number, self._sizes_ahead(number) if number < _OVER else []
         return self._sizes[1]

@@ -130,6 +130,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         if self._group is None:
             self._group = self.process_group or group_beside(current_group())
+        # This rank's own statistics are those of all ranks.
         if self._group.size == 1:
             return super().forward(input)
         output, mean, variance, count = _Normalise.apply(

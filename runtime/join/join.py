@@ -550,6 +550,7 @@ class JoinEngine:
         group = model.join_group
         same = [j for j in self._models if j.join_group is group]
         later = [j for j in same if self._joinables.index(j) >= self._turn]
+        # After the last one of the list the round begins again.
         return model is (later or same)[0]
 
     @property

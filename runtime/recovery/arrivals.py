@@ -142,7 +142,7 @@ class Arrivals:
 
     def before_step(self, steps: Steps) -> None:
         bound, request = boundary(), self._request
-        # Said anew for each vote: a save may have begun since the last one.
+        # Said again for each vote: a save may have begun since the last one.
         bound.would_admit = False
         if request is None:
             return
@@ -161,6 +161,7 @@ class Arrivals:
     def _why_not_now(self, steps: Steps, token: ReadyToken) -> str:
         if token.passage != steps.passage or not steps.has_next:
             return "the ranks have reached the end of the epoch in which it waits"
+        # Shards and buckets are matched by number, so both must have made the same.
         if token.objects != digest_of(self._objects):
             return "it made other models or optimizers than the function made here"
         return ""

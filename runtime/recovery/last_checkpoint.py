@@ -78,6 +78,7 @@ def _state_of(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> d
         *inner.named_buffers(remove_duplicate=False),
     ):
         first = name_of.setdefault(id(tensor), name)
+        # Tied names share what was retained under the first.
         if first in tensors:
             known[name] = tensors[first]
     return {name: known.get(name, value) for name, value in inner.state_dict().items()}

@@ -229,6 +229,7 @@ def _tensors_beside(objects: LiveObjects) -> list[torch.Tensor]:
         made = entry.object
         if isinstance(made, torch.nn.Module):
             found += [p.detach() for p in made.parameters() if id(p) not in sharded]
+            # A model's own buffers come with a step's (Buffers.sync_again).
             if not isinstance(made, DistributedDataParallel):
                 found += list(made.buffers())
     return found

@@ -14,6 +14,7 @@ def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> torch.Te
 
     uses_scaler: whether the scaler is a chorusline.GradScaler. Raises RuntimeError for others.
     """
+    # No GradScaler has called this step.
     if not hasattr(optimizer, "found_inf"):
         return None
     scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)

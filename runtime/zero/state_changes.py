@@ -72,6 +72,8 @@ class StateChanges:
         """
         others = {told[rank] for rank in live}
         for changes in others if len(others) == 1 else ():
+            # A state that was dropped can be dropped elsewhere; what was loaded is on the loading
+            # ranks only.
             if all(one.num_loads == changes.num_loads for one in told):
                 self.drop(changes.dropped)
                 return

@@ -394,6 +394,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
 
     def __getattr__(self, name: str) -> Any:
         """`train()` and `eval()` of optimizers that have them (schedule-free ones); collective."""
+        # Not self._engine: before it is set, that would come here again.
         engine: OptimizerEngine | None = self.__dict__.get("_engine")
         kind = engine.shard.optimizer_class if engine is not None else None
         if engine is not None and name in ("train", "eval") and callable(getattr(kind, name, None)):
@@ -773,6 +774,7 @@ class OptimizerEngine:
         to clip since it ran out of data. All ranks vote again then."""
         norms = self._ballot.max_norms(payload)
         given = {norm for norm, has_data in norms if has_data}
+        # Ranks with data that disagree are refused when the ballot is read.
         if len(given) != 1 or given == {0.0} or all(norm for norm, _ in norms):
             return False
         if not is_live:

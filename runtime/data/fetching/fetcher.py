@@ -47,6 +47,7 @@ class Fetching(Iterator[Any]):
             yield list(indices)
 
     def _peek(self) -> Indices | None:
+        # Looked at before it is given, so that a caller may compare it with what it wants now.
         if not self._peeked and (indices := next(self._source, None)) is not None:
             self._peeked.append(indices)
         return self._peeked[0] if self._peeked else None

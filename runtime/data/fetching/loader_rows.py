@@ -86,6 +86,7 @@ class LoaderRows:
 
     def _loader(self) -> DataLoader[Any]:
         generator = torch.Generator()
+        # By the epoch, so that a reader that is started again draws the same.
         generator.manual_seed(loader_seed("rows", self._epoch))
         size = self.batch_size or 1
         if not self._num_workers:

@@ -34,6 +34,7 @@ class GradientWatch:
         for number, parameter in enumerate(parameters, start=first):
             hook = partial(self._tell, number)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        # One is enough: autograd holds it as long as the parameter lives.
         if self._keeper is None and parameters:
             self._keeper = parameters[0].register_hook(partial(_keep, self._told()))
 
@@ -52,6 +53,7 @@ class GradientWatch:
             told(number, parameter)
             return
         owner = between_runs().engines.get(parameter)
+        # Wrapped again, the module has another model that watches it.
         if owner is None or owner() is None:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} has a gradient that nobody "

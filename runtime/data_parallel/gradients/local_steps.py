@@ -168,6 +168,7 @@ class LocalSteps:
         """Whether the scaler has left a step out since the vote before: it has shrunk its scale."""
         before = self._scale_before
         scale = None if self.scaler is None else self.scaler._scale
+        # To read the scale waits for the GPU, so it is asked only where no step was seen.
         return before is not None and scale is not None and bool(scale < before)
 
     def forget(self) -> None:
@@ -188,6 +189,7 @@ class LocalSteps:
 
     def _warn_of_old(self, optimizer: torch.optim.Optimizer) -> None:
         state = _tensors_of(optimizer)
+        # An optimizer that never stepped here has made its state since.
         old = state if self._old is None else [one() for one, _ in self._old]
         if any(one is other for one in state for other in old):
             name, missed = type(optimizer).__name__, self._num_missed

@@ -105,7 +105,9 @@ class BucketSums:
         node, carried, root = (0, number), self.coming, root_of(num_leaves)
         while node != root:
             sibling = sibling_of(node, num_leaves)
+            # A node without a sibling is the sum of its parent as well.
             if sibling is not None:
+                # On another rank, or yet to come.
                 if sibling not in self.kept:
                     break
                 total = self.kept.pop(sibling)
@@ -235,6 +237,7 @@ class MicroBatchSums:
 
     def begin_step(self, plan: StepPlan) -> None:
         self._plan = plan
+        # With one share and any order, backward passes may add up in the bucket itself.
         self._accumulates = not plan.deterministic and len(set(plan.shares)) == 1
         self._has_begun = False
         self._exchanges = []
@@ -242,6 +245,7 @@ class MicroBatchSums:
         self._gradients.drop()
         for sums in self._buckets:
             sums.begin_step()
+        # The reducer has made its buckets again, in the order in which gradients came.
         if [sums.bucket for sums in self._buckets] != self._gradients.buckets:
             self._buckets = [BucketSums(bucket) for bucket in self._gradients.buckets]
 

@@ -392,6 +392,7 @@ class Reducer:
     def _clear_unused(self, buckets: Sequence[GradientBucket]) -> None:
         for bucket in buckets:
             for number, view in bucket.views.items():
+                # The memory may hold the gradient of an earlier step.
                 if self.parameters[number].grad is None:
                     view.zero_()
 
@@ -571,6 +572,7 @@ class Reducer:
         if agreement.live:
             self.weight = None
         check_passes(agreement, self.group.size, self.gradients.names)
+        # Such a hook trains each rank apart, so their options may differ as well.
         if not (self.hook is not None and self.hook.trains_apart):
             self.local_steps.agreed(agreement, self.group)
         return agreement, self._on_agreement(agreement)
@@ -693,6 +695,7 @@ class Reducer:
         for number, parameter in enumerate(self.parameters):
             parameter.grad = self.gradients.views[number] if used[number] else None
         for bucket in self.buckets:
+            # From here on a write is the program's.
             bucket.launched_version = bucket.flat._version
 
     # -- other ways through a step -------------------------------------------------------------

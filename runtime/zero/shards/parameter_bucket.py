@@ -152,6 +152,8 @@ class ParameterBucket:
         for owner in guarded_ranks(group.rank, group.size, replicas):
             values = self.flat[owner * length : (owner + 1) * length]
             is_replica = bool(self.ranges)
+            # The first range is this rank's own, whose memory the reducer has; replicas have their
+            # own.
             if is_replica and reduced is not None:
                 reduced = torch.zeros_like(reduced)
             self.ranges.append(ShardRange(owner, values, reduced, is_replica))
@@ -227,6 +229,7 @@ class ParameterBucket:
         if not replicas or self.own.reduced is None:
             return None
         nothing = self.own.reduced.new_empty(0)
+        # A rank's replicas are kept by the ranks after it.
         distances = [(rank - group.rank) % group.size for rank in range(group.size)]
         mine = [
             self.own.reduced if 0 < distance <= len(replicas) else nothing for distance in distances

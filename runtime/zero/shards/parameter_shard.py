@@ -411,6 +411,7 @@ class ParameterShard:
         for mine in (mine for pieces in self.pieces for mine in pieces):
             if mine.piece.parameter in numbers and self.optimizer is not None:
                 self.optimizer.state.pop(mine.tensor, None)
+        # Otherwise parameters are left that may have some.
         if all(number in numbers for number in range(len(self.parameters))):
             self.may_have_state = False
 

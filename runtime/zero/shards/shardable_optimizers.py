@@ -129,6 +129,7 @@ def verdict_on(
     verdict: Shardability | None = known.get(key)
     if verdict is None:
         verdict = try_out(optimizer_class, tried, defaults)
+        # Objects without a value of their own may be changed by the program: tried each time.
         if is_known(key):
             known[key] = verdict
     if verdict.refusal:
