@@ -1065,6 +1065,7 @@ class Group:
             raise ValueError("ranks must name at least one rank, got none")
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"ranks must name each rank once, got {ranks}")
+        # Compared before anything is made: ranks of different groups would wait for one another.
         number, said = self._agree((ranks, name))
         _, blamed = usual_and_blamed(said)
         if blamed:
@@ -1492,6 +1493,7 @@ class Group:
                 "group; capture the computation only, and issue collectives between replays",
             )
         block = self._block_here()
+        # Inside a coalescing block an operation has what the block has.
         usual_s = self.timeout_s if block is None else block.operation.timeout_s
         return usual_s if timeout_s is None else checked_seconds(timeout_s)
 
@@ -1677,6 +1679,7 @@ class Group:
                 f"{name}_split_sizes must be {self.size} numbers, one per rank, not negative, "
                 f"with the sum {num_rows} of the rows of {name}; got {list(rows)}"
             )
+        # In `flat` a row has as many elements as it has numbers, two for a complex one.
         width = flat.numel() // num_rows if num_rows else 0
         return list(flat.split_with_sizes([n * width for n in rows]))
 

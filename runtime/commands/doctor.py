@@ -132,6 +132,7 @@ def _command(environment: Mapping[str, str]) -> Iterator[Finding]:
     activate = program.with_name("activate")
     first = f"source {activate}" if activate.exists() else f"export PATH={program.parent}:$PATH"
     found = shutil.which("chorusline", path=environment.get("PATH", ""))
+    # Another environment's program would run another version.
     if found is None or Path(found).resolve() != program.resolve():
         yield poor(
             "command",

@@ -71,6 +71,7 @@ async def _show(session: str | None, console: Console, once: bool) -> int:
         while surveys or statuses:
             await asyncio.sleep(_REFRESH_S)
             surveys, statuses = await survey(session), await detached(session)
+            # With none left the last state stays on the screen.
             if surveys or statuses:
                 live.update(drawn(surveys, statuses), refresh=True)
     console.print("The session has ended." if session else "No session is running any more.")
@@ -180,6 +181,7 @@ def table(seen: Survey) -> Table:
     for (info, member), word in zip(seen.driver.members, seen.workers, strict=True):
         where = f"{info.pid} on {info.hostname}"
         if isinstance(word, str):
+            # The driver knows of a death; a worker that only does not answer may be busy.
             state = member.value if member is MemberState.LOST else "silent"
             cells: Sequence[str] = ("", where, info.device, state, "", "", "", "", word)
             style = "red"

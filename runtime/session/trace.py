@@ -143,6 +143,7 @@ def clock_offsets(ranks: Sequence[RankTraced]) -> dict[int, float]:
     theirs = _ends(first)
     by_host: dict[str, list[float]] = {}
     for traced in ranks:
+        # Ranks that wait for all end such a collective at about the same moment.
         differences = [at - theirs[key] for key, at in _ends(traced).items() if key in theirs]
         by_host.setdefault(traced.host, []).extend(differences)
     offset_of = {

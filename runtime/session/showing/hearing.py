@@ -84,6 +84,7 @@ class Audience:
         return self.wants_reports or self._output is not None or self._progress is not None
 
     def hear(self, news: News) -> None:
+        # In a keeper: its clients show what it hears, each from where it was.
         if self._record is not None:
             self._record(news)
             return

@@ -155,6 +155,7 @@ class Progress:
         before, self._places = self._places, Places.of(statuses, numbers, num_lost)
         self._pace.look(statuses, time.monotonic(), self._places.taken)
         over = before.epoch_over(self._places)
+        # Short epochs would fill a log; bars show each of them anyway.
         if over and self._live is None and self._waited_s >= _EPOCH_LINE_S:
             self._line(self._plain_line(over))
         self._update()

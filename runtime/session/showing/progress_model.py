@@ -58,6 +58,7 @@ class ProgressModel:
         return ProgressModel(
             ranks={**self.ranks, report.rank: rank},
             steps_of={**self.steps_of, epoch: longest},
+            # The first report is where the time begins, so its tokens came before it.
             tokens=self.tokens + numbers.get("tokens", 0.0) if self.ranks else 0.0,
             first_s=self.first_s if self.ranks else report.time,
             last_s=max(self.last_s, report.time),
@@ -169,6 +170,7 @@ class Places:
     @property
     def of_epochs(self) -> str:
         """`epoch 2/3`; empty outside of loops over several epochs."""
+        # With one epoch the number says nothing.
         if self.epoch is None or (self.epoch == 0 and (self.num_epochs or 1) == 1):
             return ""
         return f"epoch {self.epoch + 1}" + (f"/{self.num_epochs}" if self.num_epochs else "")
@@ -221,6 +223,7 @@ def _means(of_all: Mapping[int, Mapping[str, float]], joined: frozenset[int]) ->
     by_name: dict[str, list[float]] = {"loss": []}
     for who, numbers in of_all.items():
         for name, value in numbers.items():
+            # The last numbers of a rank without data are of an earlier step.
             if who not in joined and name not in BOOKKEEPING:
                 by_name.setdefault(name, []).append(value)
     return {name: mean(values) for name, values in by_name.items() if values}
@@ -270,6 +273,7 @@ def time_left(places: Places, pace: Pace, num_steps: int | None = None) -> str:
     if num_steps:
         steps = num_steps - places.taken
     elif places.total and places.epoch is not None:
+        # The epochs to come are taken to be as long as this one.
         later = max(0, (places.num_epochs or 0) - places.epoch - 1)
         steps = places.total - places.done + later * places.total
     else:

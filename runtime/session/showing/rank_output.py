@@ -38,6 +38,7 @@ class RankLines:
 
     def _take(self, seat: int, piece: PrintedPiece) -> None:
         begun = self._begun.pop((seat, piece.kind), None)
+        # The worker has another rank now: what it had begun to print keeps the old label.
         if begun is not None and begun.rank != piece.rank:
             self._show(seat, begun)
             begun = None
