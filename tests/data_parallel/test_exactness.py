@@ -185,8 +185,8 @@ def reference(scenario):
 
     A rank's last batches that do not fill a step belong to the step of the others, and to none if
     no rank fills it. Buffers follow each rank's own batches within a step; after it all take those
-    of the largest live rank. With synced statistics each forward is over all ranks that have a
-    batch, and buffers are equal throughout.
+    of the largest rank that had its last batch. With synced statistics each forward is over all
+    ranks that have a batch, and buffers are equal throughout.
     """
     model = Model(scenario).double()
     kind, options = _OPTIMIZERS[scenario.optimizer]
@@ -217,7 +217,9 @@ def reference(scenario):
                 parameter.grad /= weights if scenario.weighed else divisor
         if any(len(steps[rank][step]) == k for rank in live):
             optimizer.step()
-        buffers = [buffers[max(live)] for _ in steps]
+        last = max(len(steps[rank][step]) for rank in live)
+        newest = max(rank for rank in live if len(steps[rank][step]) == last)
+        buffers = [buffers[newest] for _ in steps]
         _restore(model, buffers[0])
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
