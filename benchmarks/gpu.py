@@ -200,7 +200,6 @@ def steps(group: cl.Group, size: str, rounds: int) -> dict[str, Any]:
 
     ours = cl.DistributedDataParallel(make_model(size, device), group)
     sharded = cl.DistributedDataParallel(make_model(size, device), group)
-    early = cl.DistributedDataParallel(make_model(size, device), group)
     peer = TorchDDP(make_model(size, device))
     peer_sharded = TorchDDP(make_model(size, device))
     whole_shards = fsdp2(size, device)
@@ -209,10 +208,6 @@ def steps(group: cl.Group, size: str, rounds: int) -> dict[str, Any]:
         "ddp": (ours, adamw(ours.parameters(), **flags)),
         "torch ddp": (peer, adamw(peer.parameters(), **flags)),
         "zero": (sharded, cl.ZeroRedundancyOptimizer(sharded, adamw, **flags)),
-        "zero overlapped": (
-            early,
-            cl.ZeroRedundancyOptimizer(early, adamw, overlap_with_ddp=True, **flags),
-        ),
         "torch zero": (peer_sharded, TorchZero(peer_sharded.parameters(), adamw, **flags)),
         "torch fsdp2": (whole_shards, adamw(whole_shards.parameters(), **flags)),
         "no communication": (alone, adamw(alone.parameters(), **flags)),
@@ -230,7 +225,7 @@ def steps(group: cl.Group, size: str, rounds: int) -> dict[str, Any]:
     found = alternate(ways, rounds=rounds, calls=1, warm_up=2)
     apart = {
         name: _apart(made[name][0].module, made[f"torch {reference}"][0].module, size, device)
-        for name, reference in (("ddp", "ddp"), ("zero", "zero"), ("zero overlapped", "zero"))
+        for name, reference in (("ddp", "ddp"), ("zero", "zero"))
     }
     for name, distance in apart.items():
         if not distance < _APART:
@@ -322,7 +317,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ratios |= {
             f"ddp/{size}": step_s["ddp"] / step_s["torch ddp"],
             f"zero/{size}": step_s["zero"] / step_s["torch zero"],
-            f"zero_overlapped/{size}": step_s["zero overlapped"] / step_s["torch zero"],
             f"zero_vs_fsdp2/{size}": step_s["zero"] / step_s["torch fsdp2"],
             f"zero_vs_ddp/{size}": step_s["zero"] / step_s["torch ddp"],
         }

@@ -89,10 +89,6 @@ def measure(rank: int, num_ranks: int, store_path: str, size: str, rounds: int) 
     zero = cl.ZeroRedundancyOptimizer(sharded, torch.optim.AdamW, **_FLAGS)
     guarded = cl.DistributedDataParallel(make_model(size), group)
     replicated = cl.ZeroRedundancyOptimizer(guarded, torch.optim.AdamW, replicas=2, **_FLAGS)
-    early_model = cl.DistributedDataParallel(make_model(size), group)
-    early = cl.ZeroRedundancyOptimizer(
-        early_model, torch.optim.AdamW, overlap_with_ddp=True, **_FLAGS
-    )
     torch_ddp = TorchDDP(make_model(size))
     torch_adamw = torch.optim.AdamW(torch_ddp.parameters(), **_FLAGS)
     torch_sharded = TorchDDP(make_model(size))
@@ -114,7 +110,6 @@ def measure(rank: int, num_ranks: int, store_path: str, size: str, rounds: int) 
         "zero": way(sharded, zero),
         "zero, 2 replicas": way(guarded, replicated),
         "the ballot alone": ballots,
-        "zero overlapped": way(early_model, early),
         "torch zero": way(torch_sharded, torch_zero),
         "ddp": way(ddp, adamw),
         "torch ddp": way(torch_ddp, torch_adamw),
@@ -175,7 +170,6 @@ def main() -> None:
             f"zero/{size}": step_s["zero"] / step_s["torch zero"],
             f"replicas_2/{size}": step_s["zero, 2 replicas"] / step_s["zero"],
             f"ballot/{size}": step_s["the ballot alone"] / step_s["zero"],
-            f"zero_overlapped/{size}": step_s["zero overlapped"] / step_s["zero"],
             f"zero_vs_ddp/{size}": step_s["zero"] / step_s["torch ddp"],
             f"ddp/{size}": step_s["ddp"] / step_s["torch ddp"],
             f"zero_in_join/{size}": step_s["zero in Join"] / step_s["torch zero in Join"],

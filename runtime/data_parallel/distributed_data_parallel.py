@@ -220,10 +220,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         # A launch that blocks until all ranks launch must not come early: other ranks may wait for
         # this rank's statistics in the backward pass, or for their announcement in a Join.
         has_others = bool(self._sync_norms) or (self._join is not None and self._join.is_following)
-        launch_waits = self.group.waits_on_issue or self._reducer.on_launched is not None
         # One pass may reduce two models, which a rank without data does one after the other.
         is_one_of_several = self._join is not None and self._join.follows_several_models
-        self._reducer.launches_early = not ((has_others and launch_waits) or is_one_of_several)
+        self._reducer.launches_early = not (
+            (has_others and self.group.waits_on_issue) or is_one_of_several
+        )
         boundary().draws_begin()
         return time.monotonic()
 

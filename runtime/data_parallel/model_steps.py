@@ -29,8 +29,6 @@ from .sync_batch_norm import SyncBatchNorm
 class StepEnder(Protocol):
     """A sharded optimizer, which ends the steps of its model."""
 
-    def why_not_summed(self) -> str: ...
-
     def begin_summed_step(self) -> None:
         """A step begins."""
 
@@ -132,7 +130,7 @@ class ModelSteps:
                 "it has broadcast_buffers=False, and the buffers of a rank would depend on which "
                 "micro-batches it computes; leave broadcast_buffers out"
             )
-        return self.ender.why_not_summed() if self.ender is not None else ""
+        return ""
 
     def begin_step(self, plan: StepPlan) -> None:
         self.leave_steps()  # Where the last step was left by an error.

@@ -205,11 +205,6 @@ class BetweenRuns:
     def end_applying(self) -> None:
         self._is_applying = False
 
-    def tear(self) -> None:
-        """A step was applied in part, before all ranks had agreed on it."""
-        self._num_steps += 1
-        self._torn_at = self._num_steps
-
     def put(self, name: str, value: Any) -> None:
         self.objects[name] = value
         self._made_at[name] = self._num_steps

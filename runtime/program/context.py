@@ -436,8 +436,8 @@ class Context:
 
         Raises ValueError for an empty dataset and for sizes that do not fit, TypeError for one
         without a length. The loop raises RuntimeError inside Join, under torch.no_grad, without a
-        DistributedDataParallel, for a model with a communication hook, with SyncBatchNorm in
-        training or with broadcast_buffers=False, and for an optimizer with overlap_with_ddp.
+        DistributedDataParallel, and for a model with a communication hook, with SyncBatchNorm in
+        training or with broadcast_buffers=False.
         """
         call = self._call
         if epoch is None:

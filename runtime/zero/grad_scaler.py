@@ -34,8 +34,6 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
     options: arguments of torch.amp.GradScaler (init_scale, growth_interval, …).
 
     Inside Join, list the scaler after the optimizer: Join([model, optimizer, scaler]).
-
-    Raises ValueError if the scaler is enabled and the optimizer has overlap_with_ddp.
     """
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer, **options: Any) -> None:
@@ -46,11 +44,6 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
                 "torch.amp.GradScaler(device)"
             )
         super().__init__(optimizer.group.device.type, **options)
-        if optimizer.overlap_with_ddp and self.is_enabled():
-            raise ValueError(
-                "a scaled step may have to be skipped, but overlap_with_ddp steps parameters "
-                "before that is known; make the optimizer without overlap_with_ddp"
-            )
         self._optimizer = optimizer
         optimizer.uses_scaler = self.is_enabled()
         optimizer._scaler = weakref.ref(self) if self.is_enabled() else None

@@ -12,8 +12,7 @@ A step has the phases below; the code repeats the numbers.
     (4) Apply the shard's gradient to the shard, and the replicas' gradients to the replicas.
     (5) All-gather the parameters, and synchronize the buffers.
 
-(4) and (5) run bucket by bucket. With `overlap_with_ddp` they run for most buckets during backward
-(early_update.py).
+(4) and (5) run bucket by bucket.
 
 If the run survives the loss of a rank (recovery/recovery.py), a failure in any phase parks the
 step. If some rank has seen the ballot, the step counts, and this rank finishes it in the next
@@ -70,7 +69,6 @@ from .ballot import (
     set_numbers,
 )
 from .digest_checks import Correction, DigestChecks
-from .early_update import EarlyUpdate
 from .loss_scale import agreed_scale, given_scale
 from .shards.parameter_bucket import Gather
 from .shards.parameter_shard import ParameterShard
@@ -91,6 +89,17 @@ _OF_THE_MODEL = (
     "Give it the model, ZeroRedundancyOptimizer(model, ...), or parameters of the module that "
     "was wrapped: a copy of the module has other parameters."
 )
+
+
+_INSTEAD = {
+    "_overlap_with_ddp": (
+        ": torch's hook_with_zero_step steps torch's ZeroRedundancyOptimizer in the backward pass. "
+        "Leave the hook out; optimizer.step() after the backward pass takes the whole step"
+    ),
+    "join_process_group": ": write join_group",
+    "process_group": ": write group",
+}
+"""By attribute of torch's ZeroRedundancyOptimizer, what to write here."""
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
@@ -118,13 +127,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         in a session that may lose workers (max_failures), losing a worker costs no state and no
         step; with fewer workers than replicas, all of them keep each shard. Each replica costs P/N
         elements sent per step, and the memory and arithmetic of a shard.
-    overlap_with_ddp: the backward pass steps each bucket's shard as soon as the bucket is reduced;
-        `step()` finishes the step. Change options before the backward pass. Excludes max_norm and
-        GradScaler.
     check_every: every `check_every` steps, compare checksums of parameters, state and gradients
         across ranks to detect silent data corruption. A wrong value is restored from a rank that
-        has the right one; `corrections` lists the repairs. Excludes overlap_with_ddp. Default: no
-        check (docs/flipped-bits.md).
+        has the right one; `corrections` lists the repairs. Default: no check
+        (docs/flipped-bits.md).
     parameters_as_bucket_view: no effect, accepted for scripts written for torch: parameters
         always lie in the memory of their buckets, each with a storage of its own.
     defaults: arguments of optimizer_class.
@@ -151,7 +157,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         group: Group | None = None,
         max_norm: float | None = None,
         replicas: int = 1,
-        overlap_with_ddp: bool = False,
         check_every: int | None = None,
         parameters_as_bucket_view: bool = True,
         **defaults: Any,
@@ -168,11 +173,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         replicas = number
         if check_every is not None:
             check_range("check_every", check_every, 1)
-        if check_every is not None and overlap_with_ddp:
-            raise ValueError(
-                "check_every compares the state of the ranks before anything is applied, and "
-                "overlap_with_ddp applies during backward; leave one of them out"
-            )
         check_shardable(optimizer_class)
         super().__init__(params, {})
         check_dense(self.param_groups)
@@ -210,7 +210,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         self.grad_norm: float | None = None
         """2-norm of the mean gradient of the last step, before clipping; None without max_norm."""
 
-        self.overlap_with_ddp = overlap_with_ddp
         self.uses_scaler = False
         """Whether losses are scaled; set by chorusline.GradScaler, on all ranks."""
         self._scaler: weakref.ref[Any] | None = None
@@ -224,43 +223,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         descriptions = describe_parameters(self.param_groups, 0, self.defaults, verdict)
         settings = {
             "replicas": replicas,
-            "overlap_with_ddp": bool(overlap_with_ddp),
             "check_every (0: no check)": check_every or 0,
         }
         check_same_parameters("ZeroRedundancyOptimizer", descriptions, group, settings=settings)
         shard = ParameterShard(optimizer_class, defaults, group, verdict=verdict, replicas=replicas)
         self._engine = OptimizerEngine(self, shard, model)
-        self._engine.begin(self._overlap(replicas) if overlap_with_ddp else None)
+        self._engine.begin()
 
     @property
     def group(self) -> Group:  # type: ignore[override]
         """The group over which the state is sharded. It changes when the run's ranks change."""
         return self._engine.group
-
-    def _overlap(self, replicas: int) -> EarlyUpdate:
-        if self.max_norm is not None:
-            raise ValueError(
-                "overlap_with_ddp steps parameters before the norm of the whole gradient is known; "
-                "leave out max_norm, or overlap_with_ddp"
-            )
-        reducer, shard = self._engine.reducer, self._engine.shard
-        if reducer is None or shard.optimizer_class not in ELEMENTWISE:
-            raise ValueError(
-                "overlap_with_ddp needs all parameters that one chorusline DistributedDataParallel "
-                "reduces, and one of torch's elementwise optimizers (SGD, Adam, AdamW, …)"
-            )
-        if replicas > 1:
-            raise ValueError(
-                "overlap_with_ddp steps a shard before its gradient has gone to the ranks that "
-                "keep its replicas; leave out replicas, or overlap_with_ddp"
-            )
-        if recovery_of(self.group) is not None:
-            raise ValueError(
-                "overlap_with_ddp steps parameters before all ranks have agreed on the step, and "
-                "such a step cannot be undone when a rank dies; leave overlap_with_ddp out, or "
-                "let the session end when a worker is lost (max_failures=0)"
-            )
-        return EarlyUpdate(reducer, shard, self.param_groups, self._engine.divisor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch.optim; collective, between two steps.
@@ -399,7 +372,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         kind = engine.shard.optimizer_class if engine is not None else None
         if engine is not None and name in ("train", "eval") and callable(getattr(kind, name, None)):
             return functools.partial(engine.switch, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}{_INSTEAD.get(name, '')}"
+        )
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -579,7 +554,6 @@ class OptimizerEngine:
         """Parameters in the groups that no shard holds, because they have been frozen so far."""
         self._why_not = ""
         """What keeps this rank from taking the step under way; empty if nothing does."""
-        self._early: EarlyUpdate | None = None  # None: no overlap_with_ddp
         self._seen = OptimizerProgress(0)
         """The number and content of the last ballot that this rank has seen."""
         self._ballot_of_step = 0
@@ -606,9 +580,8 @@ class OptimizerEngine:
         self._waiting = [p for p in dict.fromkeys(given) if id(p) not in laid_out]
         self.take_up_trainable()
 
-    def begin(self, early: EarlyUpdate | None) -> None:
-        """Called when the optimizer is fully constructed. early: steps shards during backward."""
-        self._early = early
+    def begin(self) -> None:
+        """Called when the optimizer is fully constructed."""
         if self._recovery is not None:
             assert self.reducer is not None
             self.reducer.parks = True
@@ -667,7 +640,7 @@ class OptimizerEngine:
         self._why_not = why_not or self._why_not_now()
         # Inside a Join the others would wait in this step, or see it as ended by this rank: there
         # the ballot tells them why. Elsewhere no other rank need have come here.
-        if self._why_not and (self.optimizer._join is None or self.has_early_update):
+        if self._why_not and self.optimizer._join is None:
             raise RuntimeError(self._why_not)
         self.shard.bring_home()
         if self.reducer is not None:
@@ -718,10 +691,6 @@ class OptimizerEngine:
         self.shard.bring_home()
         self.shard.switch(mode, self.optimizer.param_groups)
         self.shard.gather()
-
-    @property
-    def has_early_update(self) -> bool:
-        return self._early is not None
 
     @property
     def can_wait(self) -> bool:
@@ -879,20 +848,12 @@ class OptimizerEngine:
 
     def drop_state(self, numbers: Iterable[int]) -> None:
         """Drop the state of these parameters, on all ranks before the next step."""
-        if self.optimizer._join is not None and self.has_early_update:
-            raise RuntimeError(
-                "optimizer.state was cleared inside a Join, but with overlap_with_ddp ranks that "
-                "have run out of data step in the backward pass, before they can hear of it. Clear "
-                "it before or after the Join, or leave out overlap_with_ddp"
-            )
         self.state_changes.drop(numbers)
         self.consolidated = None
 
     def _hold_ballot(self, is_live: bool) -> tuple[float, ...]:
         reach = self.faults.reach
         reach(Instant.REDUCE)
-        if self._early is not None:
-            self._early.step_launched()
         self._reduce()  # (1)
         reach(Instant.REDUCED)
         replicating = self.shard.start_replicating()  # (2)
@@ -933,12 +894,7 @@ class OptimizerEngine:
                 *(self.reducer.notes() if self.reducer else ()),
                 *boundary().notes(),
                 *([Note.REFUSES] if self._why_not else ()),
-                # An optimizer that steps in the backward pass has stepped with them already.
-                *(
-                    [Note.CHANGES_STATE]
-                    if self._tells_changes and self.state_changes.own and not self.has_early_update
-                    else ()
-                ),
+                *([Note.CHANGES_STATE] if self._tells_changes and self.state_changes.own else ()),
                 *([Note.PERTURBS] if self._perturbs else ()),
             ],
             join=self.optimizer._told_of_join(),
@@ -990,7 +946,6 @@ class OptimizerEngine:
 
         divisor: of the summed gradient; None: that of the agreement."""
         agreement = outcome.agreement
-        gathers = self._early.end_step() if self._early is not None else []
         if not agreement.live:
             return []  # All ranks have joined: there is no gradient.
         divisor = self.divisor(agreement) if divisor is None else divisor
@@ -1001,8 +956,9 @@ class OptimizerEngine:
         if self.optimizer.found_overflow or self._digests.leaves_out(outcome.digests):
             return []
         coefficient = self._clip_coefficient() / scale
+        gathers: list[Gather] = []
         failure: CollectiveError | None = None
-        for portion in self.shard.portions[len(gathers) :]:
+        for portion in self.shard.portions:
             self.faults.reach(Instant.APPLY)
             self.shard.apply(
                 portion, self.optimizer.param_groups, agreement.used, divisor, coefficient
@@ -1130,14 +1086,6 @@ class OptimizerEngine:
         """Whether there is such a step that `step()` has not taken."""
         return self._summed is not None
 
-    def why_not_summed(self) -> str:
-        if self.has_early_update:
-            return (
-                "its optimizer has overlap_with_ddp, which steps parameters in the first backward "
-                "pass; leave overlap_with_ddp out"
-            )
-        return ""
-
     def begin_summed_step(self) -> None:
         if self._summed is not None:
             raise RuntimeError(
@@ -1233,8 +1181,6 @@ class OptimizerEngine:
     def leave_run(self) -> None:
         """The run in which the optimizer was made is over, and with it the run's recovery."""
         self._recovery = None
-        if self._early is not None and self.reducer is not None and self.reducer.has_begun:
-            between_runs().tear()
 
     @torch.no_grad()
     def take_over(

@@ -28,16 +28,15 @@ _OPTIMIZERS = {
 @dataclass(frozen=True)
 class Scenario:
     """lengths: batches per rank. accumulate: batches per step. branches: parts of the model that
-    a batch uses only one of. sharded: with ZeRO; overlapped: and its early updates, where they are
-    possible. weighed: losses by their number of samples. norm: "none", or statistics of each rank
-    ("local") or of all ("synced"). looks_ahead: over a Shard, else over a list."""
+    a batch uses only one of. sharded: with ZeRO. weighed: losses by their number of samples. norm:
+    "none", or statistics of each rank ("local") or of all ("synced"). looks_ahead: over a Shard,
+    else over a list."""
 
     lengths: tuple[int, ...]
     optimizer: str
     sharded: bool
     norm: str
     looks_ahead: bool
-    overlapped: bool
     branches: int
     frozen: bool
     accumulate: int
@@ -55,7 +54,6 @@ scenarios = st.builds(
     sharded=st.booleans(),
     norm=st.sampled_from(["none", "local", "synced"]),
     looks_ahead=st.booleans(),
-    overlapped=st.booleans(),
     branches=st.integers(1, 3),
     frozen=st.booleans(),
     accumulate=st.integers(1, 3),
@@ -113,14 +111,7 @@ def distributed(group, scenario):
     model = cl.DistributedDataParallel(module, group, bucket_cap_mb=scenario.bucket_cap_mb)
     kind, options = _OPTIMIZERS[scenario.optimizer]
     if scenario.sharded:
-        can_overlap = scenario.max_norm is None and scenario.optimizer != "adafactor"
-        optimizer = cl.ZeroRedundancyOptimizer(
-            model,
-            kind,
-            max_norm=scenario.max_norm,
-            overlap_with_ddp=scenario.overlapped and can_overlap,
-            **options,
-        )
+        optimizer = cl.ZeroRedundancyOptimizer(model, kind, max_norm=scenario.max_norm, **options)
         join = cl.Join(
             [model, optimizer],
             divide_by_initial_world_size=scenario.divide_by_initial,

@@ -21,7 +21,7 @@ from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in, seeds
 pytestmark = needs_stand_in
 
 STEPS = 3
-KINDS = ("ddp", "zero, clipped", "zero, with replicas", "zero, overlapped", "norm", "scaled")
+KINDS = ("ddp", "zero, clipped", "zero, with replicas", "norm", "scaled")
 MORE_SEEDS = [pytest.param(seed, marks=pytest.mark.slow) for seed in seeds(11)[1:]]
 
 
@@ -56,7 +56,6 @@ def optimizer_of(kind: str, model: Any) -> Any:
     more: dict[str, Any] = {
         "zero, clipped": {"max_norm": 0.5},
         "zero, with replicas": {"replicas": 2},
-        "zero, overlapped": {"overlap_with_ddp": True},
         "scaled": {},
     }[kind]
     return cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2, **more)

@@ -8,8 +8,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
 from torch.distributed.algorithms.join import Join as TorchJoin
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -192,42 +190,3 @@ def test_an_exception_frees_the_peers_where_torchs_wait_for_the_timeout(ranks_of
 
 def _with_short_timeout(group, body):
     return with_torch(group, body, timeout_s=_TIMEOUT_S)
-
-
-def overlapped_by_torch(group):
-    """Steps in which torch's overlapped ZeRO changes nothing, or why it does not run."""
-    model = TorchDDP(make_model(torch.float32))
-    zero = TorchZero(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
-    try:
-        model.register_comm_hook(None, hook_with_zero_step(_plain_hook, model, zero))
-        return _idle_steps(model, zero)
-    except (RuntimeError, ValueError) as error:
-        return str(error).splitlines()[0]
-
-
-def _plain_hook(state, bucket):
-    group = dist.group.WORLD
-    future = dist.all_reduce(bucket.buffer().div_(group.size()), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
-
-
-def overlapped_by_ours(group):
-    model = cl.DistributedDataParallel(make_model(torch.float32), group)
-    return _idle_steps(model, cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1))
-
-
-def _idle_steps(model, optimizer):
-    idle = 0
-    for batch in batches_of(0, 5, torch.float32):
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        loss_of(model, batch).backward()
-        optimizer.step()
-        idle += largest_difference(before, list(model.parameters())) == 0
-    return idle
-
-
-def test_the_first_step_is_taken_where_torchs_overlapped_form_leaves_it_out(ranks_of):
-    torchs = ranks_of(2).run(with_torch, overlapped_by_torch)[0]
-    ours = ranks_of(2).run(overlapped_by_ours)
-    print(f"of five steps, idle: torch {torchs}, ours {ours[0]}")
-    assert ours == [0, 0]

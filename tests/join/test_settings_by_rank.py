@@ -84,7 +84,6 @@ LOOPS: dict[str, tuple[Any, Any, Any, Any, Any]] = {
     "bucket_cap_mb": (by_rank("bucket_cap_mb", 25, 0.0001), *[nothing] * 3, once),
     "static_graph": (by_rank("static_graph", False, True), *[nothing] * 3, once),
     "check_every": (nothing, by_rank("check_every", 2, None), nothing, nothing, once),
-    "overlap_with_ddp": (nothing, by_rank("overlap_with_ddp", True, False), *[nothing] * 2, once),
     "growth_interval": (*[nothing] * 3, by_rank("growth_interval", 1, 2), once),
     "growth_factor": (*[nothing] * 3, by_rank("growth_factor", 2.0, 4.0), once),
     "backoff_factor": (*[nothing] * 3, by_rank("backoff_factor", 0.5, 0.25), once),
@@ -102,12 +101,11 @@ SAYS = {
     "bucket_cap_mb": "bucket_cap_mb (in bytes) is 26214400 on rank 0, 104 on rank 1",
     "static_graph": "static_graph is False on rank 0, True on rank 1",
     "check_every": "check_every (0: no check) is 2 on rank 0, 0 on rank 1",
-    "overlap_with_ddp": "overlap_with_ddp is True on rank 0, False on rank 1",
     "growth_interval": "growth_interval is 1 on rank 0, 2 on rank 1",
     "growth_factor": "growth_factor is 2 on rank 0, 4 on rank 1",
     "backoff_factor": "backoff_factor is 0.5 on rank 0, 0.25 on rank 1",
 }
-OF_ZERO = {"check_every", "overlap_with_ddp", "growth_interval", "growth_factor", "backoff_factor"}
+OF_ZERO = {"check_every", "growth_interval", "growth_factor", "backoff_factor"}
 
 
 @pytest.mark.parametrize(

@@ -90,13 +90,6 @@ def with_buffers_that_stay(group: cl.Group) -> None:
             model(batch)
 
 
-def with_overlap(group: cl.Group) -> None:
-    model, _optim = made(group, overlap_with_ddp=True)
-    for step in steps_of(group):
-        for batch in step:
-            model(batch)
-
-
 def left_early(group: cl.Group) -> None:
     model, _ = made(group)
     for step in steps_of(group):
@@ -168,7 +161,6 @@ WRONG: dict[str, tuple[Callable[[cl.Group], None], type[Exception], str]] = {
     "hook": (with_a_hook, RuntimeError, "leave the hook out"),
     "SyncBatchNorm": (with_sync_batch_norm, RuntimeError, "Leave the layers as BatchNorm"),
     "buffers": (with_buffers_that_stay, RuntimeError, "leave broadcast_buffers out"),
-    "overlap": (with_overlap, RuntimeError, "leave overlap_with_ddp out"),
     "break": (left_early, RuntimeError, "without a break"),
     "twice": (iterated_twice, RuntimeError, "iterated once"),
     "no step()": (not_stepped, RuntimeError, "Call optimizer.step()"),

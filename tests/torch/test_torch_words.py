@@ -5,6 +5,11 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -132,6 +137,18 @@ TYPED = {
     "process_group of zero": (
         lambda h: cl.ZeroRedundancyOptimizer(h.model, ADAMW, process_group=h.group),
         "write group=",
+    ),
+    "overlap_with_ddp": (
+        lambda h: cl.ZeroRedundancyOptimizer(h.model, ADAMW, overlap_with_ddp=True),
+        "leave it out: step() comes after the backward pass",
+    ),
+    "hook_with_zero_step": (
+        lambda h: hook_with_zero_step(allreduce_hook, h.model, h.zero),
+        "Leave the hook out",
+    ),
+    "hook_with_zero_step_interleaved": (
+        lambda h: hook_with_zero_step_interleaved(allreduce_hook, h.model, h.zero),
+        "Leave the hook out",
     ),
     "step": (lambda h: h.zero.step(scale=2.0), "Set options in optimizer.param_groups"),
     "scaler": (lambda h: cl.GradScaler("cpu"), "write GradScaler(optimizer)"),

@@ -179,9 +179,3 @@ def drop_on_one(group: cl.Group) -> str:
 def test_state_that_one_rank_drops_is_named(ranks_of):
     for told in ranks_of(2).run(drop_on_one):
         assert "on ranks [1]" in told and "4 dropped, 0 loaded on rank 1" in told, told
-
-
-def test_an_optimizer_that_steps_early_begins_anew_outside_of_a_join_only(ranks_of):
-    options = {"overlap_with_ddp": True}
-    for told in ranks_of(2).run(on_ranks, clear, (4, 4), False, torch.optim.Adam, options):
-        assert "inside a Join" in told and "overlap_with_ddp" in told

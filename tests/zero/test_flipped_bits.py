@@ -320,10 +320,6 @@ def test_every_wrong_number_of_steps_is_refused(alone):
     ):
         with pytest.raises(error, match=f"check_every must be {said}"):
             cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, check_every=wrong)
-    with pytest.raises(ValueError, match="overlap_with_ddp applies during backward"):
-        cl.ZeroRedundancyOptimizer(
-            model, torch.optim.SGD, lr=0.1, check_every=1, overlap_with_ddp=True
-        )
 
 
 def of_many_tiles(group, check_every):

@@ -117,7 +117,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "sharded": (torch.optim.AdamW, ADAMW, {}),
     "never cut": (torch.optim.Adafactor, {"lr": 0.01}, {}),
     "replicas": (torch.optim.AdamW, ADAMW, {"replicas": 2}),
-    "early": (torch.optim.AdamW, ADAMW, {"overlap_with_ddp": True}),
     "plain, fused": (torch.optim.AdamW, ADAMW, {"sharded": False}),
     "plain": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"sharded": False}),
 }

@@ -63,15 +63,13 @@ def test_parameters_on_two_devices_are_gathered_by_way_of_the_groups(gpus, tmp_p
             assert torch.allclose(ours, expected.cpu(), rtol=1e-4, atol=1e-6)
 
 
-def train_capturable(rank: Rank, overlapped: bool):
+def train_capturable(rank: Rank):
     with rank.group() as group:
         device = group.device
         model = cl.DistributedDataParallel(
             make_model(torch.float32).to(device), group, bucket_cap_mb=2**-18
         )
-        zero = cl.ZeroRedundancyOptimizer(
-            model, torch.optim.AdamW, lr=1e-2, capturable=True, overlap_with_ddp=overlapped
-        )
+        zero = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2, capturable=True)
         for number, batch in enumerate(batches_of(group.rank, 4, torch.float32)):
             if number == 2:
                 zero.consolidate_state_dict()
@@ -85,9 +83,8 @@ def train_capturable(rank: Rank, overlapped: bool):
         return [p.detach().tolist() for p in model.parameters()]  # the rank ends now
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("gpus", gpus_of(2))
-def test_state_of_capturable_optimizers_stays_on_the_gpu(gpus, overlapped, tmp_path):
+def test_state_of_capturable_optimizers_stays_on_the_gpu(gpus, tmp_path):
     model = make_model(torch.float32)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = [batches_of(rank, 4, torch.float32) for rank in range(gpus.size)]
@@ -96,6 +93,6 @@ def test_state_of_capturable_optimizers_stays_on_the_gpu(gpus, overlapped, tmp_p
         for batches in data:
             (loss_of(model, batches[step]) / gpus.size).backward()
         plain.step()
-    for parameters in gpus.run(train_capturable, tmp_path, overlapped):
+    for parameters in gpus.run(train_capturable, tmp_path):
         for ours, expected in zip(parameters, model.parameters(), strict=True):
             assert torch.allclose(torch.tensor(ours), expected, rtol=1e-4, atol=1e-6)

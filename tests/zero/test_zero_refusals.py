@@ -265,7 +265,6 @@ def test_completion_shows_torchs_names_and_the_public_ones_only():
             "join_hook",
             "max_norm",
             "num_steps",
-            "overlap_with_ddp",
             "shard_optimizer",
             "uses_scaler",
         }

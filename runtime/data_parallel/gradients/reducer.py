@@ -104,8 +104,6 @@ class Reducer:
         """Times the steps; None below debug level INFO."""
         self.number = 0
         """Of the model, among those of its group."""
-        self.on_launched: Callable[[int], None] | None = None
-        """Called with the number of each bucket that a pass launches."""
         self._reduction: Reduction = AllReduce()
         self._failure: CollectiveError | None = None
         """The error of a launch that was parked, until `wait` raises it."""
@@ -209,9 +207,7 @@ class Reducer:
         self._place_vote()
         self._has_measured_order = len(self.buckets) == 1  # One bucket has only one order.
         for bucket in fresh if is_in_step else ():
-            # Not by `_launch`: `on_launched` is only for buckets that a pass has launched.
-            self._reduce(bucket, self._num_launched)
-            self._num_launched += 1
+            self._launch(bucket)
         return fresh
 
     def lay_out(self, order: Sequence[int]) -> None:
@@ -343,8 +339,6 @@ class Reducer:
         self._arrivals.clear()
         if self._launches_now:
             self._begin_launching()
-        elif self.on_launched is not None and self.has_begun:
-            self.on_launched(0)  # Refuses it, if it has stepped parameters already.
 
     def _begin_launching(self) -> None:
         self.num_passes += 1
@@ -614,8 +608,6 @@ class Reducer:
         number = self._num_launched
         self._num_launched += 1
         self._reduce(bucket, number)
-        if self.on_launched is not None:
-            self.on_launched(number)
 
     def _reduce(self, bucket: GradientBucket, number: int) -> None:
         bucket.launched_at = time.monotonic()

@@ -40,7 +40,11 @@ _REFUSED = {
 }
 
 
-_OPTIONS = {"learning_rate": "lr", "process_group": "group"}
+_OPTIONS = {
+    "learning_rate": "write lr=",
+    "process_group": "write group=",
+    "overlap_with_ddp": "leave it out: step() comes after the backward pass",
+}
 """Names that are not those of an optimizer's options, and what to write."""
 
 _NO_PARAMETERS = {
@@ -86,9 +90,9 @@ def check_arguments(
             "parameters, and shards are made of these. Use it without ZeroRedundancyOptimizer, on "
             "a DistributedDataParallel"
         )
-    for name, ours in _OPTIONS.items():
+    for name, instead in _OPTIONS.items():
         if name in defaults and name not in known:
-            raise TypeError(f"{optimizer_class.__name__} has no option {name!r}; write {ours}=")
+            raise TypeError(f"{optimizer_class.__name__} has no option {name!r}; {instead}")
 
 
 def check_dense(groups: Sequence[Mapping[str, Any]]) -> None:
