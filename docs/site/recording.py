@@ -1,9 +1,11 @@
 """What a program prints, as a picture of a terminal: an SVG whose text can be selected.
 
     make run ARGS=--strike 2>&1 | tee kill.txt
-    python docs/site/recording.py "make run ARGS=--strike" kill.txt docs/images/kill.svg
+    python docs/site/recording.py "make run ARGS=--strike" kill.txt docs/images/kill.svg \\
+        --keep "^(worker|Kill|step|rank) " --keep "^[0-9]+ (library|workers|steps) "
 
 With `--keep` (regular expressions) the lines that match none are left out; "…" stands for them.
+The line of a kill is red.
 """
 
 from __future__ import annotations
@@ -36,8 +38,7 @@ def picture(command: str, lines: list[str], width: int = 100) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
     console.print(Text(f"$ {command}", "bold"))
     for line in lines:
-        struck = "killed" in line or "lost" in line
-        console.print(Text(line, "bold red" if struck else ""))
+        console.print(Text(line, "bold red" if "was killed" in line else ""))
     drawn = console.export_svg(title="", theme=MONOKAI, unique_id="recording")
     return re.sub(_EXTERNAL, "", drawn, flags=re.DOTALL)
 
