@@ -1,4 +1,4 @@
-"""Every pair of what the table in docs/training.md says to combine, against one process.
+"""Every pair of what docs/training.md says to combine, against one process.
 
 The reference takes float64, except where half precision is one of the pair: then it takes the same
 dtype, and rounding may lead it one unit of the last place away.
