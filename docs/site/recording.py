@@ -1,7 +1,7 @@
-"""What a program prints, as a picture of a terminal: an SVG whose text can be selected.
+r"""What a program prints, as a picture of a terminal: an SVG whose text can be selected.
 
     make run ARGS=--strike 2>&1 | tee kill.txt
-    python docs/site/recording.py "make run ARGS=--strike" kill.txt docs/images/kill.svg \\
+    python docs/site/recording.py "make run ARGS=--strike" kill.txt docs/images/kill.svg \
         --keep "^(worker|Kill|step|rank) " --keep "^[0-9]+ (library|workers|steps) "
 
 With `--keep` (regular expressions) the lines that match none are left out; "…" stands for them.
