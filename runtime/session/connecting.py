@@ -122,7 +122,7 @@ def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:
 
 
 def _start_cluster(**options: Any) -> None:
-    """Raises StartupError if Ray cannot start, as on a machine that is too busy."""
+    """Raises NoCluster if Ray cannot start, as on a machine that is too busy."""
     _check_paths()
     start = partial(ray.init, address="local", include_dashboard=False, **options)
     try:
@@ -135,11 +135,11 @@ def _start_cluster(**options: Any) -> None:
     except Exception as error:
         if isinstance(error, ValueError | TypeError):
             raise  # Of the arguments, or of the environment's variables.
-        raise StartupError(
+        raise NoCluster(
             "Ray cannot start on this machine",
-            f"{' '.join(str(error).split())} Try again when the machine is less busy, or start a "
-            "cluster that stays, with `ray start --head`, and use it with address='auto'; "
-            "`chorusline doctor` shows what is wrong here",
+            f"{' '.join(str(error).split()).rstrip('.')}. Try again when the machine is less busy, "
+            "or start a cluster that stays, with `ray start --head`, and use it with "
+            "address='auto'; `chorusline doctor` shows what is wrong here",
         ) from error
 
 

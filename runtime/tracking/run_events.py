@@ -81,7 +81,8 @@ def _in_words(changes: Sequence[GenerationChange]) -> str:
         )
         if dealt := max(change.dealt_again for change in changes):
             cost += f", {dealt} batch{'es are' if dealt > 1 else ' is'} dealt again"
-        sentences.append(f"{', '.join(told)}. {workers} {continues} after {seconds:.1f} s; {cost}")
+        waited = f"{seconds:.1f} s" if seconds >= 0.05 else "less than 0.1 s"
+        sentences.append(f"{', '.join(told)}. {workers} {continues} after {waited}; {cost}")
     if one.came:
         pids = dict(zip(one.came, one.pids, strict=False))
         ranks = ", ".join(_named(rank, pids.get(rank, 0)) for rank in one.came)

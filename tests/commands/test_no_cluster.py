@@ -145,3 +145,21 @@ def test_only_a_program_that_could_start_a_cluster_hears_that_it_could() -> None
     for address in ("auto", "10.0.0.1:6379"):
         could, could_not = (str(no_cluster(address, "gone", may)) for may in (True, False))
         assert could == f"{could_not}; without an address the session starts a cluster of its own"
+
+
+def test_a_ray_that_cannot_start_is_one_line_with_what_to_try() -> None:
+    program = "import chorusline as cl\ncl.run(print, num_workers=1)"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "RAY_TMPDIR": "/proc/nowhere", "RAY_ADDRESS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert (
+        last.startswith("Ray cannot start on this machine: [Errno 2]") and "/proc/nowhere" in last
+    )
+    assert "`chorusline doctor` shows what is wrong here" in last
+    assert "Traceback" not in ended.stderr

@@ -94,7 +94,9 @@ def test_a_number_of_any_size_is_a_few_characters():
 
 
 def test_many_ranks_are_counted_and_not_listed():
-    assert batches_left(seen(*run_of(*range(1, 13)))).endswith("0 to 0; 11 of 12 ranks joined")
+    assert batches_left(seen(*run_of(*range(1, 13)))).endswith(
+        "0 to 0; 11 of 12 ranks are out of data"
+    )
 
 
 def test_reports_without_our_names_still_count_steps():
@@ -110,7 +112,7 @@ def test_log_gets_whole_lines_with_the_join_and_the_end():
     first, news, last = log.getvalue().splitlines()
     assert first.startswith("step 1/5  loss 2.000")
     assert news == "step 3: rank 0 is out of data; the others finish the epoch"
-    assert last == "step 5/5  loss 3.000  batches left: rank 0 joined, rank 1 0"
+    assert last == "step 5/5  loss 3.000  batches left: rank 0 none, rank 1 0"
 
 
 def status(rank, *, epoch=1, taken=30, left=10, **more):
@@ -171,6 +173,8 @@ def test_a_rank_that_has_not_begun_the_epoch_does_not_count_in_it():
     assert (places.of_epochs, places.done, places.total) == ("epoch 2/3", 40, 40)
     later = places_of(status(0, epoch=2), status(1, epoch=2))
     assert places.epoch_over(later) == "epoch 2/3 is over" and later.epoch_over(later) == ""
+    first = places_of(status(0, epoch=0, taken=4))
+    assert first.epoch_over(later) == "epoch 2/3 is over", "the step that follows is of all of them"
 
 
 def test_a_number_that_is_reported_once_in_an_epoch_stays():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
 
 from chorusline.actors.messages import Report, numbers_of
@@ -176,9 +176,11 @@ class Places:
         return f"epoch {self.epoch + 1}" + (f"/{self.num_epochs}" if self.num_epochs else "")
 
     def epoch_over(self, later: Places) -> str:
-        """A phrase about the epoch that is over, if there is one."""
-        is_over = None not in (self.epoch, later.epoch) and self.epoch != later.epoch
-        return f"{self.of_epochs} is over" if is_over and self.of_epochs else ""
+        """A phrase about the epoch that is over, if there is one: of several, the last."""
+        if self.epoch is None or later.epoch is None or self.epoch == later.epoch:
+            return ""
+        last = replace(self, epoch=max(self.epoch, later.epoch - 1)).of_epochs
+        return f"{last} is over" if last else ""
 
 
 NOWHERE = Places()
@@ -292,7 +294,7 @@ def living(of_ranks: Mapping[int, int], places: Places) -> dict[int, int]:
 
 
 def batches_left(model: ProgressModel, places: Places = NOWHERE) -> str:
-    """`batches left: rank 0 130, rank 1 joined`; many ranks are summed up in one phrase. Empty
+    """`batches left: rank 0 130, rank 1 none`; many ranks are summed up in one phrase. Empty
     where nobody has reported it, and all ranks have the same number."""
     joined = places.joined | model.joined
     left = dict(sorted(living(model.left, places).items()))
@@ -302,11 +304,11 @@ def batches_left(model: ProgressModel, places: Places = NOWHERE) -> str:
     if not left:
         return ""
     if len(left) <= MAX_RANKS_LISTED:
-        says = (f"rank {rank} {'joined' if rank in joined else n}" for rank, n in left.items())
+        says = (f"rank {rank} {'none' if rank in joined else n}" for rank, n in left.items())
         return "batches left: " + ", ".join(says)
     live = [n for rank, n in left.items() if rank not in joined]
     return f"batches left: {min(live, default=0)} to {max(live, default=0)}; {len(joined)} of " + (
-        f"{len(left)} ranks joined"
+        f"{len(left)} ranks are out of data"
     )
 
 
