@@ -78,8 +78,10 @@ def chart(
             f'<text x="{_LEFT - 6}" y="{down(y) + 4:.1f}" text-anchor="end">{_short(y)}</text>'
         )
     for x in with_ends(x_ticks, x_from, x_to):
+        # The number at the right end would be cut where half of it is wider than the margin.
+        place, anchor = (_WIDTH, "end") if x == x_to > x_from else (across(x), "middle")
         parts.append(
-            f'<text x="{across(x):.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{_short(x)}</text>'
+            f'<text x="{place:.1f}" y="{_HEIGHT - 20}" text-anchor="{anchor}">{_short(x)}</text>'
         )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(

@@ -114,6 +114,7 @@ def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:
     options: dict[str, Any] = {"log_to_driver": log_to_driver}
     if in_kernel():  # A notebook shows what Ray says of the connection as if it were an error.
         options["logging_level"] = logging.WARNING
+        rays_notices.leave_out_in_a_notebook()
     if address == "local" and may_start:
         _start_cluster(**options)
         return True

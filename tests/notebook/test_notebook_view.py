@@ -142,6 +142,13 @@ def test_an_axis_has_numbers_at_both_ends(low: float, high: float, expected: lis
     assert with_ends(ticks(low, high), low, high) == pytest.approx(expected)
 
 
+def test_the_number_at_the_right_end_of_an_axis_is_inside_the_picture() -> None:
+    drawn = chart("batches/s", "seconds", [Line("x", [(0.12, 1.0), (12.84, 2.0)])])
+    assert ' text-anchor="end">12.84</text>' in drawn and 'x="440.0"' in drawn
+    drawn = chart("loss", "step", [Line("x", [(3.0, 1.0), (3.0, 2.0)])])
+    assert ' text-anchor="middle">3</text>' in drawn, "the only number is not at the right end"
+
+
 def brightness(color: str) -> float:
     """The relative luminance of `#rrggbb`, as WCAG 2 has it."""
     parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]

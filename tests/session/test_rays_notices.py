@@ -3,6 +3,7 @@ warning of a blocked event loop, where there is no loop."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,24 @@ def test_only_deaths_that_the_session_tells_are_left_out(monkeypatch: pytest.Mon
     assert printed == messages[3:]
     wait_for_what_is_held()
     assert printed == [messages[3], messages[2]]
+
+
+def test_a_notebook_is_not_warned_that_its_cluster_asks_for_a_token(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = pytest.importorskip("ray._private.authentication.authentication_token_setup")
+    if not hasattr(setup, "_warn_token_auth_enabled"):
+        pytest.skip("this Ray starts local clusters without a token")
+    monkeypatch.setattr(setup.logger, "filters", [])
+    monkeypatch.setattr(logging.getLogger("ray"), "propagate", True)
+    rays_notices.leave_out_in_a_notebook()
+    rays_notices.leave_out_in_a_notebook()  # Of a second session.
+    setup._warn_token_auth_enabled()
+    setup._warn_token_auth_disabled()
+    assert {record.getMessage()[:32] for record in caplog.records} == {
+        "Token authentication is disabled"
+    }
+    assert len(setup.logger.filters) == 1
 
 
 DIES_AT_ONCE = """

@@ -2,10 +2,13 @@
 
 Ray prints ten lines of possible causes for each process that dies, in the program. The session says
 in one line which rank it was and what that costs. Other processes' deaths are shown as before.
+
+In a notebook, which shows warnings as if they were errors, what needs no action is left out, too.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -18,6 +21,8 @@ _DEATH = re.compile(r"A worker died or was killed .*Worker PID: (\d+) ", re.DOTA
 _PRINTER = "print_to_stdstream"
 """The function of ray._private.worker that prints them (Ray 2.50 to 2.60). Its subscription has no
 public filter, and is polled in a thread that waits already when `ray.init` returns."""
+
+_TOKENS = "ray._private.authentication.authentication_token_setup"  # the logger (Ray 2.60)
 
 _HOLD_S = 2.0
 """So long each death is held: of a worker that dies in its first step the session hears a moment
@@ -34,6 +39,15 @@ def expect_deaths(pids: Iterable[int]) -> None:
 def is_told_by_a_session(message: str) -> bool:
     found = _DEATH.match(message)
     return found is not None and int(found[1]) in _pids
+
+
+def leave_out_in_a_notebook() -> None:
+    """From now on, in this process: that a local cluster asks for a token."""
+    logging.getLogger(_TOKENS).addFilter(_needs_action)
+
+
+def _needs_action(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Token authentication is enabled")
 
 
 def leave_out() -> None:
