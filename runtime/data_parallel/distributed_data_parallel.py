@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -15,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from chorusline.actors.errors import ends_a_generation
 from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.contract.argument_kinds import check_kinds
+from chorusline.collectives.contract.plain_numbers import real
 from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import is_informing
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
@@ -340,25 +342,37 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         finally:
             self._reducer.is_syncing = before
 
+    @_disable_dynamo
     def weigh(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
         """`loss * weight`; the sum over all ranks is then divided by the sum of all weights.
 
         loss: a mean over a number of samples or tokens that may differ between ranks.
         weight: that number; then the gradient is the mean over all samples of all ranks.
-        Every rank that takes the step calls it, for every loss on which it runs backward.
+        Every rank that takes the step calls it, for every loss on which it runs backward. The
+        weight counts when backward first passes the result: a loss that is only looked at has none.
 
-        Raises ValueError for a negative weight; RuntimeError with a communication hook.
+        Raises TypeError for a weight that is no number; ValueError for one that is negative or not
+        finite; RuntimeError with a communication hook.
         """
-        if not weight >= 0:
-            raise ValueError(f"weight must be at least 0, got {weight}")
+        number = _weight_of(weight)
+        if not 0 <= number < math.inf:
+            raise ValueError(f"weight must be a finite number of at least 0, got {weight}")
         if self._reducer.hook is not None:
             raise RuntimeError(
                 "weigh() does not work with a communication hook: the hook divides the gradients "
                 "itself, by the number of ranks, before the weights of all ranks are known. Use "
                 "only one of the two"
             )
-        self._reducer.held.weigh(weight)
-        return loss * weight
+        weighted = loss * weight
+        if weighted.requires_grad:
+            held, waiting = self._reducer.held, [number]
+
+            def count(_: torch.Tensor) -> None:
+                if waiting:  # Not once more where backward passes again (retain_graph).
+                    held.weigh(waiting.pop())
+
+            weighted.register_hook(count)
+        return weighted
 
     # -- Join ----------------------------------------------------------------------------------
 
@@ -579,6 +593,16 @@ class _ModelHook(JoinHook):
         newest = join.newest_rank(join.ledger.last_live)
         group.broadcast(has_stepped, newest).wait_on_host()  # It is read below.
         join.settle(bool(has_stepped))
+
+
+def _weight_of(weight: object) -> float:
+    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+        return float(weight)
+    if (number := real(weight)) is None:
+        raise TypeError(
+            f"weigh() takes a number of samples or tokens, such as len(batch), got {weight!r}"
+        )
+    return number
 
 
 def _sync_norms(module: torch.nn.Module, group: Group, checks_at_once: bool) -> list[SyncBatchNorm]:

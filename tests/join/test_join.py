@@ -378,6 +378,67 @@ def test_weighed_losses_give_the_mean_over_all_samples_of_all_ranks(ranks_of, sh
         assert largest_difference(parameters, list(model.parameters())) < 1e-14
 
 
+def weigh_without_passes(group, sharded, looks):
+    """looks: weighs losses that no step is taken by."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        parameters = list(model.parameters())
+        sgd = torch.optim.SGD
+        if sharded:
+            optimizer = cl.ZeroRedundancyOptimizer(model, sgd, lr=0.1)
+        else:
+            optimizer = sgd(parameters, lr=0.1)
+        with cl.Join([model, optimizer] if sharded else [model], skew_warning=None):
+            for batch in batches_of(own.rank, 2 + own.rank, torch.float64):
+                if looks:
+                    with torch.no_grad():
+                        model.weigh(loss_of(model, batch), 10)
+                    model.weigh(loss_of(model, batch), 10)  # Its backward pass is left out.
+                model.weigh(loss_of(model, batch), 2 + own.rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().clone() for p in parameters]
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
+def test_the_weight_of_a_loss_without_a_backward_pass_does_not_count(ranks_of, sharded):
+    ranks = ranks_of(2)
+    looked = ranks.run(weigh_without_passes, sharded, True)
+    for ours, usual in zip(looked, ranks.run(weigh_without_passes, sharded, False), strict=True):
+        assert all(map(torch.equal, ours, usual))
+
+
+def weigh_twice(group):
+    """One graph, two backward passes of which the first is cleared, or not."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        loss = model.weigh(loss_of(model, torch.ones(3, 7, dtype=torch.float64)), 3)
+        with model.no_sync():
+            loss.backward(retain_graph=True)
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+
+def test_a_second_pass_of_a_weighted_loss_adds_its_gradient_once_more(ranks_of):
+    model = make_model(torch.float64)
+    (2 * loss_of(model, torch.ones(3, 7, dtype=torch.float64))).backward()
+    for gradients in ranks_of(2).run(weigh_twice):
+        assert largest_difference(gradients, [p.grad for p in model.parameters()]) < 1e-14
+
+
+@pytest.mark.parametrize(
+    ("weight", "kind"),
+    [("3", TypeError), (None, TypeError), (True, TypeError), (torch.ones(2), TypeError)]
+    + [(value, ValueError) for value in (-1, float("inf"), float("nan"))],
+    ids=str,
+)
+def test_a_weight_that_is_no_number_of_samples_is_refused(weight, kind):
+    with cl.Group.create(cl.HashStore(), 0, 1) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        with pytest.raises(kind, match="number"):
+            model.weigh(loss_of(model, torch.ones(3, 7)), weight)
+
+
 def weigh_on_one_rank(group):
     with another_group(group) as own:
         model = cl.DistributedDataParallel(make_model(torch.float32), own)
