@@ -124,6 +124,7 @@ class ModelEngine:
         self.steps = ModelSteps(module, reducer, self._begin_step, buffers_travel=broadcast_buffers)
         """The model in the steps of `ctx.steps`."""
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        self._sharded_by: weakref.ref[object] | None = None  # None: by no optimizer
         self._own(reducer.parameters)
         between_runs().watch(_has_stepped)
         self._num_registrations = -1
@@ -272,12 +273,17 @@ class ModelEngine:
         stepped = between_runs().stepped_by.items()
         return [one for one, (_, models) in stepped if any(ref() is self for ref, _ in models)]
 
-    def leave_steps_to_optimizer(self, ender: StepEnder | None) -> None:
+    def leave_steps_to_optimizer(self, optimizer: object, ender: StepEnder | None) -> None:
         """A sharded optimizer ends the steps from now on; a step counts after its ballot. ender:
         the optimizer, if it takes the sums of the gradients in shards."""
+        self._sharded_by = weakref.ref(optimizer)
         self.reducer.ends_steps = False
         self.steps.ender = ender
         self.buffers.count_when_agreed = True
+
+    def is_sharded_by(self, optimizer: object) -> bool:
+        """Whether no other sharded optimizer has been made over the model since this one."""
+        return self._sharded_by is not None and self._sharded_by() is optimizer
 
     def _begin_step(self) -> None:
         """A step of `ctx.steps` begins. On each rank, even if it gets no micro-batch of it."""

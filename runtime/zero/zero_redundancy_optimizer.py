@@ -587,7 +587,8 @@ class OptimizerEngine:
             self.reducer.parks = True
             self._recovery.watch_optimizer(self)
         if self.model is not None:
-            self.model.leave_steps_to_optimizer(self if self.reducer is not None else None)
+            ender = self if self.reducer is not None else None
+            self.model.leave_steps_to_optimizer(self, ender)
         between_runs().wrap(self)
 
     @property
@@ -666,6 +667,13 @@ class OptimizerEngine:
             self.take_up_trainable()
 
     def _why_not_now(self) -> str:
+        # The parameters, and the shards of the newer optimizer, lie in the model's buckets.
+        if self.model is not None and not self.model.is_sharded_by(self):
+            return (
+                "another ZeroRedundancyOptimizer was made over this model after this one, and took "
+                "over its parameters. Make one optimizer for the model, with a parameter group for "
+                "each set of options, and step the newest one"
+            )
         if self.reducer is None or self.model is None:
             return ""
         return self.model.why_thawed() or self.reducer.why_changed()

@@ -30,6 +30,25 @@ def test_a_joined_rank_without_gradients_tells_all_instead_of_stepping_stale_one
     assert "rank 0" in told[1] and "inside Join, list the joinable that does so before" in told[1]
 
 
+def step_the_older_of_two(group, kind):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        older, newer = (cl.ZeroRedundancyOptimizer(model, kind, lr=0.1) for _ in range(2))
+        loss_of(model, torch.ones(3, 7, dtype=torch.float64)).backward()
+        with pytest.raises(RuntimeError) as raised:
+            older.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        newer.step()
+        assert not any(map(torch.equal, before, model.parameters()))
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor], ids=lambda k: k.__name__)
+def test_an_optimizer_whose_model_has_got_another_one_does_not_step_in_vain(ranks_of, kind):
+    for told in ranks_of(2).run(step_the_older_of_two, kind):
+        assert told.startswith("another ZeroRedundancyOptimizer was made over this model after")
+
+
 def step_with_a_sparse_gradient():
     with cl.Group.create(cl.HashStore(), 0, 1) as own:
         embedding = torch.nn.Embedding(5, 3, sparse=True)
