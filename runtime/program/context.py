@@ -562,7 +562,7 @@ class Context:
 
         Raises ValueError for an unknown op, and, on all ranks, if the weights add up to 0;
         TypeError for a list or dictionary of numbers, and for a number of another kind, which would
-        stay this rank's own.
+        stay this rank's own; OverflowError for an int of more than 64 bits, and for such a product.
         """
         op = "mean" if op == "avg" else op
         check_op(op, weight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import numpy
@@ -12,6 +13,7 @@ import torch
 from chorusline.collectives.contract.articles import with_article
 from chorusline.collectives.contract.dtypes import DTYPES
 from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.contract.plain_numbers import real
 from chorusline.collectives.group import Group
 
 _OPS = {
@@ -26,10 +28,13 @@ _OPS = {
 _SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32)
 
 
-def check_op(op: str, weight: float | None) -> None:
-    """Raises ValueError for an unknown op, and for a weight that does not fit."""
+def check_op(op: str, weight: float | torch.Tensor | None) -> None:
+    """Raises ValueError for an unknown op, and for a weight that does not fit; TypeError for one
+    that is no number."""
     if op not in _OPS:
         raise ValueError(f"op must be one of {', '.join(map(repr, _OPS))}, got {op!r}")
+    if weight is not None and not isinstance(weight, torch.Tensor) and real(weight) is None:
+        raise TypeError(f"weight must be a number, got {weight!r}")
     if weight is not None and (op != "mean" or not 0 <= weight < math.inf):
         raise ValueError(
             f"weight must be a finite number of at least 0, and needs op='mean'; got "
@@ -43,6 +48,12 @@ def has_value(value: object) -> bool:
     Raises TypeError for a number, or something with numbers, that it cannot reduce."""
     if isinstance(value, torch.Tensor | int | float | complex):
         return True
+    if isinstance(value, numpy.ma.MaskedArray):
+        raise TypeError(
+            "ctx.reduce() cannot reduce a masked array, whose ranks may mask different elements; "
+            "reduce its sum and its count, as in ctx.reduce(value.sum(), 'sum') / "
+            "ctx.reduce(value.count(), 'sum')"
+        )
     if isinstance(value, numpy.ndarray | numpy.generic):
         if value.dtype.kind in "biufc":
             return True
@@ -59,9 +70,10 @@ def has_value(value: object) -> bool:
         )
     elif not _is_or_holds_number(value):
         return False
+    number = "value.total_seconds()" if isinstance(value, timedelta) else "float(value)"
     raise TypeError(
         f"ctx.reduce() cannot reduce {with_article(type(value))}; give it a number, a tensor or a "
-        "numeric array, as in ctx.reduce(float(value))"
+        f"numeric array, as in ctx.reduce({number})"
     )
 
 
@@ -71,6 +83,8 @@ def _is_or_holds_number(value: object) -> bool:
     if isinstance(value, Mapping | list | tuple | set | frozenset):
         each = value.values() if isinstance(value, Mapping) else value
         return any(map(_is_or_holds_number, each))
+    if isinstance(value, timedelta):
+        return True
     return any(hasattr(type(value), name) for name in ("__float__", "__complex__", "__array__"))
 
 
@@ -93,10 +107,30 @@ def reduced(group: Group, value: Any, op: str, weight: float | None) -> Any:
         return _weighted_mean(group, value, weight)
     if isinstance(value, torch.Tensor):
         return _reduced(group, value.detach(), op)
-    dtype = torch.complex128 if isinstance(value, complex) else torch.float64
     if isinstance(value, int):
-        dtype = torch.int64
+        return _reduced_int(group, value, op)
+    dtype = torch.complex128 if isinstance(value, complex) else torch.float64
     number: complex = _reduced(group, torch.tensor([value], dtype=dtype), op).item()
+    return number
+
+
+def _reduced_int(group: Group, value: int, op: str) -> float:
+    if not -(2**63) <= value < 2**63:
+        raise OverflowError(
+            f"ctx.reduce() takes whole numbers of 64 bits, and got {value}; reduce float(value)"
+        )
+    if op == "sum":
+        # In two halves, as the sum may need more bits than any dtype has.
+        high, low = _reduced(group, torch.tensor(divmod(value, 2**32)), op).tolist()
+        return int(high * 2**32 + low)
+    number: float = _reduced(group, torch.tensor([value]), op).item()
+    if op == "product":
+        about = _reduced(group, torch.tensor([value], dtype=torch.float64), op).item()
+        if abs(about) >= 2**63 * (1 - 1e-9):  # It is rounded.
+            raise OverflowError(
+                f"the product of all ranks, about {about:.3g}, is more than 64 bits hold; reduce "
+                "float(value)"
+            )
     return number
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import decimal
 import fractions
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.runtime.program.reducing import has_value, reduced
+from chorusline.runtime.program.reducing import check_op, has_value, reduced
 
 KINDS = (
     *("float16", "float32", "float64", "longdouble", "int8", "int16", "int32", "int64"),
@@ -73,6 +74,7 @@ def test_what_is_no_number_comes_back(value: object) -> None:
     [
         *([1.0], (1, 2), {"loss": torch.ones(())}, [["x", numpy.float32(1)]], {3}),
         *(decimal.Decimal(1), fractions.Fraction(1, 2), numpy.array([object()])),
+        *(numpy.ma.array([1.0, 2.0], mask=[0, 1]), timedelta(seconds=1), [timedelta(seconds=1)]),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -92,3 +94,40 @@ def test_tensors_that_are_not_dense_are_refused(alone: cl.Group) -> None:
         for weight in (None, 2.0):
             with pytest.raises(TypeError, match=r"layout torch.sparse_.*to_dense"):
                 reduced(alone, value, "mean", weight)
+
+
+def reduce_large(group: cl.Group) -> list[Any]:
+    def reduce(value: Any, op: str) -> Any:
+        try:
+            return reduced(group, value, op, None)
+        except OverflowError as error:
+            return str(error)
+
+    sign = 1 - 2 * group.rank
+    return [
+        reduce(2**63 - 1, "sum"),
+        reduce(-(2**63), "sum"),
+        reduce(numpy.int64(5 * 10**18 * sign - 1), "sum"),
+        reduce(3 * 10**9 * sign, "product"),
+        reduce(4 * 10**9, "product"),
+        reduce(2**62 + group.rank, "max"),
+    ]
+
+
+def test_whole_numbers_do_not_wrap(ranks_of: Callable[[int], Any]) -> None:
+    for *exact, product, largest in ranks_of(2).run(reduce_large):
+        assert exact == [2**64 - 2, -(2**64), -2, -9 * 10**18]
+        assert product.startswith("the product of all ranks, about 1.6e+19, is more than 64 bits")
+        assert largest == 2**62 + 1
+
+
+@pytest.mark.parametrize("value", [2**70, -(2**63) - 1, numpy.uint64(2**63)], ids=str)
+def test_whole_numbers_of_more_than_64_bits_are_refused(alone: cl.Group, value: object) -> None:
+    with pytest.raises(OverflowError, match=r"reduce float\(value\)"):
+        reduced(alone, value, "sum", None)
+
+
+@pytest.mark.parametrize("weight", ["1", [1], 1j], ids=str)
+def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    with pytest.raises(TypeError, match="weight must be a number, got"):
+        check_op("mean", weight)
