@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -118,6 +119,7 @@ class Context:
                 f"num_epochs must be a number of epochs, got {num_epochs!r}; write "
                 "ctx.epochs(3), which gives 0, 1, 2"
             )
+        num_epochs = operator.index(num_epochs)  # A checkpoint takes no number of numpy's.
         if num_epochs < 0:
             raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
         boundary().steps.num_epochs = num_epochs

@@ -284,7 +284,11 @@ def check_same_options(
         given = {r: v for r, v in by_rank.items() if not math.isnan(v) and (v or not of_scale)}
         different = [rank for rank, value in given.items() if value != next(iter(given.values()))]
         if different:
-            each = ", ".join(f"{value:g} on rank {rank}" for rank, value in given.items())
+            is_of_step = label in OF_THE_STEP
+            each = ", ".join(
+                f"{value:g} on rank {rank}" if value or not is_of_step else f"None on rank {rank}"
+                for rank, value in given.items()
+            )
             effect = (
                 "so the loss scales of the ranks would become different"
                 if of_scale

@@ -196,6 +196,22 @@ def test_ranks_at_different_steps_are_told_on_every_rank(ranks_of):
         assert f"different numbers of steps (this rank: {rank})" in told
 
 
+def clip_on_one_rank(group):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=2.0)
+        optimizer.max_norm = None if own.rank else 0.5
+        loss_of(model, torch.ones(3, 7)).backward()
+        with pytest.raises(cl.CollectiveMismatch) as raised:
+            optimizer.step()
+        return str(raised.value)
+
+
+def test_a_rank_that_does_not_clip_is_told_with_none(ranks_of):
+    for told in ranks_of(2).run(clip_on_one_rank):
+        assert "max_norm is 0.5 on rank 0, None on rank 1, so each rank would step" in told
+
+
 def train_at_rates_of_their_own(group, how):
     """how: the ranks set other rates, or a rank that has joined misses steps of the schedule."""
     with another_group(group) as own:
