@@ -388,6 +388,13 @@ class JoinEngine:
         return self._conductor.live if self._conductor else self.last_step_live
 
     def enter(self) -> None:
+        """Raises RuntimeError inside a Join of the same joinables."""
+        if any(joinable._join is not None for joinable in self._joinables):
+            raise RuntimeError(
+                "this Join is inside another one that lists the same joinables, and a step belongs "
+                "to one Join. Write one Join around the loop over batches of each epoch, or one "
+                "around the loop over epochs"
+            )
         for joinable in self._joinables:
             joinable._join = self
         self._turn, self._pacemaker = 0, None

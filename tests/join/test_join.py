@@ -378,6 +378,26 @@ def test_weighed_losses_give_the_mean_over_all_samples_of_all_ranks(ranks_of, sh
         assert largest_difference(parameters, list(model.parameters())) < 1e-14
 
 
+def join_inside_itself(group):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        try:
+            with cl.Join([model, optimizer], skew_warning=None):
+                for _ in range(own.rank):
+                    with cl.Join([model, optimizer], skew_warning=None):
+                        loss_of(model, torch.ones(3, 7)).backward()
+        except (RuntimeError, cl.CollectiveError) as error:
+            return str(error)
+    return ""
+
+
+def test_a_join_inside_a_join_of_the_same_joinables_is_refused(ranks_of):
+    without_data, with_data = ranks_of(2).run(join_inside_itself)
+    assert with_data.startswith("this Join is inside another one that lists the same joinables")
+    assert "aborted by ranks [1]: RuntimeError: this Join is inside another one" in without_data
+
+
 def weigh_without_passes(group, sharded, looks):
     """looks: weighs losses that no step is taken by."""
     with another_group(group) as own:
