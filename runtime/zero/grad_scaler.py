@@ -94,8 +94,10 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
     def _take_agreement(self) -> None:
         """Make `update` read the overflow flag on which all ranks agreed, not the local one."""
         device = self._optimizer.group.device
-        # Filled there: the host would wait for the copy of a tensor that it makes.
-        found = torch.full((), float(self._optimizer.found_overflow), device=device)
+        # Filled there: the host would wait for the copy of a tensor that it makes. torch takes no
+        # other dtype, whatever the default one is.
+        overflow = float(self._optimizer.found_overflow)
+        found = torch.full((), overflow, dtype=torch.float32, device=device)
         state = self._per_optimizer_states[id(self._optimizer)]
         state["found_inf_per_device"] = {found.device: found}
 

@@ -115,3 +115,21 @@ def take_step_at_a_scale_of_its_own(group):
 def test_scales_that_differ_are_refused_on_every_rank(ranks_of):
     for told in ranks_of(2).run(take_step_at_a_scale_of_its_own):
         assert "the loss scales of the ranks differ: 4 on rank 0, 8 on rank 1; every" in told
+
+
+def test_the_default_dtype_of_a_program_does_not_matter():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with cl.Group.create(cl.HashStore(), 0, 1) as own:
+            model = cl.DistributedDataParallel(make_model(torch.float64), own)
+            optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+            scaler = cl.GradScaler(optimizer, growth_interval=2)
+            for factor in (1.0, math.inf, 1.0):
+                scaler.scale(loss_of(model, torch.ones(3, 7)) * factor).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert optimizer.num_steps == 2 and scaler.get_scale() == 2.0**15
+    finally:
+        torch.set_default_dtype(before)
