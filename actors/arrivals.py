@@ -1,9 +1,9 @@
 """What is said when a worker comes to a run in progress.
 
-A worker that comes **rehearses**: it runs the function from the top by itself, with the rank that
-it will have, up to its first step of `ctx.steps`, while the others train. What it needs for that, a
-**replay log**, it gets from one of them. When it waits at its first step, all ranks admit it
-between two steps of theirs, and continue where they are. If the functions cannot admit it so,
+A worker that comes makes a **dry run**: it runs the function from the top by itself, with the rank
+that it will have, up to its first step of `ctx.steps`, while the others train. What it needs for
+that, a **replay log**, it gets from one of them. When it waits at its first step, all ranks admit
+it between two steps of theirs, and continue where they are. If the functions cannot admit it so,
 they run again from the top on all ranks, with the newcomer.
 """
 
@@ -21,7 +21,7 @@ class Readiness(enum.Enum):
     """It can run again from the top: all that has to survive is registered."""
 
     ADMITS = "admits"
-    """As above, and it continues where it is when a worker comes that has rehearsed."""
+    """As above, and it continues where it is when a worker comes after its dry run."""
 
     PARKS = "parks"
     """It cannot run again, and waits in its next step of a sharded optimizer."""
@@ -33,7 +33,7 @@ class Readiness(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GivenReplayLog:
-    """What a worker rehearses with. payload: pickled by a rank's runtime; empty if that rank cannot
+    """For the dry run of a worker. payload: pickled by a rank's runtime; empty if that rank cannot
     give it. why_not: why."""
 
     payload: bytes = b""
@@ -42,7 +42,7 @@ class GivenReplayLog:
 
 @dataclass(frozen=True, slots=True)
 class ReadyToken:
-    """Where a worker waits that has rehearsed; it is admitted where the others have equal tokens.
+    """Where a worker waits after its dry run; it is admitted where the others have equal tokens.
 
     passage: the pass over an epoch that it is in. objects: a digest of all that it has made.
     """

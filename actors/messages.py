@@ -215,7 +215,7 @@ class Frozen:
     plain_steps: steps that this rank has taken with optimizers that hold no ballots.
     can_save: the ranks that are left can write everything that counts to a checkpoint.
     saved: the path of the run's last checkpoint, if it was written in this generation.
-    admits: the function continues where it is when a worker comes that has rehearsed
+    admits: the function continues where it is when a worker comes after its dry run
     (arrivals.py).
     is_at_boundary: it waits between two steps for such a worker.
     """
@@ -429,7 +429,7 @@ class WorkerState(enum.Enum):
     TRAINING = "training"
     """The user's function runs."""
 
-    REHEARSING = "rehearsing"
+    DRY_RUN = "dry run"
     """The user's function runs up to its first step, before the worker comes to the others."""
 
     STOPPING = "stopping"
@@ -481,7 +481,7 @@ class MemberState(enum.Enum):
     RUNNING = "running"
     """The worker has a rank in the run in progress."""
 
-    REHEARSING = "rehearsing"
+    DRY_RUN = "dry run"
     """The worker has none yet, and runs the function by itself (arrivals.py)."""
 
     STUCK = "stuck"

@@ -209,8 +209,8 @@ class Points:
 
 
 def train_in_steps(ctx: cl.Context, folder: str, step_s: float = STEP_S) -> int:
-    """As `train_again`, with steps of a fixed global batch: newcomers rehearse, and the others go
-    on where they are. step_s: of computing in each step."""
+    """As `train_again`, with steps of a fixed global batch: newcomers make a dry run, and the
+    others continue where they are. step_s: of computing in each step."""
     torch.set_num_threads(1)
     log = Log(folder, f"process-{os.getpid()}")
     model = cl.DistributedDataParallel(make_model())

@@ -116,7 +116,7 @@ from .transports.interfaces import network_of
 DEFAULT_TIMEOUT_S = 60.0
 _OF_THE_RUNTIME = re.compile(
     "activity|all_reduce_and_read|announce_to|another_store|as_counted_here|broadcast_and_read|"
-    "connect_child|end_with|failure|has_misled|has_misled_here|keep_results|meet|rehearses|rest|"
+    "connect_child|end_with|failure|has_misled|has_misled_here|keep_results|meet|is_dry_run|rest|"
     "seal|turn|unkept|waits_on_issue"
 )
 """What Tab does not show of a group, and the reference leaves out: users have no use for it."""
@@ -177,8 +177,8 @@ class Group:
     A group belongs to the process that made it; a fork of the process may only drop it.
     """
 
-    rehearses = False
-    """Whether this rank runs its function by itself, without peers (rehearsal.py)."""
+    is_dry_run = False
+    """Whether this rank runs its function by itself, without peers (dry_run.py)."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """What a rank keeps of the collectives of its function's beginning, for a worker that comes later.
 
-That worker runs the function from the top by itself (rehearsal.py), and gets what this rank got.
+That worker runs the function from the top by itself (dry_run.py), and gets what this rank got.
 The results of operations that give all ranks the same are kept, up to MOST_BYTES.
 """
 

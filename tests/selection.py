@@ -23,7 +23,7 @@ OWN_RAY = re.compile(
 FAST = re.compile(
     "tests/(actors|contracts|data|harness|join|partition|steps|tracking)/"
     "|tests/checkpoint/test_(alike|schedules|trust)[.]"
-    "|tests/collectives/test_(errors|file_store|group_contract|overlaps|privacy|rehearsal)[.]"
+    "|tests/collectives/test_(errors|file_store|group_contract|overlaps|privacy|dry_run)[.]"
     "|tests/data_parallel/test_(backward_pass|comm_hooks|grown_models|pure_distri|step_stat)"
     "|tests/recovery/test_(furthest_rank|rank_state)[.]"
     "|tests/repository/test_(documentation_site|faults_benchmark|imports|process_wide_state)[.]"

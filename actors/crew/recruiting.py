@@ -139,17 +139,18 @@ class Recruiter:
         return worker is not None and str(worker._actor_id.hex()) == worker_id
 
     async def _sorted_before(self) -> tuple[list[int], list[int]]:
-        """Seats whose workers died with the driver before; and those whose workers rehearsed for
-        it. Idle workers, which it had not put into the run yet, become known to this driver on the
-        way."""
+        """Seats whose workers died with the driver before; and those whose workers were in a dry
+        run for it. Idle workers, which it had not put into the run yet, become known to this driver
+        on the way."""
         known = {s: worker for s, worker in self._workers.items() if s not in self._starting}
         unfit = await self._unfit(known, _ANSWER_S)
         lost = [one.seat for one in unfit if one.is_gone]
         return lost, [one.seat for one in unfit if one.will_be_idle]
 
     async def _await_idle(self, seat: int) -> None:
-        """A worker rehearsed for the driver before, and stops: this driver hears of it when it has,
-        or of another one in its seat. If that driver had called it in, it is a rank by now."""
+        """A worker was in a dry run for the driver before, and stops: this driver hears of it when
+        it has, or of another one in its seat. If that driver had called it in, it is a rank by
+        now."""
         worker, give_up_at = {seat: self._workers[seat]}, time.monotonic() + _STOP_S
         with contextlib.suppress(ActorGone):
             while time.monotonic() < give_up_at:

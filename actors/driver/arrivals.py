@@ -1,6 +1,6 @@
 """Workers that come to a run in progress, and do not interrupt it. Pure; membership.py asks.
 
-A worker that comes is READY until all ranks can admit it. Then it becomes REHEARSING, with all
+A worker that comes is READY until all ranks can admit it. Then it becomes DRY_RUN, with all
 others that wait at that time, and they are admitted together:
 
     begin   give each of them its place among the ranks, and have it run the function by itself.
@@ -8,9 +8,9 @@ others that wait at that time, and they are admitted together:
     enter   the ranks have ended their generation between two steps: the next one is formed with the
             workers (situation.py), which were given just those places.
 
-What comes between ends the rehearsals of all of them (call off), and they begin again, at most
+What comes between ends the dry runs of all of them (call off), and they begin again, at most
 MOST_ATTEMPTS times: one of them has died; a generation was formed without them, so their places are
-others; the ranks have come to another epoch. A function that cannot be rehearsed, or not admitted,
+others; the ranks have come to another epoch. A function without a dry run, or not admitted,
 says so once: from then on in this run the functions of all ranks run again from the top.
 """
 
@@ -28,12 +28,12 @@ from .instructions import Instruction
 from .run_state import Member, assign, in_rank_order
 
 MOST_ATTEMPTS = 5
-"""Rehearsals of the same workers, before the functions run again from the top."""
+"""DryRuns of the same workers, before the functions run again from the top."""
 
 
 @dataclass(slots=True)
-class Rehearsal:
-    """A worker that rehearses.
+class DryRun:
+    """A worker in its dry run.
 
     assignment: the place that it was given.
     token: where it waits; None before that.
@@ -47,16 +47,16 @@ class Rehearsal:
 
 
 @dataclass(slots=True)
-class Rehearsals:
+class DryRuns:
     """The workers that come to one run.
 
     are_possible: False once the functions have to run again from the top.
-    by_id: the rehearsals under way, by worker.
-    attempts: rehearsals since workers came in last. number: of the last request to the ranks.
+    by_id: the dry runs under way, by worker.
+    attempts: dry runs since workers came in last. number: of the last request to the ranks.
     """
 
     are_possible: bool = True
-    by_id: dict[str, Rehearsal] = field(default_factory=dict)
+    by_id: dict[str, DryRun] = field(default_factory=dict)
     attempts: int = 0
     number: int = 0
 
@@ -69,11 +69,11 @@ class Rehearsals:
         todo: list[Instruction] = []
         for member, assignment in zip(order, assign(order, generation), strict=True):
             if any(member is one for one in come):
-                member.state = MemberState.REHEARSING
+                member.state = MemberState.DRY_RUN
                 worker_id = member.info.worker_id
-                self.by_id[worker_id] = Rehearsal(member, assignment)
+                self.by_id[worker_id] = DryRun(member, assignment)
                 source = members[0].info.worker_id
-                todo.append(instructions.Rehearse(worker_id, assignment, source))
+                todo.append(instructions.BeginDryRun(worker_id, assignment, source))
         return todo
 
     def ready(
@@ -81,14 +81,14 @@ class Rehearsals:
     ) -> list[Instruction]:
         """A worker waits at its first step. members: of the generation, by rank."""
         mine = self.by_id.get(worker_id)
-        # Its rehearsal has ended meanwhile, by its death for example.
+        # Its dry run has ended meanwhile, by its death for example.
         if mine is None:
             return []
         if mine.is_called_off:  # The order has crossed with this word.
             return [_stop(mine, "it was cancelled")]
         mine.token = token
         tokens = [one.token for one in self.by_id.values()]
-        # All that rehearse are admitted together, in one round of all ranks.
+        # All in their dry runs are admitted together, in one round of all ranks.
         if None in tokens:
             return []
         if len(set(tokens)) > 1:
@@ -106,7 +106,7 @@ class Rehearsals:
         return self.call_off(why)
 
     def call_off(self, why: str) -> list[Instruction]:
-        """End the rehearsals that are under way."""
+        """End the dry runs that are under way."""
         todo: list[Instruction] = []
         for one in self.by_id.values():
             if not one.is_called_off:
@@ -115,19 +115,19 @@ class Rehearsals:
         return todo
 
     def ended(self, worker_id: str, *, is_dead: bool, is_final: bool) -> list[Instruction]:
-        """A worker does not rehearse any more, and was not admitted. is_final: the function cannot
-        be rehearsed."""
+        """A worker is not in its dry run any more, and was not admitted. is_final: the function can
+        have no dry run."""
         mine = self.by_id.pop(worker_id)
         if not is_dead:
             mine.member.state = MemberState.READY
-        # A rehearsal that was called off ends with an error, too, which says nothing of the
+        # A dry run that was called off ends with an error, too, which says nothing of the
         # function.
         if (is_final and not mine.is_called_off) or self.attempts >= MOST_ATTEMPTS:
             self.are_possible = False
         return self.call_off("another worker that was to join with it does not come")
 
     def abandon(self) -> None:
-        """The workers that rehearse have not stopped in time."""
+        """The workers in their dry runs have not stopped in time."""
         for one in self.by_id.values():
             one.member.state = MemberState.STUCK
         self.by_id.clear()
@@ -153,7 +153,7 @@ class Rehearsals:
         places = assign(order, generation)
         for one in come:
             rank = next(n for n, member in enumerate(order) if member is one.member)
-            # The ranks have changed meanwhile: what it has rehearsed was another place.
+            # The ranks have changed meanwhile: its dry run was for another place.
             if places[rank] != replace(one.assignment, generation=generation):
                 return []
         return [one.member for one in come]
@@ -167,6 +167,6 @@ class Rehearsals:
         return self.call_off("the ranks have changed")
 
 
-def _stop(one: Rehearsal, why: str) -> Instruction:
-    error = GroupAborted(one.assignment.generation, [], f"the rehearsal is over: {why}")
+def _stop(one: DryRun, why: str) -> Instruction:
+    error = GroupAborted(one.assignment.generation, [], f"the dry run is over: {why}")
     return instructions.AbortRank(one.member.info.worker_id, error)

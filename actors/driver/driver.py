@@ -114,7 +114,7 @@ class Driver(StoreActor):
         versions: of the caller, whose functions the workers are to run.
         """
         calls = {seat: worker.snapshot.remote() for seat, worker in workers.items()}
-        ending = messages.WorkerState.REHEARSING, messages.WorkerState.STOPPING
+        ending = messages.WorkerState.DRY_RUN, messages.WorkerState.STOPPING
         unfit = []
         for seat, said in (await answers(calls, timeout_s)).items():
             if isinstance(said, ActorGone | NoAnswer):
@@ -287,7 +287,7 @@ class Driver(StoreActor):
         """Why a worker that has come to a run has no rank in it yet: what the ranks lack to take it
         in. Empty if it has one, or they lack nothing."""
         states = {info.worker_id: state for info, state in self._membership.snapshot(0).members}
-        # Only a READY worker waits: the others have a rank, rehearse, or do not answer.
+        # Only a READY worker waits: the others have a rank, are in a dry run, or do not answer.
         if self._run != run or states.get(worker_id) is not messages.MemberState.READY:
             return ""
         calls = {
@@ -333,9 +333,9 @@ class Driver(StoreActor):
         """The function has returned on a rank, which waits for `Worker.release`."""
         self._report(run, events.RankFinished(rank, generation))
 
-    async def rehearsed(self, run: int, worker_id: str, token: ReadyToken) -> None:
+    async def dry_run_ready(self, run: int, worker_id: str, token: ReadyToken) -> None:
         """A worker that comes waits at its first step; `Worker.resume` will tell it to continue."""
-        self._report(run, events.Rehearsed(worker_id, token))
+        self._report(run, events.DryRunReady(worker_id, token))
 
     async def declined(
         self, run: int, generation: int, number: int, why: str, is_final: bool
@@ -382,9 +382,9 @@ class Driver(StoreActor):
     def worker(self, worker_id: str) -> Actor:
         return self._workers[worker_id]
 
-    def rehearses(self, worker_id: str) -> bool:
+    def is_in_dry_run(self, worker_id: str) -> bool:
         return any(
-            info.worker_id == worker_id and state is messages.MemberState.REHEARSING
+            info.worker_id == worker_id and state is messages.MemberState.DRY_RUN
             for info, state in self._membership.snapshot(0).members
         )
 
@@ -434,8 +434,8 @@ class _InstructionTasks:
                 case instructions.StartRank(worker_id, assignment, resumption):
                     rank = f"rank-{assignment.rank}"
                     self._start(self._await_rank(worker_id, assignment, resumption), rank)
-                case instructions.Rehearse(worker_id):
-                    self._start(self._rehearse(one), f"rehearsal-{worker_id}")
+                case instructions.BeginDryRun(worker_id):
+                    self._start(self._begin_dry_run(one), f"dry-run-{worker_id}")
                 case instructions.RequestAdmission(worker_id, request):
                     self._start(
                         self._call(worker_id, "request_admission", request),
@@ -504,7 +504,7 @@ class _InstructionTasks:
         arguments = (assignment, self._request, self._store, self._program, self._actor)
         await self._await_end(worker_id, "run", *arguments, resumption, replay_log)
 
-    async def _rehearse(self, one: instructions.Rehearse) -> None:
+    async def _begin_dry_run(self, one: instructions.BeginDryRun) -> None:
         try:
             # The rank gives it between two steps.
             call = self._remote(one.source, "replay_log", self._request.run)
@@ -514,18 +514,18 @@ class _InstructionTasks:
         else:
             is_final = not replay_log.payload
         if not replay_log.payload:
-            ended = events.RehearsalEnded(one.worker_id, replay_log.why_not, is_final)
+            ended = events.DryRunEnded(one.worker_id, replay_log.why_not, is_final)
             self._events.put_nowait(ended)
             return
         self._start(self._end_if_late(one.worker_id), f"late-{one.worker_id}")
         await self._await_rank(one.worker_id, one.assignment, None, replay_log.payload)
 
     async def _end_if_late(self, worker_id: str) -> None:
-        """A worker that still rehearses when the run has waited long enough may hang, and others
+        """A worker still in its dry run when the run has waited long enough may hang, and others
         would never come: its seat is filled again."""
         await asyncio.sleep(self._request.pause_s)
         # The death is an event like any other, and the session fills the seat.
-        if self._driver.rehearses(worker_id):
+        if self._driver.is_in_dry_run(worker_id):
             ray.kill(self._driver.worker(worker_id))
 
     async def _await_end(self, worker_id: str, method: str, *arguments: object) -> None:

@@ -116,14 +116,14 @@ class Leaving:
 @dataclass(frozen=True, slots=True)
 class RanksReady:
     """The functions of all ranks can run again now, with newcomers. can_admit: all of them can also
-    continue where they are when a worker comes that has rehearsed."""
+    continue where they are when a worker comes after its dry run."""
 
     generation: int
     can_admit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsed:
+class DryRunReady:
     """A worker that comes waits at its first step."""
 
     worker_id: str
@@ -131,8 +131,8 @@ class Rehearsed:
 
 
 @dataclass(frozen=True, slots=True)
-class RehearsalEnded:
-    """A worker that was to rehearse could not begin. why: for people. is_final: and could not later
+class DryRunEnded:
+    """A worker could not begin its dry run. why: for people. is_final: and could not later
     either."""
 
     worker_id: str
@@ -210,8 +210,8 @@ Event: TypeAlias = (
     | RunStarted
     | RunTakenOver
     | RankEnded
-    | Rehearsed
-    | RehearsalEnded
+    | DryRunReady
+    | DryRunEnded
     | Leaving
     | RanksAnswered
     | WorkerDied

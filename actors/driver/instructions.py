@@ -22,7 +22,7 @@ class StartRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearse:
+class BeginDryRun:
     """Have a worker run the program by itself up to its first step, as the rank that it will be.
 
     source: the worker that gives the replay log. The worker's end comes as that of a rank.
@@ -35,7 +35,7 @@ class Rehearse:
 
 @dataclass(frozen=True, slots=True)
 class RequestAdmission:
-    """Ask a rank to take in workers that have rehearsed, after one of its next steps."""
+    """Ask a rank to take in workers after their dry runs, after one of its next steps."""
 
     worker_id: str
     request: AdmissionRequest
@@ -158,7 +158,7 @@ class EndRun:
 
 Instruction: TypeAlias = (
     StartRank
-    | Rehearse
+    | BeginDryRun
     | RequestAdmission
     | AttachRank
     | AskRanks

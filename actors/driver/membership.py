@@ -52,8 +52,8 @@ or too late, as are events that carry the number of another generation.
     (a) if functions can be run again as far as is known.
     (b) if the others are enough, and all ranks would survive it now.
     (c) in a run that continues: `_rank_returned` says why. In another one it is noted.
-    (d) have the workers rehearse, if all ranks can continue where they are (arrivals.py); else
-    open.
+    (d) have the workers make a dry run, if all ranks can continue where they are (arrivals.py);
+    else open.
 
 A loss stops the run at once where it is one too many and nothing can be saved, or where no rank is
 left. What *decide* does depends on what the reports of the round add up to (situation.py):
@@ -79,7 +79,7 @@ from .. import messages, whereabouts
 from ..messages import Cancellation, Failure, Loss, MemberState
 from ..run_status import Gone
 from . import events, instructions, last_generation
-from .arrivals import Rehearsals
+from .arrivals import DryRuns
 from .events import Event
 from .instructions import Instruction
 from .regeneration import Regeneration
@@ -106,7 +106,7 @@ class Membership:
         self._generation = -1
         self._formed: tuple[str, ...] = ()  # worker ids by rank, while the generation is healthy
         self._run: RunState | None = None  # None: between two runs
-        self._arrivals = Rehearsals()  # of the run
+        self._arrivals = DryRuns()  # of the run
 
     def snapshot(self, incarnation: int) -> messages.DriverSnapshot:
         return messages.DriverSnapshot(
@@ -151,10 +151,10 @@ class Membership:
         match event:
             case events.RankEnded(ending, worker_id):
                 return self._rank_ended(run, ending, worker_id)
-            case events.Rehearsed(worker_id, token):
+            case events.DryRunReady(worker_id, token):
                 return self._arrivals.ready(worker_id, token, run.members, self._generation)
-            case events.RehearsalEnded(worker_id, _, is_final):
-                return self._rehearsal_ended(run, worker_id, is_final=is_final)
+            case events.DryRunEnded(worker_id, _, is_final):
+                return self._dry_run_ended(run, worker_id, is_final=is_final)
             case events.Leaving():
                 return self._leaving(run, event)
             case events.RanksAnswered(answers):
@@ -200,10 +200,10 @@ class Membership:
     def _register(self, worker: messages.WorkerInfo, generation: int) -> bool:
         """Whether the worker is idle and new to the run in progress."""
         known = self._members.get(worker.seat)
-        is_busy = known and known.state in (MemberState.RUNNING, MemberState.REHEARSING)
+        is_busy = known and known.state in (MemberState.RUNNING, MemberState.DRY_RUN)
         # One that has left a run which is over is as idle as it says.
         if self._run is not None and known and known.info == worker and is_busy:
-            return False  # It was asked twice, and has a rank, or rehearses, meanwhile.
+            return False  # It was asked twice, and has a rank, or a dry run, meanwhile.
         self._members[worker.seat] = Member(worker, MemberState.READY)
         # Another driver has formed it. Numbers only grow: a worker takes a group of the same number
         # for the one that it is to meet in.
@@ -238,7 +238,7 @@ class Membership:
             self._generation += 1
             self._formed = order
         ranks = set(range(len(members)))
-        self._arrivals = Rehearsals()
+        self._arrivals = DryRuns()
         self._run = RunState(
             number, fewest, started.max_failures, members, ranks, started.saves_last
         )
@@ -256,7 +256,7 @@ class Membership:
             found.members[rank].state = MemberState.RUNNING
         self._generation = found.generation
         self._formed = tuple(member.info.worker_id for member in found.members)
-        self._arrivals = Rehearsals()
+        self._arrivals = DryRuns()
         run = self._run = RunState(
             taken.run,
             taken.fewest,
@@ -295,7 +295,7 @@ class Membership:
     ) -> list[Instruction]:
         if worker_id in self._arrivals.by_id:
             is_final = isinstance(ending, Failure)
-            return self._rehearsal_ended(run, worker_id, is_final=is_final)
+            return self._dry_run_ended(run, worker_id, is_final=is_final)
         # Counted already, as lost or as ended.
         if ending.rank not in run.running:
             return []
@@ -333,7 +333,7 @@ class Membership:
 
     def _worker_died(self, run: RunState, worker_id: str, detail: str) -> list[Instruction]:
         if worker_id in self._arrivals.by_id:
-            return self._rehearsal_ended(run, worker_id, is_dead=True)
+            return self._dry_run_ended(run, worker_id, is_dead=True)
         for rank in sorted(run.running):
             if run.members[rank].info.worker_id == worker_id:
                 run.running.discard(rank)
@@ -403,10 +403,10 @@ class Membership:
         who = "; ".join(str(member.info) for member in come)
         return self._open_round(run, GroupAborted(self._generation, [], f"{who} has come"))
 
-    def _rehearsal_ended(
+    def _dry_run_ended(
         self, run: RunState, worker_id: str, *, is_dead: bool = False, is_final: bool = False
     ) -> list[Instruction]:
-        """A worker that was to come does not rehearse any more."""
+        """A worker that was to come is not in its dry run any more."""
         if worker_id not in self._arrivals.by_id:
             return []
         todo = self._arrivals.ended(worker_id, is_dead=is_dead, is_final=is_final)
@@ -509,7 +509,7 @@ class Membership:
         return [instructions.AwaitReadiness(run.worker_ids, self._generation)]
 
     def _call_off(self) -> list[Instruction]:
-        """The run ends: so do the rehearsals."""
+        """The run ends: so do the dry runs."""
         called_off = self._arrivals.call_off("the run ends")
         return [*called_off, instructions.StartGrace()] if called_off else []
 
@@ -638,7 +638,7 @@ def _beginnings(
     without: tuple[Gone, ...],
 ) -> Sequence[instructions.StartRank | instructions.ResumeRank]:
     """To the ranks of the next generation: those that were there continue, as do newcomers that
-    have rehearsed; others start. without: as of `_gone`."""
+    have made a dry run; others start. without: as of `_gone`."""
     pairs = zip(plan.members, plan.former, strict=True)
     pids = tuple(member.info.pid for member, before in pairs if before < 0)
     former = messages.FormerRanks.of(plan.former)
@@ -657,7 +657,7 @@ def _beginnings(
             without,
             pids,
         )
-        # In place a worker that comes has rehearsed: its function runs already, and is resumed.
+        # In place a worker that comes has made its dry run: its function runs, and is resumed.
         if before >= 0 or not plan.restarts:
             told.append(instructions.ResumeRank(worker_id, resumption))
         else:

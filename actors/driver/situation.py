@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..messages import Frozen, MemberState, OptimizerProgress
-from .arrivals import Rehearsals
+from .arrivals import DryRuns
 from .regeneration import what_counts
 from .run_state import Member, RunState, in_rank_order
 
@@ -70,10 +70,10 @@ class Outlook:
     """Where they are too few: how many workers have to come."""
 
 
-def assess(run: RunState, known: Iterable[Member], arrivals: Rehearsals | None = None) -> Outlook:
+def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = None) -> Outlook:
     """The situation of the open round of a run. known: the members of the session. arrivals: the
     workers that come to it."""
-    arrivals = arrivals or Rehearsals(are_possible=False)
+    arrivals = arrivals or DryRuns(are_possible=False)
     if not run.round.is_complete:
         return Outlook(Situation.INCOMPLETE)
     frozen = run.round.frozen
@@ -89,7 +89,7 @@ def assess(run: RunState, known: Iterable[Member], arrivals: Rehearsals | None =
             f"because {missing_in(frozen)}"
         )
     # A newcomer begins at the top of the function, and the others have to go there, too; unless it
-    # can rehearse first, and they can do without it until then.
+    # can make their dry run first, and they can do without it until then.
     newcomers = newcomers_of(run, known) if can_restart else []
     can_wait = arrivals.are_possible and all(word.admits for word in frozen.values())
     if can_wait and not unparked and len(frozen) >= run.fewest:

@@ -136,11 +136,13 @@ class Lifeline:
         run = self._request.run
         return self._resumed_after(lambda driver: driver.froze.remote(run, frozen))
 
-    def rehearsed(self, token: ReadyToken) -> Resumption:
+    def dry_run_ready(self, token: ReadyToken) -> Resumption:
         """This worker waits at its first step. Returns when the other ranks admit it: how it
-        continues in its first generation. Raises the error that ended the run or the rehearsal."""
+        continues in its first generation. Raises the error that ended the run or the dry run."""
         run, worker_id = self._request.run, self._worker_id
-        return self._resumed_after(lambda driver: driver.rehearsed.remote(run, worker_id, token))
+        return self._resumed_after(
+            lambda driver: driver.dry_run_ready.remote(run, worker_id, token)
+        )
 
     def decline(self, number: int, why: str, *, is_final: bool) -> None:
         """This rank does not admit the worker, as it was asked. number: of the request.

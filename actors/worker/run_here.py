@@ -25,7 +25,7 @@ class RunnableProgram(Protocol):
     """What a run's payload unpickles to: the user's function, ready to be called.
 
     An awaitable that it returns is awaited on the training thread's loop.
-    replay_log: with which it rehearses (actors/arrivals.py); empty if it does not.
+    replay_log: for its dry run (actors/arrivals.py); empty if it makes none.
     """
 
     def __call__(
@@ -48,7 +48,7 @@ class RunHere:
     program: None when the run is over here, so that its memory is free.
     stop_error: the error that this rank was told to stop with.
     freezes: by generation, the error that ended it (`notes_freeze`).
-    rehearses: this worker is not yet a rank of the run (actors/arrivals.py).
+    is_dry_run: this worker is not yet a rank of the run (actors/arrivals.py).
     nobody_began: as long as this is true and this rank fails, no rank has called the function
     (phase 2 of `Worker.run`).
     """
@@ -76,7 +76,7 @@ class RunHere:
         self.stop_error: CollectiveError | None = None  # None: the run is not stopped
         self.freezes: dict[int, CollectiveError] = {}
         self.nobody_began = False
-        self.rehearses = False
+        self.is_dry_run = False
         self.began_at = time.monotonic()
 
     def notes_freeze(self, generation: int, error: CollectiveError) -> bool:

@@ -174,7 +174,7 @@ class Worker:
         """Run the program as this rank. Returns how it has ended; never raises an exception of it.
 
         resumption: what the other ranks are told of the generation, if they are in the run already.
-        replay_log: with which this worker rehearses before it is a rank (actors/arrivals.py).
+        replay_log: for the dry run of this worker before it is a rank (actors/arrivals.py).
 
         1. The training thread unpickles the program (a module missing here must not cost the
            others a rendezvous),
@@ -193,7 +193,7 @@ class Worker:
         """
         journal = Journal(request.keep_reports, self._output, request.report_history)
         run = RunHere(assignment, request, store, journal, driver, program)
-        run.rehearses = bool(replay_log)
+        run.is_dry_run = bool(replay_log)
         with self._lock:
             if self._run is not None:
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
@@ -396,7 +396,7 @@ class Worker:
             current.store = store
             self._generation = resumption.assignment.generation
             self._output.set_rank(resumption.assignment.rank)
-            current.rehearses = False
+            current.is_dry_run = False
             lifeline = current.lifeline
         lifeline.resume(resumption)
 
@@ -480,7 +480,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     async def replay_log(self, run: int) -> GivenReplayLog:
-        """What a worker needs that is to rehearse the function; when this rank is between two of
+        """What a worker needs for a dry run of the function; when this rank is between two of
         its steps."""
         arrivals = self._arrivals_of(run)
         if arrivals is None:
@@ -503,17 +503,17 @@ class Worker:
     @ray.method(concurrency_group="control")
     async def place_in_run(self, run: int) -> PlaceInRun | None:
         """Where this worker is in a run, for a new driver; None if it is not a rank of it. A worker
-        that rehearses stops: the driver is gone that was to call it in, and the next one hears of
+        in a dry run stops: the driver is gone that was to call it in, and the next one hears of
         it as of any idle worker."""
         with self._lock:
             current = self._in_run(run)
             if current is None:
                 return None
-            rehearses, lifeline = current.rehearses, current.lifeline
+            is_dry_run, lifeline = current.is_dry_run, current.lifeline
             resumption = lifeline.last_resumption if lifeline is not None else None
             place = PlaceInRun(self._info, current.assignment, resumption)
         # Outside the lock, which `_abort` takes.
-        if rehearses:
+        if is_dry_run:
             gone = GroupAborted(current.assignment.generation, [], "its driver is gone")
             await self._abort(run, gone)
             return None
@@ -554,7 +554,7 @@ class Worker:
             group, early_error = self._group, run.ends_with(run.assignment.generation)
         # It meets nobody, so that its failure costs the others nothing.
         if replay_log:
-            self._group = rehearsal_group(run, self._device, group)
+            self._group = dry_run_group(run, self._device, group)
             return program(
                 run.assignment, self._group, run.journal, lifeline, run.status, None, replay_log
             )
@@ -648,14 +648,14 @@ class Worker:
         return ending
 
 
-def rehearsal_group(run: RunHere, device: torch.device, before: Group | None) -> Group:
-    """The group of a worker that rehearses. before: of an earlier generation, which it closes."""
-    from chorusline.collectives.rehearsal import RehearsalGroup
+def dry_run_group(run: RunHere, device: torch.device, before: Group | None) -> Group:
+    """The group of a worker in its dry run. before: of an earlier generation, which it closes."""
+    from chorusline.collectives.dry_run import DryRunGroup
 
     if before is not None:
         before.close()
-    run.state = WorkerState.REHEARSING
-    return RehearsalGroup(
+    run.state = WorkerState.DRY_RUN
+    return DryRunGroup(
         run.assignment.rank,
         run.assignment.world_size,
         device,

@@ -38,7 +38,7 @@ class Target(Protocol):
     num_workers: int
 
     def ranks(self) -> Collection[int]:
-        """The living ranks, by pid: who has taken a step. What still starts, or rehearses, is none:
+        """The living ranks, by pid: who has taken a step. What starts, or is in a dry run, is none:
         it has no state that could go on without the others."""
 
     def processes(self) -> Collection[int]:

@@ -132,7 +132,7 @@ def check_same_parameters(
 
     Raises CollectiveMismatch on all ranks, naming the first one that differs.
     """
-    if group.rehearses:
+    if group.is_dry_run:
         return  # There is no other rank yet; they compare when this one comes to them.
     settings = settings or {}
     kinds = {"parameter": parameters, "buffer": buffers}
@@ -205,7 +205,7 @@ def broadcast_tensors(
 
     Returns the last broadcast, which tells for all; None without tensors.
     """
-    if group.rehearses:
+    if group.is_dry_run:
         return None  # The values come when this rank comes to the others.
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:

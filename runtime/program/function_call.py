@@ -187,7 +187,7 @@ class FunctionCall:
 
     def save(self, path: str | Path | None) -> Saving:
         """As `Context.save`."""
-        if self.recovery is not None and self.recovery.arrivals.rehearses:
+        if self.recovery is not None and self.recovery.arrivals.is_dry_run:
             self.recovery.arrivals.refuse("it calls ctx.save() before its first step")
         if self.checkpoints is None:
             raise RuntimeError("this Context was made outside a session, so it has no checkpoints")
@@ -327,7 +327,7 @@ class FunctionCall:
 
     def report(self, values: Mapping[str, Any]) -> None:
         """Send the values of one step to the session."""
-        if self.recovery is not None and self.recovery.arrivals.rehearses:
+        if self.recovery is not None and self.recovery.arrivals.is_dry_run:
             return  # The others have sent theirs at the beginning.
         taken = boundary().steps.taken
         now, overall = time.time(), self.steps_before + taken

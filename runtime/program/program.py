@@ -16,8 +16,8 @@ from chorusline.actors.journal import Journal
 from chorusline.actors.messages import NOWHERE, Assignment, Resumption
 from chorusline.actors.run_status import RunStatus
 from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
 from chorusline.collectives.group import Group
-from chorusline.collectives.rehearsal import CannotRehearse, RehearsalGroup
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
@@ -67,7 +67,7 @@ class Program:
         between_runs().enter(group)
         run = FunctionRun(self, journal, lifeline, steps, is_newcomer=resumption is not None)
         if replay_log:
-            run.rehearse(replay_log)
+            run.begin_dry_run(replay_log)
         result = run.begun(assignment, group, resumption)
         # The training thread awaits the coroutine on its own event loop.
         return run.awaited(result) if inspect.isawaitable(result) else result
@@ -97,7 +97,7 @@ class FunctionRun:
         self._seeded: tuple[FunctionCall, Callable[[int], None] | None] | None = None
         self._goes_back = False  # True: to the last checkpoint, as no rank's memory has all state.
 
-    def rehearse(self, replay_log: bytes) -> None:
+    def begin_dry_run(self, replay_log: bytes) -> None:
         """This worker runs the function by itself until it comes to the others."""
         assert self._recovery is not None
         self._recovery.begin_as_newcomer(pickle.loads(replay_log))
@@ -169,7 +169,7 @@ class FunctionRun:
         checkpoints.run_id = self._program.run_id
         checkpoints.has_trained = resumption is not None or self._goes_back
         if replay_log is not None:
-            assert isinstance(group, RehearsalGroup)
+            assert isinstance(group, DryRunGroup)
             group.answer_with([*replay_log.outside, *replay_log.body])
             checkpoints.place, self._steps.taken = replay_log.checkpoints, replay_log.taken
         with running(call), checkpoints:
@@ -220,10 +220,10 @@ class FunctionRun:
     def _again(self, error: BaseException) -> tuple[Assignment, Group, Resumption | None]:
         """With what arguments the function that raised `error` runs again. Raises if it does not
         run again."""
-        if isinstance(error, CannotRehearse):
+        if isinstance(error, DryRunRefused):
             tell_why_not(str(error))
-        # No other rank waits for a rehearsal, so that there is nothing to recover.
-        if self._recovery is None or self._recovery.arrivals.rehearses:
+        # No other rank waits for a dry run, so that there is nothing to recover.
+        if self._recovery is None or self._recovery.arrivals.is_dry_run:
             raise error
         group, call = self._lifeline.group, self._call
         if isinstance(error, StateLost) and group and call and call.has_checkpoint(group):

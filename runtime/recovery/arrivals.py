@@ -13,13 +13,13 @@ On a rank that was there before:
 On the worker:
 
     (a) The function runs from the top, with the replay log, in a group without peers
-        (collectives/rehearsal.py), up to its first step of `ctx.steps`.
+        (collectives/dry_run.py), up to its first step of `ctx.steps`.
     (b) It waits there, and says what it has made (`ReadyToken`).
     (c) It enters the generation of the others as a rank that holds nothing, and continues after
     their step with their random state, options, schedules and place in the data.
 
 Where the others have moved on to another epoch meanwhile, or their number has changed, it
-rehearses again. If the function cannot be rehearsed, all run again from the top (from_the_top.py).
+makes another dry run. If the function can have none, all run again from the top (from_the_top.py).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from chorusline.actors.messages import Resumption
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import CollectiveError, GroupAborted
 from chorusline.collectives.diagnosis.debug import logger
+from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
 from chorusline.collectives.kept_results import KeptResults
-from chorusline.collectives.rehearsal import CannotRehearse, RehearsalGroup
 
 from ..data.steps import Steps
 from ..process.registry import Registered
@@ -57,9 +57,9 @@ class Arrivals:
         be_admitted: Callable[[Resumption], None],
     ) -> None:
         """cross: gets this rank from the boundary between two steps into the next generation.
-        be_admitted: the same for a worker that has rehearsed."""
+        be_admitted: the same for a worker after its dry run."""
         self.replay_log: ReplayLog | None = None
-        """With which this rank rehearses; None if it does not."""
+        """For the dry run of this rank; None if it makes none."""
         self.steps: Steps | None = None
         """The pass over an epoch in which the ranks are, or are to meet."""
         self._lifeline = lifeline
@@ -124,7 +124,7 @@ class Arrivals:
             self._keep_no_more()
 
     def _keep(self) -> None:
-        if not self.rehearses and not self._kept.why_not:
+        if not self.is_dry_run and not self._kept.why_not:
             self._is_keeping = True
             self._objects.call.group.keep_results(self._kept)
 
@@ -137,7 +137,7 @@ class Arrivals:
 
     def begin(self, steps: Steps) -> None:
         if self.replay_log is not None:
-            self._end_rehearsal(steps)
+            self._end_dry_run(steps)
         self._keep_no_more()  # What comes now is repeated by no worker that comes.
 
     def before_step(self, steps: Steps) -> None:
@@ -205,22 +205,22 @@ class Arrivals:
     # -- on a worker that comes ------------------------------------------------------------------
 
     @property
-    def rehearses(self) -> bool:
+    def is_dry_run(self) -> bool:
         return self.replay_log is not None
 
     def refuse(self, why: str) -> None:
-        """The function does something that it cannot do by itself. Raises CannotRehearse."""
-        raise CannotRehearse(why)
+        """The function does something that it cannot do by itself. Raises DryRunRefused."""
+        raise DryRunRefused(why)
 
     def restore(self, entry: Registered) -> bool:
-        """An object is registered in a rehearsal."""
+        """An object is registered in a dry run."""
         assert self.replay_log is not None
         return self.replay_log.restore(entry)
 
-    def _end_rehearsal(self, steps: Steps) -> None:
+    def _end_dry_run(self, steps: Steps) -> None:
         """(b) and (c): the worker waits at its first step, and comes in with the others' state."""
         group = self._objects.call.group
-        why = group.refusal if isinstance(group, RehearsalGroup) else ""
+        why = group.refusal if isinstance(group, DryRunGroup) else ""
         # Code of the function may have caught the refusal and continued without the results.
         why = why or why_not_within(self._objects)
         if why:
@@ -228,7 +228,7 @@ class Arrivals:
         token = ReadyToken(steps.passage, digest_of(self._objects))
         assert self.replay_log is not None
         self._kept.take(self.replay_log.outside, self.replay_log.body)
-        resumption = self._lifeline.rehearsed(token)
+        resumption = self._lifeline.dry_run_ready(token)
         self.steps, self._steps_in, self.replay_log = steps, self._objects.call, None
         self._be_admitted(resumption)
 

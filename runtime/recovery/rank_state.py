@@ -241,7 +241,7 @@ class RankState:
             self.stage = Stage.RUNNING
 
     def waits_to_be_admitted(self, entered: int) -> None:
-        """A worker that has rehearsed gets into a generation. entered: the last one that the other
+        """A worker after its dry run gets into a generation. entered: the last one that the other
         ranks have entered; this rank has nothing of it, and counts as in it."""
         self.entered, self._formed = entered, []
 

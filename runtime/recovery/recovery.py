@@ -107,7 +107,7 @@ class Recovery:
 
     def restore(self, entry: Registered, group: Group) -> bool:
         """Load the state that an object has had in this run; whether there was any."""
-        if self.arrivals.rehearses:
+        if self.arrivals.is_dry_run:
             return self.arrivals.restore(entry)
         return self.from_the_top.restore(entry, group)
 
@@ -162,7 +162,7 @@ class Recovery:
 
     def finish(self) -> None:
         """The function has returned: take part in recoveries until it has on all ranks."""
-        if self.arrivals.rehearses:
+        if self.arrivals.is_dry_run:
             self.arrivals.refuse("it returns before a step of ctx.steps")
         self.pass_boundary()
         # The others may still need this rank's shards, until the driver knows that all have
@@ -203,7 +203,7 @@ class Recovery:
         self._continue(self._freeze(error, Where.AT_BOUNDARY), Where.AT_BOUNDARY)
 
     def _be_admitted(self, resumption: Resumption) -> None:
-        """This worker has rehearsed: return in the first generation of which it is a rank."""
+        """After this worker's dry run: return in the first generation of which it is a rank."""
         self._state.waits_to_be_admitted(resumption.entered)
         self.in_place.begin()
         self._continue(resumption, Where.AT_BOUNDARY)

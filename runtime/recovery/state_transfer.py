@@ -1,8 +1,8 @@
 """What a worker gets from the others when it has run its function by itself and comes to them.
 
 A **replay log** comes first, between two steps of a rank that continues: what the function's
-constructors and the code before its first step would find after a restart. The worker rehearses
-with it.
+constructors and the code before its first step would find after a restart. The worker makes a dry
+run with it.
 
 A **state transfer** comes last, in the generation that the worker enters: where the ranks are in
 their steps and in the data, what a step counts on, and the state of everything that is registered

@@ -35,7 +35,7 @@ def froze(rank: int, generation: int, *, at_boundary: bool) -> events.RankFroze:
 
 
 def with_newcomers(*seats: int, num: int = 2) -> tuple[Membership, list[Instruction]]:
-    """`num` ranks train, and can take workers in; those of `seats` rehearse."""
+    """`num` ranks train, and can take workers in; those of `seats` make a dry run."""
     membership = Membership()
     for seat in range(num):
         membership.handle(events.WorkerRegistered(worker(seat)))
@@ -53,19 +53,19 @@ def states(membership: Membership) -> dict[int, MemberState]:
     return {seat: member.state for seat, member in membership._members.items()}
 
 
-def test_a_worker_rehearses_with_the_place_that_it_will_have_and_nobody_is_interrupted() -> None:
+def test_a_dry_run_has_the_place_that_it_will_have_and_nobody_is_interrupted() -> None:
     membership, told = with_newcomers(2)
-    [rehearse] = told
-    assert isinstance(rehearse, instructions.Rehearse)
-    assert (rehearse.assignment.rank, rehearse.assignment.world_size) == (2, 3)
-    assert rehearse.source == worker(0).worker_id
-    assert states(membership)[2] is MemberState.REHEARSING
+    [begin] = told
+    assert isinstance(begin, instructions.BeginDryRun)
+    assert (begin.assignment.rank, begin.assignment.world_size) == (2, 3)
+    assert begin.source == worker(0).worker_id
+    assert states(membership)[2] is MemberState.DRY_RUN
 
 
 def test_all_ranks_are_invited_when_all_that_come_wait() -> None:
     membership, _ = with_newcomers(2, 3)
-    assert membership.handle(events.Rehearsed(worker(2).worker_id, HERE)) == []
-    told = membership.handle(events.Rehearsed(worker(3).worker_id, HERE))
+    assert membership.handle(events.DryRunReady(worker(2).worker_id, HERE)) == []
+    told = membership.handle(events.DryRunReady(worker(3).worker_id, HERE))
     assert [one.worker_id for one in of_kind(told, instructions.RequestAdmission)] == [  # type: ignore[attr-defined]
         worker(0).worker_id,
         worker(1).worker_id,
@@ -77,7 +77,7 @@ def test_all_ranks_are_invited_when_all_that_come_wait() -> None:
 def waiting(*seats: int) -> Membership:
     membership, _ = with_newcomers(*seats)
     for seat in seats:
-        membership.handle(events.Rehearsed(worker(seat).worker_id, HERE))
+        membership.handle(events.DryRunReady(worker(seat).worker_id, HERE))
     return membership
 
 
@@ -93,7 +93,7 @@ def test_workers_come_in_where_all_ranks_wait_for_them(seats: tuple[int, ...]) -
     assert all(state is MemberState.RUNNING for state in states(membership).values())
 
 
-def test_ranks_that_were_interrupted_in_a_step_go_on_alone_and_the_worker_rehearses_again() -> None:
+def test_ranks_that_were_interrupted_in_a_step_go_on_alone_and_the_dry_run_is_repeated() -> None:
     membership = waiting(2)
     membership.handle(froze(0, 0, at_boundary=True))
     told = membership.handle(froze(1, 0, at_boundary=False))
@@ -103,7 +103,7 @@ def test_ranks_that_were_interrupted_in_a_step_go_on_alone_and_the_worker_rehear
     told = membership.handle(ended(2))
     assert of_kind(told, instructions.AwaitReadiness)
     told = membership.handle(events.RanksReady(1, True))
-    assert of_kind(told, instructions.Rehearse)
+    assert of_kind(told, instructions.BeginDryRun)
 
 
 def ended(seat: int, rank: int = 2) -> Event:
@@ -111,28 +111,28 @@ def ended(seat: int, rank: int = 2) -> Event:
     return events.RankEnded(failure, worker(seat).worker_id)
 
 
-def test_a_rank_that_dies_changes_the_places_so_the_worker_rehearses_again() -> None:
+def test_a_rank_that_dies_changes_the_places_so_the_dry_run_is_repeated() -> None:
     membership = waiting(2)
     membership.handle(death(1))
     told = membership.handle(froze(0, 0, at_boundary=True))
     assert set(resumptions(told)) == {worker(0).worker_id}
     membership.handle(ended(2))
-    [rehearse] = membership.handle(events.RanksReady(1, True))
-    assert isinstance(rehearse, instructions.Rehearse)
-    assert (rehearse.assignment.rank, rehearse.assignment.world_size) == (1, 2)
+    [begin] = membership.handle(events.RanksReady(1, True))
+    assert isinstance(begin, instructions.BeginDryRun)
+    assert (begin.assignment.rank, begin.assignment.world_size) == (1, 2)
 
 
-def test_a_worker_that_dies_in_its_rehearsal_is_no_loss_of_the_run() -> None:
+def test_a_worker_that_dies_in_its_dry_run_is_no_loss_of_the_run() -> None:
     membership, _ = with_newcomers(2, 3)
     [stop] = membership.handle(death(2))
     assert isinstance(stop, instructions.AbortRank) and stop.worker_id == worker(3).worker_id
     assert membership._run is not None and membership._run.losses == []
     membership.handle(ended(3))
-    [rehearse] = membership.handle(events.RanksReady(0, True))
-    assert isinstance(rehearse, instructions.Rehearse) and rehearse.assignment.world_size == 3
+    [begin] = membership.handle(events.RanksReady(0, True))
+    assert isinstance(begin, instructions.BeginDryRun) and begin.assignment.world_size == 3
 
 
-def test_what_cannot_be_rehearsed_lets_all_functions_run_again() -> None:
+def test_what_cannot_have_a_dry_run_lets_all_functions_run_again() -> None:
     membership, _ = with_newcomers(2)
     assert of_kind(membership.handle(ended(2)), instructions.AwaitReadiness)
     told = membership.handle(events.RanksReady(0, True))
@@ -143,11 +143,11 @@ def test_what_cannot_be_rehearsed_lets_all_functions_run_again() -> None:
     assert all(one.restarts for one in resumptions(told).values())
 
 
-def test_ranks_that_decline_make_it_rehearse_again_a_few_times_only() -> None:
+def test_ranks_that_decline_make_it_repeat_its_dry_run_a_few_times_only() -> None:
     membership, told = with_newcomers(2)
     for attempt in range(1, MOST_ATTEMPTS + 1):
-        assert of_kind(told, instructions.Rehearse), attempt
-        membership.handle(events.Rehearsed(worker(2).worker_id, HERE))
+        assert of_kind(told, instructions.BeginDryRun), attempt
+        membership.handle(events.DryRunReady(worker(2).worker_id, HERE))
         late = events.Declined(0, membership._arrivals.number, "another epoch", False)
         assert of_kind(membership.handle(late), instructions.AbortRank)
         assert membership.handle(late) == []  # The other rank says so, too.
@@ -156,7 +156,7 @@ def test_ranks_that_decline_make_it_rehearse_again_a_few_times_only() -> None:
     assert of_kind(told, instructions.FreezeRank)
 
 
-def test_a_run_that_ends_ends_the_rehearsals_first() -> None:
+def test_a_run_that_ends_ends_the_dry_runs_first() -> None:
     membership = waiting(2)
     for rank in (0, 1):
         told = membership.handle(events.RankFinished(rank, 0))
@@ -184,9 +184,9 @@ def test_a_worker_that_does_not_stop_does_not_keep_the_run_from_its_end() -> Non
 # -- all orders ------------------------------------------------------------------------------------
 
 HAPPENINGS: dict[str, Callable[[Membership], Event]] = {
-    "2 waits": lambda _: events.Rehearsed(worker(2).worker_id, HERE),
-    "3 waits": lambda _: events.Rehearsed(worker(3).worker_id, HERE),
-    "3 waits elsewhere": lambda _: events.Rehearsed(
+    "2 waits": lambda _: events.DryRunReady(worker(2).worker_id, HERE),
+    "3 waits": lambda _: events.DryRunReady(worker(3).worker_id, HERE),
+    "3 waits elsewhere": lambda _: events.DryRunReady(
         worker(3).worker_id, replace(HERE, passage="0/1/steps#0")
     ),
     "2 dies": lambda _: death(2),
@@ -204,8 +204,8 @@ HAPPENINGS: dict[str, Callable[[Membership], Event]] = {
 
 @pytest.mark.parametrize("first", HAPPENINGS)
 def test_no_order_of_events_loses_a_worker_or_gives_it_another_place(first: str) -> None:
-    """All orders of four events: whoever comes in has rehearsed in that place, in the generation of
-    all; and a worker rehearses exactly as long as it is known to."""
+    """All orders of four events: whoever comes in has made its dry run in that place, in the
+    generation of all; and a worker is in its dry run exactly as long as is known."""
     begun, _ = with_newcomers(2, 3)
     for order in itertools.permutations([one for one in HAPPENINGS if one != first], 3):
         membership = deepcopy(begun)
@@ -219,8 +219,8 @@ def test_no_order_of_events_loses_a_worker_or_gives_it_another_place(first: str)
                 continue  # It is over, or that rank is gone.
             before = set(membership._arrivals.by_id)
             told = membership.handle(HAPPENINGS[name](membership))
-            for one in of_kind(told, instructions.Rehearse):
-                assert isinstance(one, instructions.Rehearse)
+            for one in of_kind(told, instructions.BeginDryRun):
+                assert isinstance(one, instructions.BeginDryRun)
                 places[one.worker_id] = replace(one.assignment, generation=0)
             resumed = resumptions(told)
             assert len({one.assignment.generation for one in resumed.values()}) <= 1
@@ -229,11 +229,11 @@ def test_no_order_of_events_loses_a_worker_or_gives_it_another_place(first: str)
                 assert given == places[worker_id]
                 rank = resumed[worker_id].assignment.rank
                 assert resumed[worker_id].former_ranks[rank] == -1
-            rehearsing = {
+            in_dry_run = {
                 member.info.worker_id
                 for member in membership._members.values()
-                if member.state is MemberState.REHEARSING
+                if member.state is MemberState.DRY_RUN
             }
-            assert rehearsing == set(membership._arrivals.by_id), (first, order, name)
+            assert in_dry_run == set(membership._arrivals.by_id), (first, order, name)
             if run.phase is Phase.RUNNING:
-                assert not set(run.worker_ids) & rehearsing
+                assert not set(run.worker_ids) & in_dry_run

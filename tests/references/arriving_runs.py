@@ -69,8 +69,8 @@ def train(
 ) -> Told:
     """victims: first ranks that die in the fourth step, in its loop. full: until so many ranks
     train, the steps are slow. stream: of the samples, of one epoch. scenario: what else happens,
-    once: a worker dies while it rehearses, or while it comes in; the driver dies while it
-    rehearses; rank 2 dies while one comes in, or when all have agreed to that."""
+    once: a worker dies in its dry run, or while it comes in; the driver dies in its
+    dry run; rank 2 dies while one comes in, or when all have agreed to that."""
     note(folder, "began")
     is_first = len(noted(folder, "began")) <= full and not noted(folder, "killed")
     seat = ctx.rank if is_first else -1
@@ -93,13 +93,13 @@ def train(
 
         recovery.in_place._move = moved  # type: ignore[method-assign]
 
-    if scenario == "in its rehearsal" and not is_first:
+    if scenario == "in its dry run" and not is_first:
         strike()
-    if scenario == "the driver in the rehearsal" and not is_first and not noted(folder, "struck"):
+    if scenario == "the driver in the dry run" and not is_first and not noted(folder, "struck"):
         assert recovery is not None
         note(folder, "struck")
         ray.kill(recovery._lifeline._driver)
-    if scenario == "hangs in its rehearsal" and not is_first and not noted(folder, "struck"):
+    if scenario == "hangs in its dry run" and not is_first and not noted(folder, "struck"):
         note(folder, "struck")
         time.sleep(1000)
     if scenario == "at its entry" and not is_first:

@@ -88,7 +88,11 @@ async def test_what_nobody_can_give_a_worker_lets_all_run_again(
 ) -> None:
     alone = await told_alone(tmp_path)
     told = await told_by_three(tmp_path, scenario="needs a part of its own")
-    assert sorted(one.began for one in told) == [2, 2, 2]  # The newcomer has rehearsed before.
+    assert sorted(one.began for one in told) == [
+        2,
+        2,
+        2,
+    ]  # The newcomer has made its dry run before.
     assert_same(told, alone)
 
 
@@ -135,11 +139,11 @@ async def test_a_worker_comes_to_the_steps_of_a_stream(cluster: None, tmp_path: 
 
 
 SCENARIOS = [
-    "in its rehearsal",
+    "in its dry run",
     "at its entry",
     "a rank at the entry",
     "a rank behind the vote",
-    "the driver in the rehearsal",
+    "the driver in the dry run",
 ]
 
 
@@ -161,13 +165,13 @@ async def test_a_death_while_a_worker_comes_costs_no_step(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-async def test_a_worker_that_hangs_in_its_rehearsal_is_ended_and_the_next_one_comes(
+async def test_a_worker_that_hangs_in_its_dry_run_is_ended_and_the_next_one_comes(
     cluster: None, tmp_path: Path
 ) -> None:
     alone = await told_alone(tmp_path)
     async with cl.Session((1, 3), resources_per_worker=FEW, pause_s=4.0) as session:
         told = await session.run(
-            train, folder=tmp_path, full=3, victims=(1,), scenario="hangs in its rehearsal"
+            train, folder=tmp_path, full=3, victims=(1,), scenario="hangs in its dry run"
         )
     assert len(told) == 3 and not {one.pid for one in told} & {*noted(tmp_path, "struck")}
     assert sorted(one.began for one in told) == [1, 1, 1]

@@ -3,7 +3,7 @@
 A worker that comes to a run in progress first runs the function up to its first step, while the
 other ranks train. It has the rank and the number of ranks that it will have, and no peers. A
 collective of the function returns what it returned on the other ranks, which have kept the results
-of their own beginning (kept_results.py). If no rank has kept a result, the rehearsal ends.
+of their own beginning (kept_results.py). If no rank has kept a result, the dry run ends.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .shared_memory.symmetric_memory import empty_symmetric
 from .stores.store import Store
 
 
-class CannotRehearse(BaseException):
+class DryRunRefused(BaseException):
     """The function cannot run by itself up to its first step; the text says why. It unwinds the
     function, and is not an Exception, so that only the runtime catches it."""
 
 
-class RehearsalGroup(Group):
+class DryRunGroup(Group):
     """See above."""
 
-    rehearses = True
+    is_dry_run = True
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class RehearsalGroup(Group):
             self._answers,
             generation=generation,
             timeout_s=timeout_s,
-            name="rehearsal",
+            name="dry run",
             store=store,
         )
 
@@ -100,14 +100,14 @@ class _Answered(SettledWork):
 class _Answers(Communicator):
     """Answers each operation with the next kept result."""
 
-    backend = "rehearsal"
+    backend = "dry run"
 
     def __init__(self, rank: int, size: int, device: torch.device, generation: int) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.refusal = ""
         self.results: list[KeptResult] = []
         self._generation = generation
-        self._failure: CollectiveError | None = None  # None: the rehearsal is not over
+        self._failure: CollectiveError | None = None  # None: the dry run is not over
         self._lock = threading.Lock()
 
     def empty_symmetric(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -118,7 +118,7 @@ class _Answers(Communicator):
 
     def refuse(self, why: str) -> NoReturn:
         self.refusal = self.refusal or why
-        raise CannotRehearse(why)
+        raise DryRunRefused(why)
 
     def _answer(self, operation: Operation, tensor: torch.Tensor) -> Work:
         self._check()
@@ -170,4 +170,4 @@ class _Answers(Communicator):
         return self._failure
 
     def close(self) -> None:
-        self.abort(GroupAborted(self._generation, [self.rank], "the rehearsal is over"))
+        self.abort(GroupAborted(self._generation, [self.rank], "the dry run is over"))

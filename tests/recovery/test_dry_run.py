@@ -14,8 +14,8 @@ from chorusline.actors.messages import Assignment, RunRequest
 from chorusline.actors.run_status import RunStatus
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import GroupAborted, HashStore
+from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
 from chorusline.collectives.kept_results import KeepingCommunicator
-from chorusline.collectives.rehearsal import CannotRehearse, RehearsalGroup
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.program.program import Program
 from chorusline.runtime.recovery.state_transfer import digest_of
@@ -74,25 +74,25 @@ class Called(Exception):
 
 
 class Waiting(Driver):
-    """The driver of a worker that rehearses: it hears where that waits, and calls it off."""
+    """The driver of a worker in its dry run: it hears where that waits, and calls it off."""
 
     token: ReadyToken | None = None
 
     @property
-    def rehearsed(self) -> _Call:
-        return _Call(self._rehearsed)
+    def dry_run_ready(self) -> _Call:
+        return _Call(self._dry_run_ready)
 
-    def _rehearsed(self, run: int, worker_id: str, token: ReadyToken) -> None:
+    def _dry_run_ready(self, run: int, worker_id: str, token: ReadyToken) -> None:
         self.token = token
         assert self.lifeline is not None
         self.lifeline.stop(GroupAborted(0, [], "enough"))
 
 
-def rehearse(function: Any, replay_log: bytes, size: int) -> Waiting:
+def begin_dry_run(function: Any, replay_log: bytes, size: int) -> Waiting:
     driver = Waiting()
     assignment = Assignment(0, size - 1, size, size - 1, size, 0)
     request = RunRequest(0, 5.0, False, max_failures=None)
-    group = RehearsalGroup(
+    group = DryRunGroup(
         size - 1, size, torch.device("cpu"), generation=0, timeout_s=5.0, store=HashStore()
     )
     driver.lifeline = Lifeline(request, driver, assignment, lambda: group)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_a_rank_comes_to_the_step_of_the_others_by_itself(ranks_of: Any) -> None
     (heard, replay_log, token), (other, _, same) = ranks_of(2).run(_trains)
     assert not replay_log.why_not and token == same
     assert heard == other and heard[0] == {"seed": 3} and heard[1] == 1.0
-    driver = rehearse(train, replay_log.payload, 3)
+    driver = begin_dry_run(train, replay_log.payload, 3)
     assert driver.token == token
     # What stands before the loop, and in the body of the epoch that is under way.
     assert [*heard[:2], 5, (1, 2, 5)] == HEARD
@@ -119,7 +119,7 @@ def unlike(ctx: cl.Context) -> None:
     ctx.reduce(1.0, "max")
 
 
-def test_a_function_that_asks_for_something_else_cannot_be_rehearsed(ranks_of: Any) -> None:
+def test_a_function_that_asks_for_something_else_cannot_have_a_dry_run(ranks_of: Any) -> None:
     (_, replay_log, _), _ = ranks_of(2).run(_trains)
-    with pytest.raises(CannotRehearse, match="cannot give"):
-        rehearse(unlike, replay_log.payload, 3)
+    with pytest.raises(DryRunRefused, match="cannot give"):
+        begin_dry_run(unlike, replay_log.payload, 3)

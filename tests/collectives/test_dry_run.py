@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from chorusline.collectives import Group, GroupAborted, HashStore
+from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
 from chorusline.collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
-from chorusline.collectives.rehearsal import CannotRehearse, RehearsalGroup
 
 
 def begins(group: Any, rank: int) -> list[Any]:
@@ -39,8 +39,8 @@ def _keeps(group: Any) -> Any:
     return told, in_body.tolist(), kept.results(), kept.why_not
 
 
-def alone(size: int, answers: list[KeptResult]) -> RehearsalGroup:
-    group = RehearsalGroup(
+def alone(size: int, answers: list[KeptResult]) -> DryRunGroup:
+    group = DryRunGroup(
         size - 1, size, torch.device("cpu"), generation=0, timeout_s=1.0, store=HashStore()
     )
     group.answer_with(answers)
@@ -62,7 +62,7 @@ def test_what_all_ranks_got_at_their_beginning_a_rank_gets_that_comes_later(rank
 def test_an_answer_of_another_number_of_ranks_is_none(ranks_of: Any) -> None:
     _, _, (outside, body), _ = ranks_of(3).run(_keeps)[0]
     group = alone(4, [*outside, *body])
-    with pytest.raises(CannotRehearse, match=r"all_gather \(4 .* theirs was of all_gather \(3"):
+    with pytest.raises(DryRunRefused, match=r"all_gather \(4 .* theirs was of all_gather \(3"):
         begins(group, 3)
     assert group.refusal
 
@@ -79,17 +79,17 @@ ASKS: dict[str, Callable[[Group], object]] = {
 
 
 @pytest.mark.parametrize("what", ASKS)
-def test_what_cannot_be_answered_ends_the_rehearsal_with_a_sentence(what: str) -> None:
+def test_what_cannot_be_answered_ends_the_dry_run_with_a_sentence(what: str) -> None:
     group = alone(2, [])
-    with pytest.raises(CannotRehearse, match="before its first step"):
+    with pytest.raises(DryRunRefused, match="before its first step"):
         ASKS[what](group)
     assert "before its first step" in group.refusal
 
 
-def test_a_rehearsal_that_is_called_off_ends_at_its_next_operation() -> None:
+def test_a_dry_run_that_is_called_off_ends_at_its_next_operation() -> None:
     group = alone(2, [])
-    group.abort("the rehearsal is over")
-    with pytest.raises(GroupAborted, match="the rehearsal is over"):
+    group.abort("the dry run is over")
+    with pytest.raises(GroupAborted, match="the dry run is over"):
         group.barrier().wait()
 
 
