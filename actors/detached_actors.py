@@ -1,11 +1,11 @@
 """Actors that outlive the process that started them: their names, and what the cluster remembers.
 
-A detached session is held by a *keeper*, an actor that Ray starts again when it dies. The driver
-and the workers are detached actors as well, so they continue. The new keeper finds them by
-their names. What no actor could tell it (where the seats are, which run was asked for) the keeper
-has written to the key-value store of the cluster's head, a few kilobytes.
+A detached session is held by a *session host*, an actor that Ray starts again when it dies. The
+driver and the workers are detached actors as well, so they continue. The new session host finds
+them by their names. What no actor could tell it (where the seats are, which run was asked for) the
+session host has written to the key-value store of the cluster's head, a few kilobytes.
 
-If the keeper is gone for good, the driver and the workers end themselves (`end_without`), and
+If the session host is gone for good, the driver and the workers end themselves (`end_without`), and
 remove the session's placement groups.
 """
 
@@ -30,15 +30,16 @@ from .calls import Actor
 NAMESPACE = "chorusline"
 """Ray's namespace of our named actors, by which another process finds a cluster's sessions."""
 
-INCARNATION, KEEPER, WORKER = "/driver-", "/keeper", "/worker-"
+INCARNATION, SESSION_HOST, WORKER = "/driver-", "/host", "/worker-"
 
 _ON_HEAD = {"node:__internal_head__": 0.001}
 """Ray's resource of the head node, whose loss no session survives anyhow."""
 
 _STORED = b"chorusline"
 
-_KEEPER_WATCH_S, _MISSED = 5.0, 3
-"""Seconds between two questions whether a keeper is there, and how often it has to be missed."""
+_HOST_WATCH_S, _MISSED = 5.0, 3
+"""Seconds between two questions whether a session host is there, and how often it has to be
+missed."""
 
 
 class DetachedActors:
@@ -46,12 +47,12 @@ class DetachedActors:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.keeper_name = f"{name}{KEEPER}"
+        self.host_name = f"{name}{SESSION_HOST}"
 
-    def options_of_keeper(self) -> dict[str, Any]:
+    def options_of_host(self) -> dict[str, Any]:
         """Ray's actor options; with them Ray raises ValueError if the name is taken."""
         here = {"num_cpus": 0, "resources": dict(_ON_HEAD), "max_restarts": -1}
-        return {**self._named(self.keeper_name), **here}
+        return {**self._named(self.host_name), **here}
 
     def options_of_driver(self, incarnation: int) -> dict[str, Any]:
         return self._named(f"{self.name}{INCARNATION}{incarnation}")
@@ -79,10 +80,10 @@ class DetachedActors:
                 found.append((name, actor))
         return found
 
-    def keeper(self) -> Actor | None:
-        """The keeper, even while Ray starts it again; None if there is none."""
+    def host(self) -> Actor | None:
+        """The session host, even while Ray starts it again; None if there is none."""
         try:
-            return ray.get_actor(self.keeper_name, namespace=NAMESPACE)
+            return ray.get_actor(self.host_name, namespace=NAMESPACE)
         except ValueError:
             return None
 
@@ -127,23 +128,23 @@ def new_group_name(session: str) -> str:
 
 
 def end_without(session: str) -> None:
-    """End this actor's process when the keeper of its session is gone for good, and not only
+    """End this actor's process when the session host of its session is gone for good, and not only
     restarted; it would stay forever."""
     detached = DetachedActors(session)
 
     def watch() -> None:
         missed = 0
         while missed < _MISSED:
-            time.sleep(_KEEPER_WATCH_S)
-            # That the head does not answer says nothing about the keeper.
+            time.sleep(_HOST_WATCH_S)
+            # That the head does not answer says nothing about the session host.
             with contextlib.suppress(Exception):
-                missed = 0 if detached.keeper() is not None else missed + 1
+                missed = 0 if detached.host() is not None else missed + 1
         with contextlib.suppress(Exception):
             detached.remove_groups()
             detached.forget()
         os._exit(1)
 
-    threading.Thread(target=watch, name="keeper-watch", daemon=True).start()
+    threading.Thread(target=watch, name="host-watch", daemon=True).start()
 
 
 def names_of(kind: str, session: str | None = None) -> list[str]:

@@ -102,8 +102,8 @@ class RunRequest:
     last_save_s: how long the run waits for the checkpoint that the ranks write before it is given
     up; None if the session keeps no checkpoints.
     fault_plan: what a person has ordered to happen to workers (fault_plan.py).
-    report_history: reports that a worker holds although they were pulled, for a keeper that is
-    started again.
+    report_history: reports that a worker holds although they were pulled, for a session host that
+    is started again.
     replaces_stragglers: a worker that is far behind the others for long leaves, and another one
     takes its seat.
     """

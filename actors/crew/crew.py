@@ -246,8 +246,8 @@ class Crew:
         return driver
 
     async def find(self) -> None:
-        """Take over the living workers of a detached session, whose keeper has died. Its driver is
-        ended, since what it knows was for that keeper; the workers continue."""
+        """Take over the living workers of a detached session whose host has died. Its driver is
+        ended, since what it knows was for that host; the workers continue."""
         assert self._detached is not None
         drivers = await asyncio.to_thread(self._detached.drivers)
         for driver in drivers.values():

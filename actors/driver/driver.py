@@ -73,7 +73,7 @@ class Driver(StoreActor):
     """One per session; num_cpus=0. Everything here runs on one loop, the store on its own.
 
     incarnation: how many drivers the session has had before this one.
-    is_detached: the session has a keeper, without which this actor ends.
+    is_detached: the session has a session host, without which this actor ends.
     """
 
     def __init__(self, incarnation: int, session: str = "", is_detached: bool = False) -> None:

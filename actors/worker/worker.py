@@ -123,7 +123,7 @@ class Worker:
         # driver, which starts with 0.7 s of CPU time without torch, not 1.8.
         import torch
 
-        if is_detached:  # The session has a keeper, without which this worker ends.
+        if is_detached:  # The session has a session host, without which this worker ends.
             end_without(session)
         runtime = ray.get_runtime_context()
         num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
@@ -326,7 +326,7 @@ class Worker:
         return await asyncio.wrap_future(current.ending)
 
     def _in_run(self, run: int) -> RunHere | None:
-        # The run before as well: a new driver, or a keeper, may ask for its end.
+        # The run before as well: a new driver, or a session host, may ask for its end.
         for one in (self._run, self._ended):
             if one is not None and one.request.run == run:
                 return one
@@ -498,7 +498,7 @@ class Worker:
         here = self._in_run(run)
         return here.lifeline.arrivals if here is not None and here.lifeline is not None else None
 
-    # ── Control loop: a new driver, or a keeper that was started again, asks ──────────────────────
+    # ── Control loop: a new driver, or a session host that was started again, asks ──────────────
 
     @ray.method(concurrency_group="control")
     async def place_in_run(self, run: int) -> PlaceInRun | None:
@@ -522,7 +522,7 @@ class Worker:
     @ray.method(concurrency_group="control")
     async def program_of(self, run: int) -> Parcel | None:
         """The program of a run in progress, for workers that come to it later; else None. The
-        keeper that had it is gone, and its objects with it."""
+        session host that had it is gone, and its objects with it."""
         here = self._in_run(run)
         return here.program if here is not None else None
 

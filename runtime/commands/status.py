@@ -21,8 +21,8 @@ from rich.text import Text
 from chorusline.actors.calls import ActorGone, NoAnswer, answers
 from chorusline.actors.detached_actors import (
     INCARNATION,
-    KEEPER,
     NAMESPACE,
+    SESSION_HOST,
     DetachedActors,
     names_of,
 )
@@ -107,13 +107,13 @@ async def survey(session: str | None) -> dict[str, Survey | str]:
 
 
 async def detached(session: str | None) -> dict[str, DetachedStatus | str]:
-    """What the keepers of detached sessions say, by name; a text says why one said nothing."""
-    keepers = {
-        name: keeper
-        for name in names_of(KEEPER)
-        if session in (None, name) and (keeper := DetachedActors(name).keeper()) is not None
+    """What the hosts of detached sessions say, by name; a text says why one said nothing."""
+    hosts = {
+        name: host
+        for name in names_of(SESSION_HOST)
+        if session in (None, name) and (host := DetachedActors(name).host()) is not None
     }
-    calls = {name: keeper.status.remote() for name, keeper in keepers.items()}
+    calls = {name: host.status.remote() for name, host in hosts.items()}
     return {
         name: said.detail if isinstance(said, ActorGone | NoAnswer) else said
         for name, said in (await answers(calls, _ANSWER_S + 1.0)).items()
@@ -135,7 +135,7 @@ def drawn(
 ) -> RenderableType:
     parts: list[RenderableType] = []
     statuses = statuses or {}
-    # A detached session that has ended has a keeper only, and other sessions have none.
+    # A detached session that has ended has a session host only, and other sessions have none.
     for name in sorted({*surveys, *statuses}):
         answer, status = surveys.get(name), statuses.get(name)
         if isinstance(answer, str):
@@ -143,7 +143,7 @@ def drawn(
         elif answer is not None:
             parts.append(Text(headline(name, answer.driver), style="bold"))
         if status is not None:
-            words = status if isinstance(status, DetachedStatus) else f"its keeper {status}"
+            words = status if isinstance(status, DetachedStatus) else f"its session host {status}"
             parts.append(Text(plain(f"{'  ' if answer else f'{name}: '}{words}")))
         if answer is not None and not isinstance(answer, str):
             parts += [Text(plain(f"  {line}")) for line in happened(answer)]

@@ -30,7 +30,7 @@ from ..tracking.tracker import Tracker
 from ..tracking.tracker_names import checked_trackers
 from ..tracking.tracking import Tracking
 from . import connecting
-from .detached.client import KeeperClient
+from .detached.client import DetachedClient
 from .detached.status import IDLE_TIMEOUT_S, check_name
 from .holding.holding import Holding
 from .holding.options import (
@@ -196,9 +196,7 @@ class Session:
         self._is_attached = False  # True: the session is there already.
         self._is_local = False  # True: sessions of this process have started the cluster.
         self._holding = Holding(self._options)  # Has no actors in a detached session.
-        self._client: KeeperClient | None = (
-            None  # of a detached session, whose actors its keeper has
-        )
+        self._client: DetachedClient | None = None  # None: the session is not detached
         self._state = SessionState.NEW
         self._has_told_weight = False
 
@@ -271,9 +269,9 @@ class Session:
     async def _take_client(self) -> None:
         name = self._detached_name
         if self._is_attached:
-            self._client = await KeeperClient.found(name)
+            self._client = await DetachedClient.found(name)
         else:
-            self._client = await KeeperClient.started(name, self._options, self._idle_timeout_s)
+            self._client = await DetachedClient.started(name, self._options, self._idle_timeout_s)
         status = self._client.last
         assert status is not None
         if self._is_attached:
@@ -475,9 +473,9 @@ class Session:
         return max((one.steps_before + one.taken for one in steps), default=0)
 
     async def _outcome_at(
-        self, client: KeeperClient, program: Parcel | None, audience: Audience
+        self, client: DetachedClient, program: Parcel | None, audience: Audience
     ) -> RunSucceeded | RunFailed:
-        """The same, where the keeper of a detached session does it."""
+        """The same, where the session host of a detached session does it."""
         run = await (client.current() if program is None else client.begin(program))
         client.look_from_the_beginning(whole=program is not None)
         async with hearing(client, run, audience):
@@ -519,7 +517,7 @@ class Session:
             await client.let_go()
         await self.close()
 
-    def _detached_client(self) -> KeeperClient:
+    def _detached_client(self) -> DetachedClient:
         if self._client is None:
             raise RuntimeError(
                 REMEDIES[self._state]

@@ -9,7 +9,7 @@ from typing import Any
 
 from chorusline.actors.actor_store import StoreActor
 from chorusline.actors.driver.driver import _InstructionTasks
-from chorusline.runtime.session.detached.keeper import _LINES, Keeper, _Collecting
+from chorusline.runtime.session.detached.session_host import _LINES, SessionHost, _Collecting
 
 
 async def test_the_store_forgets_the_generations_before_the_last_two() -> None:
@@ -44,12 +44,12 @@ async def _until(event: asyncio.Event) -> None:
     await event.wait()
 
 
-async def test_a_keeper_keeps_the_newest_of_its_records() -> None:
-    keeper: Any = object.__new__(Keeper)
-    keeper._said = deque(maxlen=_LINES)
-    collecting = _Collecting(keeper._said)
+async def test_a_session_host_keeps_the_newest_of_its_records() -> None:
+    host: Any = object.__new__(SessionHost)
+    host._said = deque(maxlen=_LINES)
+    collecting = _Collecting(host._said)
     for number in range(10 * _LINES):
         collecting.emit(logging.makeLogRecord({"msg": f"warning {number}"}))
-    assert len(keeper._said) == _LINES
+    assert len(host._said) == _LINES
     last = 10 * _LINES - 1
-    assert await keeper.said(last) == [f"warning {last}"] and await keeper.said(last + 1) == []
+    assert await host.said(last) == [f"warning {last}"] and await host.said(last + 1) == []

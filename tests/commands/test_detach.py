@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import chorusline as cl
-from chorusline.actors.detached_actors import KEEPER, names_of
+from chorusline.actors.detached_actors import SESSION_HOST, names_of
 from chorusline.runtime.commands.command_line import main
 from tests.harness.programs import completed
 
@@ -104,7 +104,7 @@ def test_a_run_that_cannot_begin_leaves_no_session(
             timeout_s=120,
             environment=on_cluster,
         )
-    assert "unsendable" not in names_of(KEEPER)
+    assert "unsendable" not in names_of(SESSION_HOST)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sessions that outlive their program: it is killed, and its driver and keeper as well."""
+"""Sessions that outlive their program: it is killed, and its driver and session host as well."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 import chorusline as cl
 from chorusline.actors.detached_actors import DetachedActors, new_group_name
 from chorusline.actors.errors import StartupError
-from chorusline.runtime.session.detached.client import KeeperClient
+from chorusline.runtime.session.detached.client import DetachedClient
 from tests.harness.forked_workers import python
 from tests.harness.programs import output_of
 
@@ -105,15 +105,15 @@ async def name(cluster: None) -> AsyncIterator[str]:
     with contextlib.suppress(StartupError):
         async with cl.attach(name) as session:
             await session.stop()
-    assert DetachedActors(name).keeper() is None
+    assert DetachedActors(name).host() is None
     assert DetachedActors(name).saved("run") is None, "the head remembers nothing of it"
 
 
 def kill(name: str, who: str) -> None:
-    """Kill the keeper, or the newest driver, of which there may be none for a moment."""
+    """Kill the session host, or the newest driver, of which there may be none for a moment."""
     detached = DetachedActors(name)
-    if who == "keeper":
-        actor = detached.keeper()
+    if who == "host":
+        actor = detached.host()
     else:
         actor = max(detached.drivers().items(), default=(-1, None))[1]
     with contextlib.suppress(ray.exceptions.RayActorError, ProcessLookupError):
@@ -142,7 +142,7 @@ async def test_a_program_that_dies_with_its_driver_costs_no_step_and_another_one
     script = Script(tmp_path, on_cluster, session=given, num_samples=240)
     await script.says("submitted")
     with pytest.raises(StartupError, match=f"chorusline stop {name}"):  # The name is taken.
-        await KeeperClient.started(name, cl.Session()._options, 1.0)
+        await DetachedClient.started(name, cl.Session()._options, 1.0)
     kill(name, "driver")
     script.kill()
 
@@ -197,7 +197,7 @@ def instants(kind: str) -> Iterator[float]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "victims",
-    ["script", "driver", "driver script", "keeper", "keeper script", "driver keeper script"],
+    ["script", "driver", "driver script", "host", "host script", "driver host script"],
 )
 async def test_a_kill_at_a_random_instant_costs_no_step_for_one_who_attaches(
     name: str, on_cluster: dict[str, str], tmp_path: Path, victims: str
@@ -224,8 +224,8 @@ async def test_a_kill_at_a_random_instant_costs_no_step_for_one_who_attaches(
     async with cl.attach(name) as session:
         results = await session.results()
         check_run(results, await session.reports(), 600)
-    if "keeper" in victims:  # Once more, after the run.
-        kill(name, "keeper")
+    if "host" in victims:  # Once more, after the run.
+        kill(name, "host")
         async with cl.attach(name) as session:
             assert await session.results() == results
             check_run(results, await session.reports(), 600)
@@ -269,7 +269,7 @@ async def test_the_command_line_lists_shows_and_stops_a_detached_session(
     script.kill()
     listed = await asyncio.to_thread(command, "status", "--once")
     assert f"{name}: run 0" in listed
-    # The keeper may not have missed the killed program yet.
+    # The session host may not have missed the killed program yet.
     attached = "it trains in the background; (1 program is|0 programs are) attached"
     assert re.search(f"{attached}; its workers are freed 30 min", listed)
     shown = await asyncio.to_thread(command, "attach", name)
@@ -280,15 +280,15 @@ async def test_the_command_line_lists_shows_and_stops_a_detached_session(
 
 
 @pytest.mark.slow
-async def test_nothing_is_left_of_a_session_whose_keeper_is_gone_for_good(
+async def test_nothing_is_left_of_a_session_whose_host_is_gone_for_good(
     name: str, on_cluster: dict[str, str], tmp_path: Path
 ) -> None:
     script = Script(tmp_path, on_cluster, session={"num_workers": 2, "name": name})
     await script.says("started")
     script.kill()
     detached = DetachedActors(name)
-    keeper = detached.keeper()
-    ray.kill(keeper, no_restart=True)
+    host = detached.host()
+    ray.kill(host, no_restart=True)
     async with asyncio.timeout(90):
         while detached.workers() or detached.drivers():
             await asyncio.sleep(0.5)

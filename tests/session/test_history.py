@@ -1,4 +1,4 @@
-"""What a keeper holds of a run: all of its end, a little of its beginning, and no more."""
+"""What a session host holds of a run: all of its end, a little of its beginning, and no more."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def printed(text: bytes) -> tuple[int, Printed]:
 
 
 def test_whoever_reads_in_time_gets_every_report_once_and_in_order() -> None:
-    history, place, got = RunHistory("a"), Bookmark(keeper="a"), []
+    history, place, got = RunHistory("a"), Bookmark(host="a"), []
     for step in range(70_000):
         history.add(News([report(0, step), report(1, step)]))
         if step % 7_000 == 6_999:
@@ -72,7 +72,7 @@ def test_output_that_nobody_reads_does_not_grow() -> None:
     assert len(news.printed) == module.MOST_PRINTED_BYTES >> 20
 
 
-def test_the_place_of_another_keeper_is_none() -> None:
+def test_the_place_of_another_host_is_none() -> None:
     history = RunHistory("second")
     history.add(News([report(0, step) for step in range(5)]))
     news, place = history.since(Bookmark(100, 100, "first"))

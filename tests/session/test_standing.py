@@ -7,18 +7,18 @@ import time
 from typing import Any
 
 import chorusline as cl
-from chorusline.runtime.session.detached.keeper import Keeper
+from chorusline.runtime.session.detached.session_host import SessionHost
 from chorusline.runtime.session.holding.holding import Holding
 
 
 async def test_a_status_has_no_argument_of_the_session_in_which_a_secret_may_stand() -> None:
     secrets = {"env_vars": {"HF_TOKEN": "hunter2"}, "resources_per_worker": {"hunter2": 1.0}}
     options = cl.Session(seed=5, **secrets)._options
-    keeper: Any = object.__new__(Keeper)
-    keeper._name, keeper._run, keeper._clients = "night", None, {}
-    keeper._options, keeper._holding = options, Holding(options)
-    keeper._idle_timeout_s, keeper._restarts, keeper._ended, keeper._busy_at = 1.0, 0, "", 0.0
-    keeper._ended_at, keeper._again = time.monotonic(), None
-    status = await keeper.status()
-    assert b"hunter2" in pickle.dumps(options), "the keeper has it"
+    host: Any = object.__new__(SessionHost)
+    host._name, host._run, host._clients = "night", None, {}
+    host._options, host._holding = options, Holding(options)
+    host._idle_timeout_s, host._restarts, host._ended, host._busy_at = 1.0, 0, "", 0.0
+    host._ended_at, host._again = time.monotonic(), None
+    status = await host.status()
+    assert b"hunter2" in pickle.dumps(options), "the session host has it"
     assert status.seed == 5 and b"hunter2" not in pickle.dumps(status)

@@ -1,7 +1,7 @@
 """A detached session, as a program sees it that has started it or is attached to it.
 
-The client asks the keeper, and shows what it hears as any session does. It holds nothing that the
-session needs: when its process ends, however that comes about, the run continues.
+The client asks the session host, and shows what it hears as any session does. It holds nothing that
+the session needs: when its process ends, however that comes about, the run continues.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import ray
 
 from chorusline.actors.calls import Actor, ActorGone, NoAnswer, answer
 from chorusline.actors.crew.listening import News
-from chorusline.actors.detached_actors import KEEPER, DetachedActors, names_of
+from chorusline.actors.detached_actors import SESSION_HOST, DetachedActors, names_of
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages import Report, RunFailed, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
@@ -26,16 +26,16 @@ from chorusline.collectives.diagnosis.debug import get_debug_level
 
 from ..holding.options import SessionOptions
 from .history import Bookmark
-from .keeper import keeper_class
+from .session_host import session_host_class
 from .status import RESULTS_KEPT_S, DetachedStatus, duration, not_found, taken
 
 _HERE_S = 5.0
-"""Seconds between two words of a client to the keeper."""
+"""Seconds between two words of a client to the session host."""
 
 _ANSWER_S = 30.0
 _RESTART_S = 120.0
-"""Seconds that Ray has to start a keeper again that died. Its processes run at a low priority: on a
-machine that is busy with other things they take far longer than the usual 4 s."""
+"""Seconds that Ray has to start a session host again that died. Its processes run at a low
+priority: on a machine that is busy with other things they take far longer than the usual 4 s."""
 
 _AGAIN_S = 0.2
 _LOOK_S = 0.5
@@ -43,16 +43,16 @@ _LOOK_S = 0.5
 _log = logging.getLogger("chorusline")
 
 
-class KeeperClient:
-    """A keeper, asked by this process. knows_all: as of a Listener (crew/listening.py)."""
+class DetachedClient:
+    """A session host, asked by this process. knows_all: as of a Listener (crew/listening.py)."""
 
     knows_all = True
 
-    def __init__(self, name: str, keeper: Actor) -> None:
+    def __init__(self, name: str, host: Actor) -> None:
         self.name = name
-        self._keeper = keeper
+        self._host = host
         self._id = uuid.uuid4().hex
-        self._place: Bookmark | None = None  # None: at the beginning of what the keeper has
+        self._place: Bookmark | None = None  # None: at the beginning of what the session host has
         self._whole = False
         self._latest: dict[int, float] = {}  # by rank, when its last report was made
         self._is_away = threading.Event()
@@ -67,31 +67,31 @@ class KeeperClient:
         name: str,
         options: SessionOptions,
         idle_timeout_s: float,
-    ) -> KeeperClient:
+    ) -> DetachedClient:
         """Start a session under a name. Raises StartupError, even if the name is taken.
 
         A session of that name that has ended makes room.
         """
         detached = DetachedActors(name)
-        if (there := detached.keeper()) is not None:
+        if (there := detached.host()) is not None:
             await cls._make_room(name, there)
         environment = options.environment
-        of_actor = detached.options_of_keeper()
+        of_actor = detached.options_of_host()
         of_actor |= {"runtime_env": environment} if environment else {}
         try:
-            keeper = keeper_class().options(**of_actor).remote(name, options, idle_timeout_s)
+            host = session_host_class().options(**of_actor).remote(name, options, idle_timeout_s)
         except ValueError:  # Another program was faster.
             raise taken(name, None) from None
-        client = cls(name, keeper)
+        client = cls(name, host)
         try:
-            await client._tell_until_up(keeper.started.remote())
+            await client._tell_until_up(host.started.remote())
         except ActorGone as gone:
             raise StartupError(
                 f"the session actor of {name!r} did not start", gone.detail
             ) from None
         # Even after a cancellation: a session that nobody has got must not keep workers.
         except BaseException:
-            ray.kill(keeper)
+            ray.kill(host)
             detached.forget()
             raise
         await client.status()
@@ -99,14 +99,14 @@ class KeeperClient:
         return client
 
     @staticmethod
-    async def _make_room(name: str, keeper: Actor) -> None:
+    async def _make_room(name: str, host: Actor) -> None:
         status = None
         with contextlib.suppress(ActorGone, NoAnswer):
-            status = await answer(keeper.status.remote(), _ANSWER_S)
+            status = await answer(host.status.remote(), _ANSWER_S)
         if status is None or not status.ended:
             raise taken(name, status)
         with contextlib.suppress(ActorGone, NoAnswer):
-            await answer(keeper.stop.remote(), _ANSWER_S)
+            await answer(host.stop.remote(), _ANSWER_S)
         await _until_gone(name)
 
     async def _tell_until_up(self, start: Any) -> None:
@@ -117,7 +117,7 @@ class KeeperClient:
             while not up.done():
                 await asyncio.wait([up], timeout=_LOOK_S)
                 with contextlib.suppress(ActorGone, NoAnswer):
-                    lines = await answer(self._keeper.said.remote(told), _ANSWER_S)
+                    lines = await answer(self._host.said.remote(told), _ANSWER_S)
                     told += len(lines)
                     for line in lines:
                         _log.warning("%s", line)
@@ -126,12 +126,12 @@ class KeeperClient:
             up.cancel()
 
     @classmethod
-    async def found(cls, name: str) -> KeeperClient:
+    async def found(cls, name: str) -> DetachedClient:
         """The client of a session that is there. Raises StartupError."""
-        keeper = await asyncio.to_thread(DetachedActors(name).keeper)
-        if keeper is None:
-            raise not_found(name, await asyncio.to_thread(names_of, KEEPER))
-        client = cls(name, keeper)
+        host = await asyncio.to_thread(DetachedActors(name).host)
+        if host is None:
+            raise not_found(name, await asyncio.to_thread(names_of, SESSION_HOST))
+        client = cls(name, host)
         await client.status()
         client._stay()
         return client
@@ -142,28 +142,28 @@ class KeeperClient:
         def say() -> None:
             while not self._is_away.wait(_HERE_S):
                 with contextlib.suppress(Exception):
-                    self._keeper.here.remote(self._id)
+                    self._host.here.remote(self._id)
 
-        self._keeper.here.remote(self._id)
+        self._host.here.remote(self._id)
         threading.Thread(target=say, name=f"attached-{self.name}", daemon=True).start()
 
     async def let_go(self) -> None:
         self._is_away.set()
         if ray.is_initialized():
             with contextlib.suppress(ActorGone, NoAnswer):
-                await answer(self._keeper.gone.remote(self._id), 1.0)
+                await answer(self._host.gone.remote(self._id), 1.0)
 
     # ── What is asked ────────────────────────────────────────────────────────────────────────────
 
     async def _ask(self, method: str, *arguments: Any, timeout_s: float | None = _ANSWER_S) -> Any:
-        """Call the keeper, again if it dies meanwhile: Ray starts another one."""
+        """Call the session host, again if it dies meanwhile: Ray starts another one."""
         give_up_at: float | None = None
         while True:
             try:
-                return await answer(getattr(self._keeper, method).remote(*arguments), timeout_s)
+                return await answer(getattr(self._host, method).remote(*arguments), timeout_s)
             except ActorGone as gone:
-                # Ray has the name as long as it means to start the keeper again.
-                is_there = await asyncio.to_thread(DetachedActors(self.name).keeper) is not None
+                # Ray has the name as long as it means to start the session host again.
+                is_there = await asyncio.to_thread(DetachedActors(self.name).host) is not None
                 give_up_at = give_up_at or time.monotonic() + _RESTART_S
                 if is_there and time.monotonic() > give_up_at:
                     raise RuntimeError(
@@ -228,8 +228,8 @@ class KeeperClient:
         except RuntimeError:
             return News()  # The call for the ending raises it.
         assert isinstance(news, News)
-        if self._place is not None and place is not None and place.keeper != self._place.keeper:
-            # Another keeper, which begins with what the workers still hold.
+        if self._place is not None and place is not None and place.host != self._place.host:
+            # Another session host, which begins with what the workers still hold.
             latest = self._latest
             news.reports = [one for one in news.reports if one.time > latest.get(one.rank, 0.0)]
         self._place = place
@@ -249,7 +249,7 @@ class KeeperClient:
         with contextlib.suppress(RuntimeError):  # It had ended already.
             await self._ask("stop", timeout_s=60.0)
         if not await _until_gone(self.name):
-            ray.kill(self._keeper)
+            ray.kill(self._host)
 
     async def whereabouts(self, timeout_s: float) -> Any:
         return await self._ask("whereabouts", timeout_s)
@@ -275,9 +275,9 @@ class KeeperClient:
 
 
 async def _until_gone(name: str) -> bool:
-    """Wait for a keeper's end; whether it came in time."""
+    """Wait for a session host's end; whether it came in time."""
     give_up_at = time.monotonic() + _ANSWER_S
-    while await asyncio.to_thread(DetachedActors(name).keeper) is not None:
+    while await asyncio.to_thread(DetachedActors(name).host) is not None:
         if time.monotonic() > give_up_at:
             return False
         await asyncio.sleep(_AGAIN_S)

@@ -34,19 +34,19 @@ TAIL_BYTES = 64 << 10
 @dataclass(frozen=True, slots=True)
 class Bookmark:
     """How far somebody has read: numbers of the next report, piece of output, and notice.
-    keeper: which keeper has counted them."""
+    host: which session host has counted them."""
 
     reports: int = 0
     printed: int = 0
-    keeper: str = ""
+    host: str = ""
     notices: int = 0
 
 
 class RunHistory:
-    """The news of one run. keeper: goes into the places that it hands out."""
+    """The news of one run. host: goes into the places that it hands out."""
 
-    def __init__(self, keeper: str = "") -> None:
-        self._keeper = keeper
+    def __init__(self, host: str = "") -> None:
+        self._host = host
         self._recent: deque[Report] = deque()
         self._num_reports = 0
         self._older: Thinned[tuple[int, Report]] = Thinned(MOST_OLDER)  # by step
@@ -86,19 +86,19 @@ class RunHistory:
         """The place of one who has seen nothing: all reports are to come, and the end of what was
         printed, or, if `whole`, all of it."""
         if whole:
-            return Bookmark(0, 0, self._keeper)
+            return Bookmark(0, 0, self._host)
         number, num_bytes = self._num_printed, 0
         for _, printed in reversed(self._printed):
             num_bytes += _size(printed)
             if num_bytes > TAIL_BYTES:
                 break
             number -= 1
-        return Bookmark(0, number, self._keeper)
+        return Bookmark(0, number, self._host)
 
     def since(self, place: Bookmark) -> tuple[News, Bookmark]:
-        """What came after a place, and the place after it. The place of another keeper counts as
-        none."""
-        if place.keeper != self._keeper:
+        """What came after a place, and the place after it. The place of another session host counts
+        as none."""
+        if place.host != self._host:
             place = self.beginning()
         first = self._num_reports - len(self._recent)
         older = [report for _, (number, report) in self._older.items if number >= place.reports]
@@ -119,7 +119,7 @@ class RunHistory:
             self._notices[place.notices :],
             self._pause,
         )
-        seen = Bookmark(self._num_reports, self._num_printed, self._keeper, len(self._notices))
+        seen = Bookmark(self._num_reports, self._num_printed, self._host, len(self._notices))
         return news, seen
 
     def reports(self) -> list[Report]:

@@ -1,4 +1,4 @@
-"""What is said of a detached session: by its keeper, and in sentences for people."""
+"""What is said of a detached session: by its session host, and in sentences for people."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from chorusline.actors.messages import WorkerSnapshot
 IDLE_TIMEOUT_S = 1800.0
 
 RESULTS_KEPT_S = 24 * 3600.0
-"""Seconds for which the keeper of a session that has ended has its results and reports."""
+"""Seconds for which the session host of a session that has ended has its results and reports."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class DetachedStatus:
-    """A detached session as its keeper sees it.
+    """A detached session as its session host sees it.
 
     run: the number of the run in progress, or of the last one; None before the first.
     is_running: whether that run is in progress.
@@ -27,7 +27,7 @@ class DetachedStatus:
     workers: their answers, by seat; a text says why one gave none.
     num_clients: processes that are attached.
     idle_s: seconds without a run and without a client; None while there is one of them.
-    restarts: how often the keeper was started again.
+    restarts: how often the session host was started again.
     ended: why the session has ended; empty as long as it has not.
     ended_s: seconds since then.
     checkpoint, seed: of its Session. Its other arguments may hold secrets, such as env_vars.

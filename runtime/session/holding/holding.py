@@ -29,12 +29,13 @@ _BEGINNINGS = 3
 workers while those were replaced."""
 
 _REPORT_HISTORY = 4000
-"""Reports of each rank that its worker holds for a keeper that is started again."""
+"""Reports of each rank that its worker holds for a session host that is started again."""
 
 
 class Holding:
     """The actors of a session: starts, uses and ends them. The one of a detached session is its
-    keeper's (detached/keeper.py). detached: names its actors; None for other sessions."""
+    session host's (detached/session_host.py). detached: names its actors; None for other
+    sessions."""
 
     def __init__(self, options: SessionOptions, detached: DetachedActors | None = None) -> None:
         self.crew: Crew | None = None  # None before there is room for the workers, and at the end.
@@ -61,7 +62,7 @@ class Holding:
             )
             name = detached.name if detached is not None else ""
             needs = Needs(bundle, options.placement_strategy, options.labels, name)
-            # A keeper is no part of a trial that has started the session.
+            # A session host is no part of a trial that has started the session.
             of_trial = None if name else of_this_trial(needs, options.fewest, options.spares)
             async with telling_who_holds(bundle, options.fewest, wait_s):
                 first = of_trial or await placement.place(
@@ -89,7 +90,7 @@ class Holding:
         )
 
     async def start_again(self) -> None:
-        """In a keeper that was started again: take over what the one before had."""
+        """In a session host that was started again: take over what the one before had."""
         assert self._detached is not None
         self._seats = PlacedSeats.recalled(self._detached.saved("seats"))
         self.crew = self._crew_of(self._seats)
@@ -126,8 +127,8 @@ class Holding:
     async def outcome(
         self, program: Parcel | None, audience: Audience, begun: RunRequest | None = None
     ) -> RunSucceeded | RunFailed:
-        """Have a function run. begun: a run that workers are in already, or have ended, in a keeper
-        that was started again."""
+        """Have a function run. begun: a run that workers are in already, or have ended, in a
+        session host that was started again."""
         if begun is not None:
             self._next_run = begun.run + 1
         self._is_running = True

@@ -35,7 +35,7 @@ DEFAULT = Default.DEFAULT
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOptions:
     """What a session starts its workers with, and runs functions with: checked (`Session` says what
-    each means). The keeper of a detached session gets it.
+    each means). The session host of a detached session gets it.
 
     max_failures: None: any number.
     labels: of the nodes; empty for all.

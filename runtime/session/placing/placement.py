@@ -107,7 +107,7 @@ class Needs:
     bundle: its resources.
     strategy: one of STRATEGIES.
     labels: of the nodes, as Ray's label selectors are written.
-    detached: the name of a detached session, whose groups stay when its keeper dies (Ray removes
+    detached: the name of a detached session, whose groups stay when its host dies (Ray removes
         others with it).
     """
 

@@ -99,7 +99,7 @@ class PlacedSeats:
         on_change()
 
     def state(self) -> dict[str, Any]:
-        """For a keeper that is started again: the groups, and which seat is where."""
+        """For a session host that is started again: the groups, and which seat is where."""
         kept = ("_needs", "_first", "_first_bundles", "_own", "_homes", "_moved")
         both = {name: getattr(self, name) for name in kept}
         return both | {"most": self.most, "spares": len(self.reserve)}

@@ -34,7 +34,7 @@ _LAST_PULL_S = 5.0
 
 
 class Source(Protocol):
-    """Where the news of a run come from: a Listener, or the keeper of a detached session."""
+    """Where the news of a run come from: a Listener, or the session host of a detached session."""
 
     @property
     def knows_all(self) -> bool: ...
@@ -48,7 +48,7 @@ class Audience:
     on_report: the user's function. view: a notebook's. progress: on the terminal or in the log.
     has_output: whether the ranks' output is shown here.
     tracking: on its way to the session's trackers.
-    record: of a keeper, which shows nothing, and holds the news for those who look.
+    record: of a session host, which shows nothing, and holds the news for those who look.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Audience:
         return self.wants_reports or self._output is not None or self._progress is not None
 
     def hear(self, news: News) -> None:
-        # In a keeper: its clients show what it hears, each from where it was.
+        # In a session host: its clients show what it hears, each from where it was.
         if self._record is not None:
             self._record(news)
             return

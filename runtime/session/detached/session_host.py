@@ -3,11 +3,11 @@
 It has the same `Holding` as a session of a program, on its own event loop: recruiting, seats, the
 next driver after one that died, the reserve. It never imports the user's code: functions come, and
 results go, as bytes. Whoever starts or attaches to the session has a client (client.py), which
-asks the keeper. Clients may come and go.
+asks the session host. Clients may come and go.
 
-If the keeper dies, Ray starts it again; meanwhile the ranks train on. It finds its workers, ends
-the driver, which had answered to the keeper before, and a new driver asks the ranks how things
-stand, as after the death of a driver.
+If the session host dies, Ray starts it again; meanwhile the ranks train on. It finds its workers,
+ends the driver, which had answered to the session host before, and a new driver asks the ranks how
+things stand, as after the death of a driver.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _LAST_WORDS_S = 2.0
 
 _NOT_TO_BE_FOUND = -1
 """In place of the number of restarts: the session is starting, and nobody knows its seats yet, or
-it has ended. A keeper that is started again then ends."""
+it has ended. A session host that is started again then ends."""
 
 _MOST_OUTCOME_BYTES = 1 << 20
-"""Of results that the cluster's head remembers for a keeper that is started again."""
+"""Of results that the cluster's head remembers for a session host that is started again."""
 
 Ending = RunSucceeded | RunFailed | BaseException
 
@@ -68,19 +68,19 @@ Ending = RunSucceeded | RunFailed | BaseException
 class _Run:
     """One run. ending: None while it is in progress. token: of the call that has begun it."""
 
-    def __init__(self, number: int, token: str, keeper: str, began: float) -> None:
+    def __init__(self, number: int, token: str, host: str, began: float) -> None:
         self.number = number
         self.token = token
-        self.began = began  # seconds since the epoch, as a keeper that is started again reads it
+        self.began = began  # seconds since the epoch: one that is started again reads it
         self.took_s = 0.0
-        self.history = RunHistory(keeper)
+        self.history = RunHistory(host)
         self.ending: Ending | None = None  # None: the run is in progress
         self.is_over = asyncio.Event()
         self.task: asyncio.Task[None] | None = None  # None: before it begins
         self.why = ""
 
 
-class Keeper:
+class SessionHost:
     """Holds the actors of the detached session `name`."""
 
     def __init__(self, name: str, options: SessionOptions, idle_timeout_s: float) -> None:
@@ -99,7 +99,7 @@ class Keeper:
         self._restarts = 0
         self._is_up = asyncio.Event()
         self._start_error: BaseException | None = None  # None: the start has not failed
-        # Ray starts a keeper again with its id.
+        # Ray starts a session host again with its id.
         saved = self._detached.saved("session")
         is_again = saved is not None and saved[0] == ray.get_runtime_context().get_actor_id()
         self._again: int | None = saved[1] if is_again else None
@@ -114,21 +114,21 @@ class Keeper:
 
     def __repr__(self) -> str:
         """As Ray's dashboard and logs name this actor."""
-        return f"keeper of {self._name}"
+        return f"session host of {self._name}"
 
     # ── Beginning and end ────────────────────────────────────────────────────────────────────────
 
     def _begin_to_live(self) -> None:
-        """Have this keeper call itself: Ray drops the calls of a program that dies before they
-        begin. A keeper that Ray has started again is refused its own first call if Ray does not
-        count it as alive yet; it would be silent forever."""
+        """Have this session host call itself: Ray drops the calls of a program that dies before
+        they begin. A session host that Ray has started again is refused its own first call if Ray
+        does not count it as alive yet; it would be silent forever."""
         while not self._has_begun:
             with contextlib.suppress(*GONE):
                 self._self.live.remote().future().result()
             time.sleep(_AGAIN_S)
 
     async def live(self) -> None:
-        """Start the session, or continue with it; this keeper's own call."""
+        """Start the session, or continue with it; this session host's own call."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -136,7 +136,7 @@ class Keeper:
             if self._again is not None:
                 await self._wake(self._again)
             else:
-                self._detached.clear()  # What a keeper has left that was killed for good.
+                self._detached.clear()  # What a session host has left that was killed for good.
                 self._note_restarts(_NOT_TO_BE_FOUND)
                 with Starting(None) as starting:
                     await self._holding.start(starting, is_local=False)
@@ -158,9 +158,9 @@ class Keeper:
             raise self._start_error
 
     async def _wake(self, restarts: int) -> None:
-        """This keeper was started again: find what the one before had."""
+        """This session host was started again: find what the one before had."""
         if restarts == _NOT_TO_BE_FOUND:
-            raise StartupError(f"the session {self._name!r} has not started", "its keeper died")
+            raise StartupError(f"the session {self._name!r} has not started", "its host died")
         self._restarts = restarts + 1
         await self._holding.start_again()
         record, request = self._detached.saved("run"), self._detached.saved("request")
@@ -184,7 +184,7 @@ class Keeper:
             has_more = news.has_more
 
     def _note_restarts(self, restarts: int) -> None:
-        """For a keeper that is started again."""
+        """For a session host that is started again."""
         self._detached.save("session", (ray.get_runtime_context().get_actor_id(), restarts))
 
     def _own(self, what: Any, name: str) -> asyncio.Task[None]:
@@ -239,7 +239,7 @@ class Keeper:
     async def begin(self, token: str, program: Parcel, debug_level: DebugLevel) -> int | str:
         """Begin a run; return its number, or why it is refused. The same token begins one run."""
         await self._is_up.wait()
-        # A client that has had no answer asks again, perhaps the keeper that was started since.
+        # A client that has had no answer asks again, perhaps the host that was started since.
         if self._run is not None and self._run.token == token:
             return self._run.number
         if self._ended:
@@ -281,7 +281,7 @@ class Keeper:
         return max((one.generation for one in seen if not isinstance(one, str)), default=0)
 
     def _record(self, run: _Run) -> None:
-        """For a keeper that is started again."""
+        """For a session host that is started again."""
         ending = None
         if run.ending is not None:
             with contextlib.suppress(Exception):
@@ -409,6 +409,6 @@ class _Collecting(logging.Handler):
         self._lines.append((next(self._numbers), record.getMessage()))
 
 
-def keeper_class() -> Any:
-    """The Ray class of Keeper. Unlike all other actors, Ray starts it again."""
-    return ray.remote(max_restarts=-1)(Keeper)
+def session_host_class() -> Any:
+    """The Ray class of SessionHost. Unlike all other actors, Ray starts it again."""
+    return ray.remote(max_restarts=-1)(SessionHost)
