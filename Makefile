@@ -43,7 +43,7 @@ test-real: $(INSTALLED)  ## models, optimizers and trackers of other libraries, 
 	$(BIN)/python -m pytest tests/real_models tests/commands/test_plain_scripts.py tests/repository/test_examples.py tests/tracking tests/checkpoint/test_safetensors.py tests/data/fetching/test_libraries.py $(ARGS)
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU; installs CuPy and NCCL; writes out/test-gpu.json
-	$(BIN)/python benchmarks/gpu_machine.py --install
+	$(BIN)/python -m benchmarks.speed.gpu_machine --install
 	$(BIN)/python -m tests.on_gpu --out out/test-gpu.json $(ARGS)
 
 check: $(INSTALLED)  ## lint, format and types
@@ -64,25 +64,25 @@ dist: $(INSTALLED)  ## a wheel and an sdist, in dist/
 	$(BIN)/python -m build --outdir $(DIST)
 
 bench: $(INSTALLED)  ## every benchmark, as tables
-	$(BIN)/python benchmarks/collectives.py
-	$(BIN)/python benchmarks/join.py
-	$(BIN)/python benchmarks/step.py
-	$(BIN)/python benchmarks/input.py
-	$(BIN)/python benchmarks/steps_cost.py
-	$(BIN)/python benchmarks/recorder.py
+	$(BIN)/python -m benchmarks.speed.collectives
+	$(BIN)/python -m benchmarks.speed.join
+	$(BIN)/python -m benchmarks.speed.step
+	$(BIN)/python -m benchmarks.speed.input
+	$(BIN)/python -m benchmarks.speed.steps_cost
+	$(BIN)/python -m benchmarks.speed.recorder
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/recovery.py
-	$(BIN)/python benchmarks/bucket_order.py
-	$(BIN)/python benchmarks/checkpoint.py
-	$(BIN)/python benchmarks/torch_backend.py
+	$(BIN)/python -m benchmarks.speed.recovery
+	$(BIN)/python -m benchmarks.speed.bucket_order
+	$(BIN)/python -m benchmarks.speed.checkpoint
+	$(BIN)/python -m benchmarks.speed.torch_backend
 
 bench-gpu: $(INSTALLED)  ## ours against torch's NCCL, DDP, ZeRO and FSDP2; writes out/bench-gpu.json
-	$(BIN)/python benchmarks/gpu_machine.py --install
-	$(BIN)/python benchmarks/gpu.py --out out/bench-gpu.json $(ARGS)
+	$(BIN)/python -m benchmarks.speed.gpu_machine --install
+	$(BIN)/python -m benchmarks.speed.gpu --out out/bench-gpu.json $(ARGS)
 
 compared: $(INSTALLED)  ## the tables of docs/performance.md: three runs of what they quote, two hours
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/compared.py $(ARGS)
+	$(BIN)/python -m benchmarks.speed.compared $(ARGS)
 
 clean:  ## remove what make has made, and the environments
 	rm -rf .venv .venv-oldest out site dist build .mypy_cache .ruff_cache .pytest_cache *.egg-info

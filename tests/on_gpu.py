@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_machine import NO_GPU, seen, show, why_no_gpu
+from benchmarks.speed.gpu_machine import NO_GPU, seen, show, why_no_gpu
 from tests import ROOT
 
 MISSING = re.compile(r"ModuleNotFoundError: (?:No module named|import of) '?([\w.]+)")

@@ -1,0 +1,1 @@
+"""Clusters of thousands of workers, by the driver's own decisions and measured constants."""

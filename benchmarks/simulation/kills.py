@@ -26,7 +26,7 @@ import ray
 import torch
 from ray import cloudpickle
 
-from benchmarks.recovery_training import Log
+from benchmarks.speed.recovery_training import Log
 from chorusline.actors.calls import Actor
 from chorusline.actors.driver.driver import driver_class
 from chorusline.actors.errors import ends_a_generation

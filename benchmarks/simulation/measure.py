@@ -20,7 +20,6 @@ from typing import Any
 
 import ray
 
-from benchmarks.scale import fastest
 from benchmarks.simulation.constants import Constants, Cost, Line
 from benchmarks.simulation.kills import (
     Change,
@@ -30,6 +29,7 @@ from benchmarks.simulation.kills import (
     processes_of_ray,
     until_exit,
 )
+from benchmarks.simulation.scale import fastest
 from chorusline.actors.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
 from chorusline.actors.calls import ActorGone, actor_class, answer
 from chorusline.actors.messages import (

@@ -24,7 +24,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.scale import simulated_report, simulated_worker
 from benchmarks.simulation.constants import Constants, Cost
 from benchmarks.simulation.events import (
     Cores,
@@ -36,6 +35,7 @@ from benchmarks.simulation.events import (
     Task,
     Wait,
 )
+from benchmarks.simulation.scale import simulated_report, simulated_worker
 from chorusline.actors.driver.events import RankFroze, RunStarted, WorkerDied, WorkerRegistered
 from chorusline.actors.driver.instructions import FreezeRank, Instruction, ResumeRank, StartRank
 from chorusline.actors.driver.membership import Membership

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.scale import measure as scale_of
 from benchmarks.simulation import trees
 from benchmarks.simulation.constants import Constants, Cost
 from benchmarks.simulation.goodput import Checkpointed, InPlace, checkpointed, daly_s, in_place
 from benchmarks.simulation.model import Cluster, Place
 from benchmarks.simulation.published import connecting_s, mtbf_s
+from benchmarks.simulation.scale import measure as scale_of
 
 CARD_BYTES = 120.0
 LINK_BYTES_S = 1.25e9

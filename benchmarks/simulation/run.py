@@ -1,6 +1,6 @@
 """A simulation of large clusters: how long a change of the generation takes, and the goodput.
 
-    python benchmarks/simulation/run.py [--workers 1000,10000,100000] [--json]
+    python -m benchmarks.simulation.run [--workers 1000,10000,100000] [--json]
         [--measure] [--check] [--sessions 2] [--seed 0] [--plot docs/images/simulation.png]
 
 --measure measures the constants on this machine, in two minutes, and writes them to constants.json
@@ -18,7 +18,6 @@ import datetime
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -26,9 +25,6 @@ from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
-
-_ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(_ROOT)
 
 import ray
 
@@ -40,6 +36,8 @@ from benchmarks.simulation.measure import measured
 from benchmarks.simulation.outlook import Outlook, outlook
 from benchmarks.simulation.picture import draw
 from benchmarks.simulation.published import known
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 _MOST = 16
 _MOST_TO_MEASURE = 8

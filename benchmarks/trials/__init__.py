@@ -1,0 +1,1 @@
+"""The same faults for Chorusline and for other systems: what each of them loses."""

@@ -1,9 +1,9 @@
 """Strikes trainers with the same seeded faults, and counts what was lost.
 
-    python benchmarks/trials/check.py [--seed 0] [--trials 2] [--faults 3] [--systems chorusline]
+    python -m benchmarks.trials.check [--seed 0] [--trials 2] [--faults 3] [--systems chorusline]
         [--kinds kill,two,...] [--workers 3] [--samples 1200] [--json]
-    python benchmarks/trials/check.py --storm-every 15 --minutes 10 [--systems chorusline]
-    python benchmarks/trials/check.py --systems chorusline --no-pace --trials 9 --faults 20
+    python -m benchmarks.trials.check --storm-every 15 --minutes 10 [--systems chorusline]
+    python -m benchmarks.trials.check --systems chorusline --no-pace --trials 9 --faults 20
 
 Each system (systems.py) trains the same model, whose parameters are their own ledger (workload.py),
 as a program of its own; the faults (faults.py) come from outside, by pid, when the training has
@@ -38,10 +38,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.alternation import as_installed, finish, parser, table
 from benchmarks.trials import enclosure
@@ -194,7 +191,7 @@ def _repeat(name: str, seed: int, args: Any) -> str:
     else:
         rest = f"--faults {args.faults} --kinds {args.kinds} --samples {args.samples}"
     return (
-        f"python benchmarks/trials/check.py --systems '{name}' --seed {seed} --trials 1 "
+        f"python -m benchmarks.trials.check --systems '{name}' --seed {seed} --trials 1 "
         f"--workers {args.workers} {rest}"
     )
 

@@ -1,7 +1,7 @@
 """The picture of a storm of kills: the samples that counted over time, of every system.
 
-    python benchmarks/trials/check.py --storm-every 15 --minutes 2 --trials 1 --keep out/storm
-    python benchmarks/trials/picture.py out/storm docs/images/storm.svg
+    python -m benchmarks.trials.check --storm-every 15 --minutes 2 --trials 1 --keep out/storm
+    python -m benchmarks.trials.picture out/storm docs/images/storm.svg
 
 It is drawn from what `--keep` has left of each training, and from nothing else: the lines that the
 ranks have logged, and those of the kills. A step that a system takes again takes back what it and
@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-
-sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from benchmarks.trials.logged import Line, steps_in
 from benchmarks.trials.workload import Workload

@@ -10,11 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from .workload import Workload
-
-_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -40,8 +37,8 @@ class System:
 
 
 def _ours(way: str, spares: int = 1) -> Callable[[Workload], list[str]]:
-    program = str(_HERE / "with_chorusline.py")
-    return lambda workload: [sys.executable, program, way, str(spares), workload.as_json()]
+    program = ("-m", "benchmarks.trials.with_chorusline")
+    return lambda workload: [sys.executable, *program, way, str(spares), workload.as_json()]
 
 
 def _torchrun(workload: Workload) -> list[str]:
@@ -51,12 +48,13 @@ def _torchrun(workload: Workload) -> list[str]:
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(workload.num_workers), "--max-restarts", "1000"),
         *("--monitor-interval", "0.1"),
-        *(str(_HERE / "with_torchrun.py"), workload.as_json()),
+        *("-m", "benchmarks.trials.with_torchrun", workload.as_json()),
     ]
 
 
 def _program(name: str) -> Callable[[Workload], list[str]]:
-    return lambda workload: [sys.executable, str(_HERE / name), workload.as_json()]
+    module = f"benchmarks.trials.{name}"
+    return lambda workload: [sys.executable, "-m", module, workload.as_json()]
 
 
 def _is_driver(command: str, is_root: bool) -> bool:
@@ -76,13 +74,13 @@ SYSTEMS = {
         System("chorusline zero", _ours("zero"), _is_driver),
         System("chorusline plain", _ours("plain"), _is_driver),
         System("chorusline steps", _ours("steps"), _is_driver),
-        System("ray-train checkpoints", _program("with_ray_train.py"), _is_controller),
-        System("ray-train torchft", _program("with_ray_torchft.py"), _is_controller, "torchft"),
+        System("ray-train checkpoints", _program("with_ray_train"), _is_controller),
+        System("ray-train torchft", _program("with_ray_torchft"), _is_controller, "torchft"),
         System("torchrun checkpoints", _torchrun, lambda command, is_root: is_root),
         System(
             "torchft",
-            _program("with_torchft.py"),
-            lambda command, is_root: "with_torchft.py lighthouse" in command,
+            _program("with_torchft"),
+            lambda command, is_root: "with_torchft lighthouse" in command,
             "torchft",
         ),
     )

@@ -1,17 +1,14 @@
-"""Chorusline's own ranks: `python with_chorusline.py zero|plain|steps SPARES WORKLOAD`."""
+"""Chorusline's own ranks: zero|plain|steps SPARES WORKLOAD are its arguments."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
-
-sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import ray
 import torch

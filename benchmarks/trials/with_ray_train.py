@@ -15,8 +15,6 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
 os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 import torch
 from ray import cloudpickle
 

@@ -12,8 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
-
 from benchmarks.trials.replicated import LIGHTHOUSE, train_replica
 from benchmarks.trials.workload import Workload
 
@@ -37,8 +35,10 @@ def main() -> None:
             return
     port = _free_port()
 
+    program = (sys.executable, "-m", "benchmarks.trials.with_torchft")
+
     def start(*arguments: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, __file__, *arguments, sys.argv[-1]])
+        return subprocess.Popen([*program, *arguments, sys.argv[-1]])
 
     lighthouse = start("lighthouse", port)
     address = f"http://localhost:{port}"

@@ -6,10 +6,7 @@ A lost rank ends all others, and torchrun starts all of them again, from the new
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
-
-sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The driver's decisions with ten thousand workers, which benchmarks/scale.py simulates."""
+"""The driver's decisions with ten thousand workers, as benchmarks/simulation/scale.py has them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scale import Scale, measure
+from benchmarks.simulation.scale import Scale, measure
 from tests.harness.programs import figures_of
 
 
@@ -31,7 +31,7 @@ def test_a_change_of_ten_thousand_workers_takes_three_messages_for_each() -> Non
 
 @pytest.mark.slow
 def test_the_program_prints_the_same_counts() -> None:
-    told: list[dict[str, Any]] = figures_of("scale.py", "--workers", "3,10000", timeout_s=100)[
-        "scales"
-    ]
+    told: list[dict[str, Any]] = figures_of(
+        "simulation.scale", "--workers", "3,10000", timeout_s=100
+    )["scales"]
     assert_counts(*(Scale(**one) for one in told))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.interleavings_model import MISTAKES, Broken, Search
+from benchmarks.proofs.interleavings_model import MISTAKES, Broken, Search
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests import ROOT
 from tests.harness.forked_workers import python
 
 
@@ -48,6 +47,6 @@ def last_line_of(*arguments: str | Path, **more: Any) -> Any:
 
 
 def figures_of(benchmark: str, *flags: str, timeout_s: float) -> Any:
-    """benchmark: the name of its file."""
-    place = ROOT / "benchmarks" / benchmark
-    return last_line_of(place, *flags, "--json", timeout_s=timeout_s)["figures"]
+    """benchmark: its module, in benchmarks."""
+    command = ("-m", f"benchmarks.{benchmark}", *flags, "--json")
+    return last_line_of(*command, timeout_s=timeout_s)["figures"]

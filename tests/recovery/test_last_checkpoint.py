@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from benchmarks.chaos_training import loss_of, network, take_step
+from benchmarks.faults.chaos_training import loss_of, network, take_step
 from chorusline.actors.errors import WorkerLost
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import wrap

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from benchmarks.chaos_training import loss_of, network, take_step
+from benchmarks.faults.chaos_training import loss_of, network, take_step
 from chorusline.actors.errors import StateLost, WorkerLost
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.zero.digest_checks import Correction

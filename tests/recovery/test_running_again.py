@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 import chorusline as cl
-from benchmarks.chaos_training import loss_of, network
+from benchmarks.faults.chaos_training import loss_of, network
 from chorusline.actors.crew.recruiting import Recruiter
 from chorusline.actors.errors import WorkerLost
 from chorusline.actors.messages import Report

@@ -12,7 +12,7 @@ import ray
 import torch
 
 import chorusline as cl
-from benchmarks.invariance_training import digest
+from benchmarks.proofs.invariance_training import digest
 from chorusline.runtime.process.step_boundary import boundary
 from chorusline.runtime.program.context import call_of
 from tests.references.stepped_training import MODELS, OPTIMIZERS

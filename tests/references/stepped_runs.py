@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import chorusline as cl
-from benchmarks.invariance_training import digest
+from benchmarks.proofs.invariance_training import digest
 from chorusline.runtime.program.context import call_of
 from tests.references.killed_runs import PHASES
 from tests.references.stepped_training import MODELS, OPTIMIZERS

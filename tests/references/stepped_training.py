@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.invariance_training import digest
+from benchmarks.proofs.invariance_training import digest
 from chorusline.collectives import Group
 from chorusline.runtime.data.dealer import Dealer
 from chorusline.runtime.data.step_rows import DatasetRows

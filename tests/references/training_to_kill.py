@@ -1,6 +1,6 @@
 """A small training in float64, for tests in which processes die: equal numbers mean equal bits.
 
-That of benchmarks/chaos.py, over fewer samples.
+That of benchmarks/faults/chaos.py, over fewer samples.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import signal
 import time
 
-from benchmarks import chaos_training
+from benchmarks.faults import chaos_training
 
 NUM_SAMPLES, BATCH_SIZE, LEARNING_RATE = 61, 4, 0.05
 

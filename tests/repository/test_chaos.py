@@ -1,4 +1,4 @@
-"""benchmarks/chaos.py runs, the same seed faults the same, and what goes wrong is seen."""
+"""benchmarks/faults/chaos.py runs, the same seed faults the same, and what goes wrong is seen."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import chorusline as cl
-from benchmarks import chaos_kinds, chaos_outside, chaos_training
-from benchmarks.chaos import play
-from benchmarks.chaos_faults import (
+from benchmarks.faults import chaos_kinds, chaos_outside, chaos_training
+from benchmarks.faults.chaos import play
+from benchmarks.faults.chaos_faults import (
     BATCH,
     ENDS_A_WORKER,
     EPOCHS,
@@ -24,7 +24,7 @@ from benchmarks.chaos_faults import (
     Plan,
     draw,
 )
-from benchmarks.chaos_training import Told, complaints
+from benchmarks.faults.chaos_training import Told, complaints
 from tests.harness.programs import figures_of
 
 
@@ -114,7 +114,7 @@ def test_whether_the_last_batch_of_a_lost_process_counts_is_found_out(
 @pytest.mark.timeout(600)
 def test_minutes_of_chaos_have_the_faults_that_were_drawn_and_leave_no_complaint() -> None:
     seed = 542
-    figures = figures_of("chaos.py", "--seed", str(seed), "--minutes", "4", timeout_s=500)
+    figures = figures_of("faults.chaos", "--seed", str(seed), "--minutes", "4", timeout_s=500)
     plans = [draw(seed * 1_000_003 + number) for number in range(figures["rounds"])]
     struck = [Fault(*fault) for fault in figures["struck"]]
     assert set(struck) <= {fault for plan in plans for fault in plan.faults}
@@ -169,6 +169,6 @@ def test_a_ledger_tells_what_was_used_again_or_never_and_steps_that_were_taken_b
 def test_kills_from_outside_leave_nothing_to_complain_about() -> None:
     """A seed for each kind of function."""
     flags = ("--outside", "--seed", "104", "--rounds", "8", "--minutes", "12")
-    figures = figures_of("chaos.py", *flags, timeout_s=880)
+    figures = figures_of("faults.chaos", *flags, timeout_s=880)
     # Each round has a fault at least, of which one for a newcomer may find none.
     assert figures["rounds"] == 8 and figures["faults"] >= 8 and figures["wrong"] == 0

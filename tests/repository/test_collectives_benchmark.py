@@ -1,4 +1,4 @@
-"""What benchmarks/collectives.py prints, and what it counts; a peer that fails, in any table."""
+"""What benchmarks/speed/collectives.py prints and counts; a peer that fails, in any table."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import chorusline as cl
-from benchmarks import checkpoint, input as data_input
 from benchmarks.alternation import by_time, quartiles, table, timed
-from benchmarks.collectives import copies_in_place, copies_moved
+from benchmarks.speed import checkpoint, input as data_input
+from benchmarks.speed.collectives import copies_in_place, copies_moved
 from tests import ROOT
 from tests.references.checkpoint_runs import in_run
 
@@ -143,9 +143,9 @@ def test_a_step_beside_a_loader_that_fails_is_a_row_that_says_so(
 @pytest.mark.slow
 def test_a_peer_that_cannot_start_does_not_end_the_table(tmp_path: Path) -> None:
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no MPI here')")
-    command = "benchmarks/collectives.py --mpi --ranks 2 --sizes 4B --operations barrier --json"
+    command = "-m benchmarks.speed.collectives --mpi --ranks 2 --sizes 4B --json"
     run = subprocess.run(
-        [sys.executable, *command.split()],
+        [sys.executable, *command.split(), "--operations", "barrier"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         capture_output=True,
@@ -163,7 +163,7 @@ def test_a_peer_that_cannot_start_does_not_end_the_table(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_every_case_has_its_quartiles_and_a_lost_one_is_listed() -> None:
-    command = "benchmarks/collectives.py --no-ray --ranks 2 --sizes 4B --json"
+    command = "-m benchmarks.speed.collectives --no-ray --ranks 2 --sizes 4B --json"
     run = subprocess.run(
         [sys.executable, *command.split(), "--operations", "broadcast,barrier"],
         cwd=ROOT,
@@ -187,7 +187,7 @@ def test_every_case_has_its_quartiles_and_a_lost_one_is_listed() -> None:
 
 def test_mpi_takes_its_turns_among_ranks_that_mpiexec_has_started() -> None:
     pytest.importorskip("mpi4py", reason="MPI needs the extra bench")
-    command = "benchmarks/collectives.py --mpi --ranks 2 --sizes 4B --json"
+    command = "-m benchmarks.speed.collectives --mpi --ranks 2 --sizes 4B --json"
     run = subprocess.run(
         [sys.executable, *command.split(), "--operations", "all_reduce,barrier"],
         cwd=ROOT,

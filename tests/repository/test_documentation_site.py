@@ -107,6 +107,19 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
     assert missing == set()
 
 
+def test_a_benchmark_that_a_command_runs_is_there() -> None:
+    """On a page, in the Makefile, and in a benchmark's own docstring."""
+    benchmarks = ROOT / "benchmarks"
+    places = (*PAGES, ROOT / "Makefile", *benchmarks.rglob("*.py"), benchmarks / "RESULTS.md")
+    missing = {
+        name
+        for place in places
+        for name in re.findall(r"python -m (benchmarks[.\w]+\w)", place.read_text())
+        if not (ROOT / name.replace(".", "/")).with_suffix(".py").exists()
+    }
+    assert missing == set()
+
+
 def test_a_walk_says_how_many_files_it_enters() -> None:
     walks = (ROOT / "docs/architecture.md").read_text().split("### The walk of ")[1:]
     assert [walk.split("\n")[0] for walk in walks] == [

@@ -1,10 +1,10 @@
-"""benchmarks/faults.py runs, and would see what it looks for."""
+"""benchmarks/faults/collectives.py runs, and would see what it looks for."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.faults import Outcome, Plan, Report, draw, judge
+from benchmarks.faults.collectives import Outcome, Plan, Report, draw, judge
 from chorusline.collectives.contract.errors import CollectiveTimeout, GroupAborted, PeerLost
 from tests.harness.programs import figures_of
 
@@ -12,7 +12,7 @@ from tests.harness.programs import figures_of
 @pytest.mark.slow
 def test_a_few_seeds_leave_nothing_to_complain_about() -> None:
     flags = ("--seeds", "6", "--transport", "shared-memory")
-    figures = figures_of("faults.py", *flags, timeout_s=100)
+    figures = figures_of("faults.collectives", *flags, timeout_s=100)
     assert figures["seeds"] == 6
     assert figures["hangs"] == figures["wrong"] == figures["leaks"] == 0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_machine
+from benchmarks.speed import gpu, gpu_machine
 from tests import ROOT, on_gpu
 
 COMMANDS = [gpu.main, gpu_machine.main, on_gpu.main]
@@ -31,9 +31,9 @@ def test_without_a_gpu_each_command_says_so_in_one_sentence(
 
 def test_a_command_of_make_installs_runs_and_writes_one_file() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for name, runs in (("test-gpu", "-m tests.on_gpu"), ("bench-gpu", "benchmarks/gpu.py")):
+    for name, runs in (("test-gpu", "-m tests.on_gpu"), ("bench-gpu", "-m benchmarks.speed.gpu")):
         recipe = makefile.split(f"\n{name}:")[1].split("\n\n")[0]
-        assert "benchmarks/gpu_machine.py --install" in recipe
+        assert "-m benchmarks.speed.gpu_machine --install" in recipe
         assert f"{runs} --out out/{name}.json" in recipe
 
 

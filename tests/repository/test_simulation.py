@@ -356,7 +356,7 @@ def test_free_constants_leave_the_waits(constants: Constants) -> None:
 
 
 def test_the_program_prints_what_it_has_simulated() -> None:
-    figures = figures_of("simulation/run.py", "--workers", "50,200", timeout_s=100)
+    figures = figures_of("simulation.run", "--workers", "50,200", timeout_s=100)
     small, large = figures["outlook"]
     assert (small["workers"], large["workers"]) == (50, 200)
     for one in (small, large):
@@ -370,7 +370,7 @@ def test_the_program_prints_what_it_has_simulated() -> None:
 def test_real_changes_are_as_long_as_simulated_ones() -> None:
     """Within a factor: a machine that is busy with other tests is no machine to measure on."""
     flags = ("--workers", "", "--check", "--sessions", "1")
-    rows = figures_of("simulation/run.py", *flags, timeout_s=400)["compared"]
+    rows = figures_of("simulation.run", *flags, timeout_s=400)["compared"]
     assert [row["survivors"] for row in rows] == [2, 4, 8, 16]
     for row in rows:
         assert 0.4 < 1 + row["error"] < 2.5, row

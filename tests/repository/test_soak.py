@@ -1,4 +1,4 @@
-"""benchmarks/soak.py runs, draws its picture, and names what grows."""
+"""benchmarks/faults/soak.py runs, draws its picture, and names what grows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.soak import QUANTITIES, ROLES, SLACK, Soak, picture
+from benchmarks.faults.soak import QUANTITIES, ROLES, SLACK, Soak, picture
 
 
 def _soak(folder: Path, keys_per_hour: float) -> Soak:
@@ -43,7 +43,16 @@ def test_the_picture_has_a_line_for_each_role_of_each_quantity(tmp_path):
 def test_a_minute_with_a_loss_every_ten_seconds_leaves_nothing_that_grows(tmp_path):
     plot = tmp_path / "soak.svg"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.soak", "--minutes", "1", "--json", "--plot", str(plot)],
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.faults.soak",
+            "--minutes",
+            "1",
+            "--json",
+            "--plot",
+            str(plot),
+        ],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -182,9 +182,9 @@ import ray
 from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 import chorusline as cl
-from benchmarks.chaos import Nodes
-from benchmarks.chaos_faults import Plan
-from benchmarks.chaos_training import complaints, train
+from benchmarks.faults.chaos import Nodes
+from benchmarks.faults.chaos_faults import Plan
+from benchmarks.faults.chaos_training import complaints, train
 
 async def until(session, running, num_ranks):
     while True:
@@ -265,7 +265,7 @@ TWO_LOST_ONE_COMES = """
 import asyncio, json
 import ray
 import chorusline as cl
-from benchmarks.chaos import Nodes
+from benchmarks.faults.chaos import Nodes
 
 def where(ctx):
     return ray.get_runtime_context().get_node_id()

@@ -13,7 +13,7 @@ import ray
 import torch
 
 import chorusline as cl
-from benchmarks.invariance_training import digest
+from benchmarks.proofs.invariance_training import digest
 from chorusline.actors.crew.crew import Crew
 from chorusline.runtime.data import stragglers
 from tests.harness.arrivals import FEW

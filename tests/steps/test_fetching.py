@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from benchmarks.invariance_training import digest
+from benchmarks.proofs.invariance_training import digest
 from chorusline.runtime.data.fetching.options import FetchOptions
 from chorusline.runtime.data.step_rows import DatasetRows, MicroBatch
 

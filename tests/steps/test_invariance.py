@@ -1,4 +1,4 @@
-"""benchmarks/invariance.py: histories end with the bits of one worker, and it is seen if not."""
+"""Histories of benchmarks/proofs/invariance.py end with the bits of one worker, or it is seen."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import chorusline as cl
-from benchmarks import invariance_training
-from benchmarks.chaos import fill
-from benchmarks.chaos_faults import ENDS_A_WORKER, PHASES, Fault, append
-from benchmarks.invariance import History, References, Stage, report, said
-from benchmarks.invariance_histories import TRAININGS, draw
-from benchmarks.invariance_training import (
+from benchmarks.faults.chaos import fill
+from benchmarks.faults.chaos_faults import ENDS_A_WORKER, PHASES, Fault, append
+from benchmarks.proofs import invariance_training
+from benchmarks.proofs.invariance import History, References, Stage, report, said
+from benchmarks.proofs.invariance_histories import TRAININGS, draw
+from benchmarks.proofs.invariance_training import (
     ACTS,
     EPOCHS,
     GLOBAL_BATCH,
@@ -137,7 +137,7 @@ def test_a_history_that_differs_prints_the_command_that_repeats_it(
 ) -> None:
     plan = draw(7)
     history = History(plan, 1.0, [], [ALONE], ["the parameters differ"])
-    again = "python benchmarks/invariance.py --seed 7 --histories 1"
+    again = "python -m benchmarks.proofs.invariance --seed 7 --histories 1"
     assert f"WRONG ({again}): the parameters differ" in said(history)
     assert f"WRONG ({again} --no-nodes)" in said(history, no_nodes=True)
     assert report(7, [history, History(draw(8), told=[ALONE])])["differ"] == 1
@@ -249,7 +249,7 @@ async def test_a_rank_that_computes_something_else_is_found(stage: Stage, cluste
 @pytest.mark.timeout(900)
 def test_twelve_histories_on_nodes_end_with_the_bits_of_one_worker() -> None:
     flags = ("--seed", "0", "--histories", "12")
-    figures = figures_of("invariance.py", *flags, timeout_s=880)
+    figures = figures_of("proofs.invariance", *flags, timeout_s=880)
     assert figures["histories"] == 12 and figures["faults"] > 0 and figures["differ"] == 0
 
 

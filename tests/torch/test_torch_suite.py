@@ -13,7 +13,7 @@ def passed(figures):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("ranks", ["2", "4"])
 def test_what_gloo_passes_of_torchs_suite_ours_passes(ranks):
-    figures = figures_of("torch_suite.py", "--ranks", ranks, timeout_s=1500)
+    figures = figures_of("compatibility.torch_suite", "--ranks", ranks, timeout_s=1500)
     gloos = passed(figures[f"gloo/{ranks}"])
     assert len(gloos) > 80
     assert gloos - passed(figures[f"ours/{ranks}"]) == set()
@@ -61,7 +61,7 @@ class Plain(unittest.TestCase):
 def test_a_file_of_tests_runs_on_gloo_and_on_ours_and_ends_whatever_its_tests_do(tmp_path):
     (tmp_path / "test_small.py").write_text(FILE)
     source = ["--source", str(tmp_path), "--files", "test_*.py", "--limit", "5"]
-    figures = figures_of("torch_suite.py", *source, timeout_s=300)
+    figures = figures_of("compatibility.torch_suite", *source, timeout_s=300)
     for backend, is_ours in (("gloo", False), ("ours", True)):
         ended = figures[backend]["test_small.py"]
         assert ended["Small.test_passes"] == {"outcome": "passed", "reached": 2 * is_ours}
