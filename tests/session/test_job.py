@@ -58,7 +58,7 @@ def test_job_that_the_cluster_is_too_small_for_fails_and_says_so(
 ) -> None:
     done = submit(dashboard, *TINY, "--gpu", "--out", str(tmp_path / "out"))
     assert done.returncode == 1
-    assert "that cannot be placed: the cluster has" in done.stdout + done.stderr
+    assert "the cluster has no GPU, and it has no autoscaler" in done.stdout + done.stderr
 
 
 ENDLESS = """
