@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.forked_workers import OFF
 from tests.harness.programs import last_line_of
 
 PROGRAM = """
@@ -43,11 +44,14 @@ OF_C = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_names_and_texts_of_a_run_need_no_locale_that_has_bytes_for_them(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAM.replace("FOLDER", str(tmp_path)), encoding="utf-8")
-    told, refused = last_line_of(script, timeout_s=110, environment=os.environ | OF_C)
+    # A fork would have the locale of the process that it was forked from.
+    started = os.environ | OF_C | {OFF: "1"}
+    told, refused = last_line_of(script, timeout_s=280, environment=started, is_forked=False)
     assert told == [["größer é", {"ключ": "значение"}, rank] for rank in range(2)]
     assert "this rank's locale has no bytes for" in refused and "PYTHONUTF8=1" in refused
