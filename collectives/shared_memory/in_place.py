@@ -1,6 +1,6 @@
 """Collectives on symmetric memory: each rank reads the others' tensors where they lie.
 
-The bodies are those of lane.py. An operation begins with one tick in which the ranks show where
+The bodies are those of driving.py. An operation begins with one tick in which the ranks show where
 their tensors lie; so all of them choose the same way, even where the tensors of some ranks are
 ordinary. Ranks that all have ordinary tensors lose nothing: that tick is then the first one of the
 way through the slots (algorithms.py).
@@ -23,7 +23,7 @@ import torch
 
 from ..contract.arithmetic import reduce_into
 from ..contract.operation import ReduceOp
-from .lane import Body
+from .driving import Body
 from .segment import SharedSegment
 from .symmetric_memory import NOWHERE, MemoryPlace, mapped, place_of
 

@@ -84,7 +84,7 @@ class PureDistributedDataParallel(torch.nn.Module):
 @dataclass
 class _Reduction:
     """What the hooks hold: nothing that leads back to a parameter, or no parameter would be freed
-    (gradients/gradient_watch.py)."""
+    (`GradientWatch` in gradients/reducer.py)."""
 
     group: Group
     is_on: bool = True

@@ -123,7 +123,7 @@ class BetweenRuns:
         self.stepped_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = (
             weakref.WeakKeyDictionary()
         )
-        """By optimizer, the models whose parameters it steps (data_parallel/engine.py)."""
+        """By optimizer, the models whose parameters it steps (`ModelEngine`)."""
         self._watches = False
         self.verdicts: weakref.WeakKeyDictionary[type, dict[Hashable, Any]] = (
             weakref.WeakKeyDictionary()

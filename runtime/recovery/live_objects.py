@@ -17,7 +17,7 @@ from chorusline.collectives.contract.operation import State
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..data.dealer import Dealer
-from ..data_parallel.engine import ModelEngine
+from ..data_parallel.distributed_data_parallel import ModelEngine
 from ..join import active
 from ..process.registry import Registry
 from ..process.step_boundary import boundary

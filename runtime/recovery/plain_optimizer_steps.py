@@ -31,7 +31,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..data_parallel.engine import ModelEngine
+from ..data_parallel.distributed_data_parallel import ModelEngine
 from ..join.join import Joinable
 from ..process.registry import Registered, Registry
 

@@ -29,7 +29,7 @@ from chorusline.actors.messages import NOWHERE, Resumption
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import Group, GroupAborted, GroupClosed
 
-from ..data_parallel.engine import ModelEngine
+from ..data_parallel.distributed_data_parallel import ModelEngine
 from ..process.registry import Registered
 from ..zero.zero_redundancy_optimizer import OptimizerEngine
 from .arrivals import Arrivals

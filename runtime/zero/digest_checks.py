@@ -37,7 +37,7 @@ from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.contract.errors import named
 from chorusline.collectives.objects.blocking import all_gather_object
 
-from ..data_parallel.engine import names_of
+from ..data_parallel.distributed_data_parallel import names_of
 from ..partition.resharding import Transfer, shard_of
 from .shards.digest_verdicts import CopyState, Digests, Verdict, Verdicts, judge_all
 from .shards.digests import (

@@ -44,8 +44,13 @@ from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.plain_numbers import whole
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
-from ..data_parallel.distributed_data_parallel import DistributedDataParallel
-from ..data_parallel.engine import ModelEngine, names_of, owner_of, reducers_of
+from ..data_parallel.distributed_data_parallel import (
+    DistributedDataParallel,
+    ModelEngine,
+    names_of,
+    owner_of,
+    reducers_of,
+)
 from ..data_parallel.gradients.gradient_bucket import GradientBucket
 from ..data_parallel.gradients.reducer import Reducer
 from ..data_parallel.model_steps import ModelSteps

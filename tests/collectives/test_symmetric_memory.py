@@ -20,8 +20,8 @@ import torch
 from chorusline.collectives import Group, ReduceOp
 from chorusline.collectives.contract.errors import CollectiveTimeout, PeerLost
 from chorusline.collectives.shared_memory.algorithms import SLOT_BYTES
+from chorusline.collectives.shared_memory.driving import Body
 from chorusline.collectives.shared_memory.in_place import IN_PLACE_BYTES, Sharing
-from chorusline.collectives.shared_memory.lane import Body
 from chorusline.collectives.shared_memory.layout import make_memory
 from chorusline.collectives.shared_memory.segment import SharedSegment
 from chorusline.collectives.shared_memory.symmetric_memory import NOWHERE, make_symmetric, place_of
