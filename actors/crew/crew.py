@@ -134,10 +134,12 @@ class Crew:
                     raise
 
     async def _assemble(self, timeout_s: float) -> None:
+        # The last run left all as it was: a run in a notebook begins without a question.
         if self._is_assembled and self._seats.has_all:
             return
         if self._driver is None:
             await self._start_driver(timeout_s)
+        # Before empty seats are counted: it empties those of workers that are gone or hang.
         if self._workers and not self._is_assembled:
             await self._sort_out(timeout_s)
         fresh = {
@@ -151,6 +153,8 @@ class Crew:
             for unfit in failed:
                 self._kill_worker(unfit.seat)
             # Between two runs a node may go under a worker that starts; the others can do.
+            # At the first start too few means that the session does not fit, which a person has to
+            # hear.
             can_do = self._was_assembled and len(self._workers) >= self._fewest
             if failed and not (can_do and all(unfit.is_gone for unfit in failed)):
                 why = "; ".join(f"seat {unfit.seat} {unfit.reason}" for unfit in failed)
@@ -187,6 +191,8 @@ class Crew:
             self._kill_worker(seat)  # Its start waits for a node that is gone.
         starting = {seat: self._workers[seat] for seat in self._starting}
         known = {seat: self._workers[seat] for seat in self._workers.keys() - self._starting}
+        # A worker that still imports torch answers nothing; one that has answered before does at
+        # once.
         for some, patience_s in ((known, _ANSWER_S), (starting, timeout_s)):
             for unfit in await self._adopt(some, patience_s) if some else ():
                 self._kill_worker(unfit.seat)
@@ -315,6 +321,8 @@ class Crew:
                     driver = None
                     has_lived = time.monotonic() - began_at > _PROVEN_S
                     num_failed = 1 if has_lived else num_failed + 1
+                    # It is the run, or the place, that kills drivers: another one would die as
+                    # well.
                     if num_failed == _DRIVERS_IN_A_ROW:
                         raise
         except asyncio.CancelledError:
@@ -398,6 +406,7 @@ class Crew:
         self, driver: Actor, request: RunRequest, payload: Any, has_taken_over: bool
     ) -> AsyncIterator[None]:
         """While the body runs, start workers, if the run can admit them."""
+        # A loss ends such a run, so that a new worker would have nothing to join.
         if not request.survives_loss:
             yield
             return
@@ -436,6 +445,8 @@ class Crew:
         try:
             await self._stop_workers("the session was closed")
         finally:
+            # Even if a worker did not stop in time, or this was cancelled: no actor outlives its
+            # session.
             workers, driver = dict(self._workers), self._driver
             # Below the seats, and below the driver's -1.
             workers |= {-2 - n: worker for n, worker in enumerate(self._reserve.leave())}
@@ -446,6 +457,7 @@ class Crew:
             self._workers.clear()
             self._starting.clear()
             self._driver = None
+        # A call to a dead actor raises: when all have raised, their resources are free.
         dying = {seat: worker.snapshot.remote() for seat, worker in workers.items()}
         if driver is not None:
             dying[-1] = driver.snapshot.remote()

@@ -113,15 +113,18 @@ class Driver(StoreActor):
         workers: by seat.
         versions: of the caller, whose functions the workers are to run.
         """
+        # All at once, so that one that hangs costs the others nothing.
         calls = {seat: worker.snapshot.remote() for seat, worker in workers.items()}
         ending = messages.WorkerState.DRY_RUN, messages.WorkerState.STOPPING
         unfit = []
         for seat, said in (await answers(calls, timeout_s)).items():
             if isinstance(said, ActorGone | NoAnswer):
                 unfit.append(Unfit(seat, isinstance(said, ActorGone), said.detail))
+            # It would refuse the call of a run while another one is in it.
             elif said.state is not messages.WorkerState.IDLE:
                 busy = f"is still {said.state.value}"
                 unfit.append(Unfit(seat, False, busy, said.state in ending))
+            # A function pickled here may mean something else, or nothing, to other versions there.
             elif unlike := difference(said.info.versions, versions):
                 unfit.append(Unfit(seat, False, unlike))
             else:
@@ -133,6 +136,7 @@ class Driver(StoreActor):
                     self._events.put_nowait(arrival)
                 else:
                     self._membership.handle(arrival)
+        # In a run the session empties a seat by the death of its worker, which is an event.
         if self._events is not None:
             return tuple(unfit)
         for one in unfit:
@@ -190,6 +194,8 @@ class Driver(StoreActor):
         self._holds.clear()
         self._run_is_over.clear()
         if request.run in self._early_cancels:
+            # The run begins and is ended by its first event, so that its ending is told as any
+            # other.
             self._early_cancels.discard(request.run)
             self._events.put_nowait(events.RunCancelled("it was cancelled before it began"))
         try:
@@ -209,6 +215,7 @@ class Driver(StoreActor):
         finally:
             self._run, self._events, self._over = None, None, request.run
             self._request, self._paused_at = None, 0.0
+            # Questions that wait for news of this run are answered: there will be none.
             self._run_is_over.set()
             self._has_turned.set()
             self._has_lost.set()
@@ -236,6 +243,7 @@ class Driver(StoreActor):
         self._has_turned.set()
 
     def _pause(self) -> messages.RunPause | None:
+        # Between two runs too the session asks, and a run that is not paused has nothing to say.
         if self._request is None or not self._paused_at:
             return None
         waited_s = time.monotonic() - self._paused_at
@@ -258,6 +266,7 @@ class Driver(StoreActor):
 
     async def cancel(self, run: int, reason: str) -> None:
         """End a run from outside; returns when it is over (GRACE_S at the latest)."""
+        # Another run may be in progress: the one that is meant has not come, or is over already.
         if self._run == run and self._events is not None:
             self._events.put_nowait(events.RunCancelled(reason))
             await self._run_is_over.wait()
@@ -310,6 +319,7 @@ class Driver(StoreActor):
         running = [one for one, state in members if state is messages.MemberState.RUNNING]
         ids = [one.worker_id for one in running if one.worker_id in self._workers]
         said = await self.readiness(run, ids)
+        # NOT_YET of one rank decides it. Where all would run again or admit, no rank need be held.
         is_sure = Readiness.PARKS not in said or Readiness.NOT_YET in said
         if not is_sure and self._holds[who] < MAX_ATTEMPTS:
             # After its last step no rank parks. One that waits before a step holds all of them.
@@ -425,6 +435,7 @@ class _InstructionTasks:
             for one in todo
             if isinstance(one, instructions.StartRank | instructions.ResumeRank)
         ]
+        # What ranks wrote into the store to meet is read in their generation only.
         if max(begun, default=0) > self._generation:
             self._generation = max(begun)
             # A rank of the generation before may still be on its way out of it.
@@ -441,6 +452,8 @@ class _InstructionTasks:
                         self._call(worker_id, "request_admission", request),
                         f"admission-{worker_id}",
                     )
+                # It was started by the driver before: the call of `run` is not repeated, and this
+                # one stands for it.
                 case instructions.AttachRank(worker_id):
                     attached = self._await_end(worker_id, "attach", self._request.run, self._actor)
                     self._start(attached, f"attach-{worker_id}")
@@ -450,6 +463,8 @@ class _InstructionTasks:
                     self._start(self._await_readiness(worker_ids, generation), "readiness")
                 case instructions.FreezeRank(worker_id):
                     self._start(self._freeze(one), f"freeze-{worker_id}")
+                # Not awaited here: the rank may need the whole grace, and its end is an event of
+                # its own.
                 case instructions.AbortRank(worker_id, error):
                     self._start(self._call(worker_id, "abort", error), f"abort-{worker_id}")
                 case instructions.DismissRank(worker_id, error):
@@ -481,6 +496,7 @@ class _InstructionTasks:
 
     def drop(self) -> None:
         """The run is over: nobody waits for stuck ranks any more."""
+        # They would keep the task group open, and with it the answer to the session.
         for task in list(self._tasks):
             task.cancel()
 
@@ -517,6 +533,7 @@ class _InstructionTasks:
             ended = events.DryRunEnded(one.worker_id, replay_log.why_not, is_final)
             self._events.put_nowait(ended)
             return
+        # From here on the worker has the log, so that only its own function can keep it.
         self._start(self._end_if_late(one.worker_id), f"late-{one.worker_id}")
         await self._await_rank(one.worker_id, one.assignment, None, replay_log.payload)
 
@@ -534,6 +551,7 @@ class _InstructionTasks:
         try:
             ending = await answer(self._remote(worker_id, method, *arguments))
             event = events.RankEnded(ending, worker_id)
+        # The call of `run` ends with the process: no heartbeat is needed to see a death.
         except ActorGone as gone:
             event = events.WorkerDied(worker_id, gone.detail)
         self._events.put_nowait(event)
@@ -551,6 +569,8 @@ class _InstructionTasks:
         try:
             # A rank that a timeout names has had its time, and gets only what an answer takes.
             await answer(call, _ANSWER_S if freeze.is_late else self._request.timeout_s)
+        # The control loop is never blocked by a function, so a silent one belongs to a process that
+        # is stopped, or whose node is unreachable: it will not report how far it is.
         except NoAnswer:
             self._events.put_nowait(events.RankSilent(freeze.worker_id, freeze.generation))
         except ActorGone:
@@ -573,6 +593,8 @@ class _InstructionTasks:
     async def _await_readiness(self, worker_ids: tuple[str, ...], generation: int) -> None:
         pause_s = _AGAIN_S
         while self._driver.is_in(generation):
+            # Asked again, not awaited in the workers: a function may register what has to survive
+            # at any time, and nothing tells when it has.
             said = await self._driver.readiness(self._request.run, worker_ids)
             if all(one in (Readiness.RUNS_AGAIN, Readiness.ADMITS) for one in said):
                 can_admit = all(one is Readiness.ADMITS for one in said)

@@ -141,15 +141,21 @@ class Membership:
                     self._formed = ()
                 return []
             case events.WorkerRegistered(worker, generation):
+                # Between two runs it is only noted: a run begins with all that are ready.
                 is_new = self._register(worker, generation)
                 return self._newcomer(run) if run is not None and is_new else []
             case events.WorkerDied(worker_id, detail):
+                # Between two runs too: the next run must not count on it, nor on the group that had
+                # it.
                 self._note_death(worker_id)
                 return self._worker_died(run, worker_id, detail) if run is not None else []
         if run is None:
             return []  # It is about a run that is over.
         match event:
             case events.RankEnded(ending, worker_id):
+                # These say which worker or which run they mean, so they count in every generation.
+                # A rank that was slow to end, for example, ends after the others have formed the
+                # next one.
                 return self._rank_ended(run, ending, worker_id)
             case events.DryRunReady(worker_id, token):
                 return self._arrivals.ready(worker_id, token, run.members, self._generation)
@@ -162,6 +168,8 @@ class Membership:
             case events.RunCancelled(reason):
                 return self._stop(run, Cancellation(reason))
             case events.GraceEnded():
+                # The grace may have been for dry runs alone, when a run was released: it ends with
+                # its ranks.
                 self._arrivals.abandon()
                 return self._end(run) if run.phase is Phase.STOPPING else self._end_if_over(run)
         if event.generation != self._generation:
@@ -294,6 +302,8 @@ class Membership:
         self, run: RunState, ending: messages.Success | Failure, worker_id: str
     ) -> list[Instruction]:
         if worker_id in self._arrivals.by_id:
+            # It has had no rank yet. An error of the function itself would come in every other dry
+            # run.
             is_final = isinstance(ending, Failure)
             return self._dry_run_ended(run, worker_id, is_final=is_final)
         # Counted already, as lost or as ended.
@@ -304,8 +314,12 @@ class Membership:
         run.running.discard(ending.rank)
         run.members[ending.rank].state = MemberState.READY
         if isinstance(ending, Failure):
+            # One rank proves it for all: it had not come to the barrier after which they begin
+            # (Worker.run).
             run.nobody_began = run.nobody_began or ending.nobody_began
             return self._stop(run, ending)
+        # A run that ends with a loss simply collects results; in one that continues a rank has to
+        # be released first.
         run.returned[ending.rank] = ending
         todo = self._rank_returned(run) if run.survives_loss else []
         if self._run is None:
@@ -337,6 +351,7 @@ class Membership:
         for rank in sorted(run.running):
             if run.members[rank].info.worker_id == worker_id:
                 run.running.discard(rank)
+                # Of a kill by the driver Ray reports only that the process is gone.
                 if (why := run.fenced.get(worker_id)) is not None:
                     detail = f"the driver ended its process, because {why}"
                 return self._lose(run, Loss(rank, run.members[rank].info, detail))
@@ -365,9 +380,11 @@ class Membership:
         if run.phase is Phase.RELEASED:
             returned = "the function had returned on all ranks, and the result of this one is lost"
             loss = replace(loss, detail=f"{loss.detail}; {returned}")
+        # A reader who has allowed losses would ask why this one ended the run.
         elif run.survives_loss and not run.running and run.cause is None:
             loss = replace(loss, detail=f"{loss.detail}; no other rank was left to continue")
         run.losses.append(loss)
+        # Released ranks take their results along, and nothing could be formed of no rank.
         if run.phase in (Phase.RELEASED, Phase.STOPPING) or not run.running:
             return self._stop(run, loss)
         if run.has_lost_too_many and not (run.survives_loss and run.saves_last):
@@ -377,6 +394,8 @@ class Membership:
         return [*todo, *self._decide(run)]
 
     def _rank_froze(self, run: RunState, frozen: messages.Frozen) -> list[Instruction]:
+        # The word of a rank that froze while the others were released, or told to stop: it hears
+        # the same.
         if run.phase in (Phase.RELEASED, Phase.STOPPING):
             return []
         todo = self._open_round(run, frozen.error, but=frozen.rank)
@@ -415,6 +434,8 @@ class Membership:
         return [*todo, *self._newcomer(run)]
 
     def _leaving(self, run: RunState, notice: events.Leaving) -> list[Instruction]:
+        # A run that no loss may meet keeps its ranks until their nodes go; one that ends is soon
+        # over.
         if not run.survives_loss or run.phase not in (Phase.RUNNING, Phase.FREEZING, Phase.PAUSED):
             return []
         run.departures.note(notice.who, notice.why, notice.num_ready)
@@ -423,6 +444,7 @@ class Membership:
         # not cost the run, so a rank that could not continue now keeps the leavers until it can.
         if run.phase is not Phase.RUNNING or not notice.can_end:
             return []
+        # Too few would be left, a hand-over is under way, or it was tried often enough.
         if not run.departures.is_due(notice.who, infos, run.departures.fewest(infos, run.fewest)):
             return []
         leave = GroupAborted(self._generation, [], f"ranks leave: {notice.why}")
@@ -449,6 +471,7 @@ class Membership:
         """Kill those of the workers that the open round still waits for."""
         if not run.phase.has_open_round:
             return []
+        # One that has frozen in the meantime answers after all; its report counts, and its shard.
         unfrozen = {run.members[rank].info.worker_id for rank in run.round.unfrozen}
         fenced = [worker_id for worker_id in worker_ids if worker_id in unfrozen]
         run.fenced |= dict.fromkeys(fenced, why)
@@ -486,9 +509,12 @@ class Membership:
         run.phase = Phase.RUNNING if run.gives_up is None else Phase.SAVING_LAST
         run.members = plan.members
         run.running = set(range(len(plan.members)))
+        # A rank whose function had returned waits in its lifeline, and reports again in this one.
         run.finished.clear()
         run.takes_newcomers = run.takes_newcomers and plan.takes_newcomers
         run.num_vain, run.achieved = plan.num_vain, plan.achieved
+        # A number of its own even if nobody was lost: reports of the ended one must not count in
+        # it.
         self._generation += 1
         self._formed = tuple(member.info.worker_id for member in plan.members)
         for member in plan.members:
@@ -547,6 +573,7 @@ class Membership:
         if isinstance(cause, Failure) and cause.asks_all and run.story is None:
             run.is_asking, run.story = True, ""  # Once: the story is not None from here on.
             ask.append(instructions.AskRanks(run.worker_ids))
+        # Told once: a second order would interrupt a function that is ending by the first.
         was_stopping, run.phase = run.phase is Phase.STOPPING, Phase.STOPPING
         if not run.running:
             return [*ask, *self._call_off(), *self._end_if_over(run)]
@@ -578,6 +605,7 @@ class Membership:
         self._run = None
         if run.cause is None:
             endings = [run.returned[rank] for rank in range(len(run.members))]
+            # All ranks issue the same collectives, unless one returned before the others had.
             if len({ending.collectives for ending in endings}) > 1:
                 self._formed = ()  # Some rank's operation waits for peers that have left.
             results = tuple(ending.result for ending in endings)

@@ -196,12 +196,14 @@ class Worker:
         run.is_dry_run = bool(replay_log)
         with self._lock:
             if self._run is not None:
+                # Two functions in one process would issue collectives in each other's order.
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
             self._run = run
             self._last = (request.run, run.journal)
             self._last_status = run.status
             self._generation = assignment.generation
             self._output.set_rank(assignment.rank)
+            # The order and the call of `run` are of two concurrency groups: either may be first.
             run.stop_error = self._early_stops.pop(request.run, None)
             self._early_stops.clear()
             key = (request.run, assignment.generation)
@@ -238,6 +240,7 @@ class Worker:
         leave(lambda: self._run, self._info)
 
     def _look(self) -> Look:
+        # One look, so that the figures belong to one run.
         with self._lock:
             run, group, (_, journal) = self._run, self._group, self._last
         return Look(
@@ -348,11 +351,14 @@ class Worker:
                 if run > self._last[0]:
                     self._early_stops[run] = error
                 return
+            # The first reason stays; what follows it is an echo.
             current.stop_error = current.stop_error or error
             current.state = WorkerState.STOPPING
             group = self._group
             thread = current.thread
             store, lifeline = current.store, current.lifeline
+        # All that the training thread may wait in: the store while it meets, its lifeline between
+        # two generations, the group in a collective; and then the code of the function.
         store.cancel(error)
         if lifeline is not None:
             lifeline.stop(error)
@@ -371,6 +377,8 @@ class Worker:
             current = self._run
             if current is None or current.request.run != run:
                 if run > self._last[0]:
+                    # For `run`, which takes it with the generation: an earlier one is over in any
+                    # case.
                     self._early_freezes[run, generation] = error
                 return
             if not current.notes_freeze(generation, error):
@@ -396,6 +404,7 @@ class Worker:
             current.store = store
             self._generation = resumption.assignment.generation
             self._output.set_rank(resumption.assignment.rank)
+            # A worker in its dry run becomes a rank by its first resumption.
             current.is_dry_run = False
             lifeline = current.lifeline
         lifeline.resume(resumption)
@@ -534,7 +543,10 @@ class Worker:
         import torch
 
         if self._device.type == "cuda":
+            # A library that asks for "cuda" without a number would take the first GPU, of another
+            # worker.
             torch.cuda.set_device(self._device)
+        # A level that the environment has set on this node is not lowered by a session.
         set_debug_level(max(run.request.debug_level, get_debug_level()))
         if self._ended is None:
             spare_modules()
@@ -564,6 +576,7 @@ class Worker:
             assert group is not None
             try:
                 meet_again(group, early_error)
+            # The group lives on between two runs, and a rank may have stopped since.
             except CollectiveTimeout:
                 if not run.request.survives_loss:
                     raise
@@ -585,6 +598,7 @@ class Worker:
                 group.abort(frozen)
                 group.close()
             raise fresh_copy(frozen)
+        # Closed before the next one is made: both would hold memory, and with NCCL a communicator.
         if group is not None and group.generation != assignment.generation:
             group.close()
             group = None
@@ -597,12 +611,15 @@ class Worker:
                 generation=assignment.generation,
                 timeout_s=run.request.timeout_s,
             )
+        # It may have ended between two runs, by the death of a worker that nobody waited for.
         elif (failure := group.failure()) is not None:
             group.close()
             raise fresh_copy(failure)
         else:  # It lives on, with the store that it has; the driver may be another one.
             store = self._group_store
         with self._lock:
+            # Under the lock in which `abort` and `freeze` read them: either they find this group,
+            # or their order is found below.
             self._group, self._group_store, run.store = group, store, store
             store.move_to(run.driver)
             ended = run.ends_with(assignment.generation)
@@ -630,6 +647,8 @@ class Worker:
                 group.rest()
             ending = outcomes.success(rank, value, issued)
         else:
+            # It crosses to processes that may lack the modules of the error: it travels as text and
+            # parts.
             ending = outcomes.failure(
                 rank,
                 error,
@@ -642,6 +661,7 @@ class Worker:
                 ending = replace(ending, nobody_began=True, is_echo=is_echo)
         if isinstance(ending, Failure) and self._group is not None:
             generation = run.assignment.generation
+            # Phase 5 of `run`: the peers learn it from the group, faster than from the driver.
             self._group.abort(
                 GroupAborted(generation, list(ending.culprits), ending.reason, ending.traceback)
             )

@@ -169,6 +169,8 @@ class SharedSegment:
         key = (tick & 1, offset, count, dtype)
         views = self._views.get(key)
         if views is None:
+            # A model's buckets are few sizes; making the views again costs more than a small
+            # operation.
             if len(self._views) > 512:  # Views of ever new sizes must not pile up.
                 self._views.clear()
             nbytes = count * dtype.itemsize
@@ -207,8 +209,10 @@ class SharedSegment:
         words = self._words
         if WEAKLY_ORDERED:
             fence()
+        # After the data: whoever sees the tick may read them.
         words[self._tick_at] = tick
         me = self.rank + 1
+        # One call wakes all that sleep on this word; mostly none does, and the call is saved.
         for at in self._peer_sleeps:
             if words[at] == me:
                 self._wake(self.rank)
@@ -217,6 +221,7 @@ class SharedSegment:
     def reached(self, tick: int) -> bool:
         """Whether all ranks have published `tick`."""
         words = self._words
+        # A plain loop: small operations ask often, and all() would make a generator each time.
         for at in self._peer_ticks:
             if words[at] < tick:
                 return False
@@ -233,6 +238,7 @@ class SharedSegment:
         words = self._words
         spins = self.spins if spin else 1
         for peer, at in self._peers:
+            # One late rank after the other: those that came while this one waited cost nothing.
             if words[at] >= tick:
                 continue
             spin_until = time.monotonic() + _SPIN_S
@@ -262,11 +268,15 @@ class SharedSegment:
                 seen = words[at]
                 if seen >= tick:
                     return
+                # Short at first, since most ranks are late by little; long in the end, as each look
+                # costs CPU time that a late rank may need.
                 slice_s = next(slices, slice_s)
                 sleep_on(address, seen, slice_s)
                 if words[at] >= tick:
                     return
                 late = self._check(tick, operation, give_up_at)
+                # A warning long before the deadline: who waits can look at the late rank while it
+                # hangs.
                 if self._lateness.is_due(operation):
                     assert isinstance(operation, Operation)
                     self._lateness.tell(operation, late, self._whereabouts(late))
@@ -274,6 +284,8 @@ class SharedSegment:
                     has_told = True
                     self.on_wait(late, operation.issued_at)
         finally:
+            # Also after an error: a publisher would make a system call for a rank that does not
+            # sleep.
             words[mine] = 0
             if has_told and self.on_wait is not None:
                 self.on_wait((), 0.0)
@@ -283,6 +295,7 @@ class SharedSegment:
 
     def _check(self, tick: int, operation: Operation | str, give_up_at: float) -> list[int]:
         """The late ranks. Raises if a late rank is gone, or the generation or the time is over."""
+        # The error that stands comes first. All ranks raise that one, whatever this rank finds.
         self.raise_failure()
         if self._look is not None:
             self._look()
@@ -314,6 +327,8 @@ class SharedSegment:
             timeout_s = self._meet_timeout_s
             if isinstance(operation, Operation):
                 timeout_s = operation.timeout_s
+            # Who is late may itself wait for another one, in a message or a subgroup: the end of
+            # such a chain is to blame.
             waits_for = self.waits.of_all(timeout_s)
             here = [rank for rank in range(self.size) if rank not in late]
             raise self.abort(
@@ -349,6 +364,8 @@ class SharedSegment:
     def ring_bell(self, rank: int) -> None:
         """Wake `rank` if it sleeps on its bell. No two ranks and no two threads write equal values
         to a bell, so a rank that has seen an older value does not fall asleep."""
+        # A bell, and no tick: messages are known to two ranks, and have no place in the count of
+        # all.
         at = self._blocks[rank]
         self._words[at + BELL] = (next(self._rings) * self.size + self.rank) & 0xFFFFFFFF
         if self._words[at + ASLEEP]:
@@ -393,6 +410,7 @@ class SharedSegment:
         words = self._words
         words[at] = operation.sequence
         words[at + 1] = operation.kind | (operation.dtype + 1) << 8 | (operation.detail + 1) << 16
+        # Two words hold what has to be equal, so that ranks compare them without making objects.
         words[at + 2] = operation.numel + 1  # Unsigned words; numel may be -1.
         site = self._sites_at + (2 * self.rank + (operation.sequence & 1)) * SITE_BYTES
         self._map[site : site + SITE_BYTES] = operation.padded_site()
@@ -459,6 +477,7 @@ class SharedSegment:
         """End the generation for all ranks; returns the error that stands, maybe an earlier one."""
         if not self._record.write(error):
             return error  # This rank has left.
+        # Those that sleep would see it after a slice, up to 20 ms later.
         for rank in range(self.size):
             self._wake(rank)
             self.ring_bell(rank)
@@ -479,6 +498,7 @@ class SharedSegment:
         try:
             self.wait(1, "rendezvous", time.monotonic() + timeout_s, spin=True)
         except CollectiveError as error:
+            # Ranks that come later must not wait for this one: they find the error at once.
             raise self.abort(error) from None
         finally:
             self._look = None
@@ -495,6 +515,7 @@ class SharedSegment:
 
         The last tensor that views the mapping frees the mapping itself.
         """
+        # A rank that waits for this one looks why it does not come, and names it.
         self._words[self._block + STATE] = _CLOSED
         self._wake(self.rank)
         with self._polling:

@@ -104,9 +104,11 @@ class GlooCommunicator(Communicator):
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
         self._runner = threading.Thread(target=self._run, name=name, daemon=True)
         self._in_flight.worker = self._runner
+        # Before the connections are made: it answers the roll calls of ranks whose Gloo has failed.
         self._watcher.start()
         try:
             self._connect(store)
+        # The watcher would watch a group that nobody holds.
         except BaseException:
             self._end(GroupClosed("rendezvous", generation))
             self._torch_store.release()
@@ -121,6 +123,7 @@ class GlooCommunicator(Communicator):
                 self._torch_store, self.rank, self.size, timedelta(seconds=store.timeout_s)
             )
         except Exception as error:
+            # The store knows which ranks are missing; Gloo only that its wait is over.
             if isinstance(error.__cause__, StoreTimeout):  # Ranks are late, perhaps not lost.
                 raise error.__cause__ from None
             broken = (
@@ -150,6 +153,7 @@ class GlooCommunicator(Communicator):
 
         def in_parts() -> None:
             """Each rank reduces one part; parts are padded to one length."""
+            # Twice the rounds of `directly`, and 2/size of its bytes: worth it from some size on.
             count = -(-flat.numel() // self.size)
             rows = flat.new_zeros(self.size * count)
             rows[: flat.numel()] = self._taken(flat)
@@ -185,6 +189,8 @@ class GlooCommunicator(Communicator):
         flat = tensor.view(-1)
 
         def body() -> None:
+            # A copy, into which Gloo writes: after an abort it may still do so, when the tensor is
+            # the caller's again.
             staged = self._taken(flat) if self.rank == root else flat.new_empty(flat.numel())
             options = BroadcastOptions()
             options.rootRank = root
@@ -248,6 +254,7 @@ class GlooCommunicator(Communicator):
     def abort(self, error: CollectiveError) -> None:
         """End the generation with `error`. Returns at once; a thread informs the other ranks."""
         with self._tensors:
+            # The first error stands on all ranks, so only that one is published.
             if self._in_flight.failure is None:
                 # Publish first: a waiter that `_end` frees may exit the process, and this thread.
                 self._roll_call.publish_meanwhile(error)
@@ -264,9 +271,11 @@ class GlooCommunicator(Communicator):
 
     def close(self) -> None:
         """Free connections and threads. A runner that is stuck in Gloo frees them later."""
+        # After an error the others have heard of this rank's end by that.
         if self._end(GroupClosed("close", self.generation)):
             self._roll_call.tell_closed(self._in_flight.operations_done())
         for thread in (self._watcher, self._runner):
+            # A callback of a work, which one of these threads runs, may close the group.
             if thread is not threading.current_thread():
                 thread.join(_CLOSE_S)
         _open.discard(self)

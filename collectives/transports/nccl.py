@@ -76,6 +76,7 @@ def connect(
     if not 0 <= rank < size:
         raise ValueError(f"rank must be in [0, {size}), got {rank}")
     nccl = load_nccl()
+    # Fixed here: threads of this group have a current device of their own.
     index = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", index)
     # Connect all algorithms now. By default NCCL connects inside the first collective of each
@@ -86,12 +87,14 @@ def connect(
     place = json.dumps(_place(index))
     places = [GpuPlace(*json.loads(one)) for one in store.gather("place", rank, size, place)]
     for name, value in environment_for(places, rank, nccl.get_version()).items():
+        # What the user has set stands.
         os.environ.setdefault(name, value)
 
     # 2. Meet. What keeps rank 0 from an id is an error of all ranks, and ends their wait.
     try:
         ready = b"" if rank else nccl.get_unique_id()
     except Exception as error:
+        # Without a word the other ranks would wait for the id until their deadline.
         ready = _NO_ID + described(error, nccl.get_version()).encode()
     unique_id = store.gather("ready", rank, size, ready)[0]
     if unique_id.startswith(_NO_ID):
@@ -241,6 +244,7 @@ class NcclCommunicator(Communicator):
                         self._comm.recv(*as_moved(output), peer, stream)
             finally:
                 self._library.groupEnd()
+            # On the same stream, so that the end of the operation covers this copy as well.
             with torch.cuda.stream(self._stream):
                 outputs[self.rank].copy_(inputs[self.rank])
 
@@ -271,6 +275,7 @@ class NcclCommunicator(Communicator):
             # The block's position for other ranks is that of its last operation.
             work.operation = launches[-1].operation
             work.before = [one.operation for one in launches[:-1]]
+            # Of all works only that of a barrier has `wait()` block the host.
             work.blocks_host = any(one.operation.kind is Kind.BARRIER for one in launches)
             self._launch(work, launches)
 
@@ -281,6 +286,7 @@ class NcclCommunicator(Communicator):
         self, operation: Operation, tensors: list[torch.Tensor], start: Callable[[int], None]
     ) -> Work:
         launch = _Launch(operation, tensors, start)
+        # NCCL launches a block as one group call, so its operations have one work and one end.
         if self._together is not None:
             self._together.append(launch)
             if self._work_together is None:
@@ -304,6 +310,7 @@ class NcclCommunicator(Communicator):
                 return
             try:
                 self._enqueue(work, launches)
+            # Some ranks may have launched it: none of them could complete it without this one.
             except Exception as error:
                 self.abort(self._broken(f"{work.operation} could not be launched", error))
             else:
@@ -313,8 +320,10 @@ class NcclCommunicator(Communicator):
         # Launches of zero elements are skipped: they have no address to send from.
         real = [one for one in launches if any(tensor.numel() for tensor in one.tensors)]
         with torch.cuda.device(self.device):
+            # What the caller has launched on the tensors comes first; the host waits for nothing.
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             work.started.record(self._stream)
+            # A group call of one operation costs the host time, and gains nothing.
             if len(real) == 1:
                 real[0].start(self._stream.cuda_stream)
             elif real:
@@ -331,6 +340,7 @@ class NcclCommunicator(Communicator):
                     if finish is not None:
                         finish()
                         used += finish.tensors
+            # After `finish`: whoever waits for the work reads what that has written.
             work.ended.record(self._stream)
             # The allocator must not hand out what this stream still reads and writes, even if the
             # caller has dropped it.
@@ -346,6 +356,7 @@ class NcclCommunicator(Communicator):
         error in the store: `error`, or one that another rank wrote before it.
         """
         with self.in_flight.changed:
+            # Another error was first, and its thread ends NCCL.
             if not self.in_flight.fail(error):
                 return
             telling = self._roll_call.publish_meanwhile(error)
@@ -358,6 +369,7 @@ class NcclCommunicator(Communicator):
     def failure(self) -> CollectiveError | None:
         with self.in_flight.changed:
             failure = self.in_flight.failure
+        # A program may ask in a loop; the store is on another machine.
         if failure is None and time.monotonic() - self._asked_at >= LOOK_S:
             # The watcher does not read the store while nothing is in flight.
             self._asked_at = time.monotonic()
@@ -390,6 +402,7 @@ class NcclCommunicator(Communicator):
         published = first and self._roll_call.tell_closed(self.in_flight.operations_done())
         gently = published and idle and self._roll_call.all_close(CLOSE_TIMEOUT_S)
         # 3. Destroy or abort
+        # The other ranks have to read of it first, or take garbage of stopped kernels for results.
         if not gently:
             if self._ending is not None:
                 self._ending.join(CLOSE_TIMEOUT_S)
@@ -411,6 +424,8 @@ class NcclCommunicator(Communicator):
         # wait for it without a limit.
         held = self._nccl.acquire(timeout=ISSUE_TIMEOUT_S)
         try:
+            # Taken by one thread: NCCL frees the handle, and a second abort would use it
+            # afterwards.
             comm, self._comm = self._comm, None
         finally:
             if held:

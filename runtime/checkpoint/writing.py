@@ -99,6 +99,7 @@ class Writing:
         trouble: str | None = None
         try:
             store = PrefixStore(f"checkpoint/{self.key_prefix}", self.group._store)
+            # `_agree` says it again, to the driver that is there then.
             with contextlib.suppress(StoreLost):
                 store.set(f"called/{rank}", self.site)
             try:
@@ -107,6 +108,8 @@ class Writing:
                 self._warn_of_pickles()
                 part = self.write()  # (3)
             except Exception as error:
+                # Not raised: the other ranks wait for this one's part, and are told why there is
+                # none.
                 trouble = self._in_words(error)
             wrote_s = time.monotonic() - began_at
             failure = self._agree(store, part, trouble)
@@ -115,6 +118,7 @@ class Writing:
             num_bytes = sum(part.files.values()) if part else 0
             total_s = time.monotonic() - began_at + self.paused_s
             self.saving.end(SavingTimes(self.waited_s, self.paused_s, wrote_s, total_s, num_bytes))
+        # It is what all ranks raise, made on rank 0.
         except CheckpointError as error:
             self.saving.end(error)
         except BaseException as error:
@@ -141,6 +145,8 @@ class Writing:
                 store.set(f"called/{rank}", self.site)
                 store.set(f"part/{rank}", record)  # (4)
                 if rank != 0:
+                    # Only rank 0 can say that the checkpoint is whole: it has all parts, and writes
+                    # the manifest.
                     failure = pickle.loads(self._await(store, "outcome", (0,)))
                     if failure is not None:  # Rank 0 may have given up before this part came.
                         store.delete_key(f"part/{rank}")
@@ -154,8 +160,11 @@ class Writing:
                         store.set("outcome", pickle.dumps(failure))  # (8)
                 break
             except StoreLost:
+                # The outcome went with the store, and rank 0 may have ended: the manifest is the
+                # proof.
                 if rank != 0 and is_whole(self.storage, self.folder):
                     return None
+                # The save ends with its group; and a driver that has not come by now will not.
                 if self.group.failure() is not None or time.monotonic() > give_up_at:
                     raise
                 time.sleep(_LOOK_S)
@@ -187,6 +196,7 @@ class Writing:
             records = [
                 pickle.loads(self._await(store, f"part/{rank}", (rank,))) for rank in range(size)
             ]
+            # The words of the first one; the error names them all.
             failed = [rank for rank, (_, trouble, *_) in enumerate(records) if trouble]
             if failed:
                 raise CheckpointWriteFailed(self.saving.path, records[failed[0]][1], tuple(failed))
@@ -233,7 +243,10 @@ class Writing:
                     for key in ("outcome", "called/0"):
                         earlier.delete_key(key)
                     self.told_saves.pop()
+        # Its outcome stays until the next save: a slow rank may not have read it yet.
         self.told_saves.append(self.key_prefix)
+        # A failed save deletes nothing older, and in a place that the user has named nothing is
+        # ours.
         if failure is not None or not self.folder or self.config is None:
             return
         try:
@@ -307,6 +320,7 @@ class Writing:
                 )
                 if is_silent_for_good or now > patience_ends_at:
                     raise self._interrupted(failure, ranks)
+            # A rank that never calls is named as that, and not as one that is slow to write.
             if now > min(self.call_by, give_up_at):
                 self._check_called(store)
             if now > give_up_at:
@@ -333,6 +347,8 @@ class Writing:
             return ()
         store = PrefixStore(f"checkpoint/over/{self.run_id}", self.group._store)
         keys = {r: f"{self.group.generation}/{r}" for r in ranks}
+        # The number of the save that was the rank's last, so that one that has called it is not
+        # blamed.
         over = [r for r, key in keys.items() if store.check([key])]
         return tuple(r for r in over if int(store.get(keys[r])) <= self.number)
 

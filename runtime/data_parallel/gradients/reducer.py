@@ -202,6 +202,7 @@ class Reducer:
         Between a backward pass and its sharded step, the new buckets are launched at once, with the
         gradients that the parameters hold.
         """
+        # A model that grows between its pass and the step has gradients that belong to that step.
         is_in_step = bool(self.kept())
         first = len(self.parameters)
         numel = vote_numel(self.group.size, first + len(named), self._num_cursors)
@@ -244,6 +245,7 @@ class Reducer:
     def output_has_gradient(self) -> None:
         """Called when a backward pass reaches the model's output: the reducer waits for the end of
         this pass. Checkpointed segments run passes of their own inside it."""
+        # In ctx.steps the end of a pass is of no interest: the loop over the batches ends the step.
         if self.summing is not SumPhase.NO:
             return
         # Each tensor of an output has the hook, and the first one that is reached counts.
@@ -252,11 +254,14 @@ class Reducer:
         self.held.begin_pass(looks=self._is_uneven())
         if not self.is_sharded:
             self._set_earlier_aside()
+        # Not ARRIVING yet: a pass that reaches the output may be one for gradients of inputs only.
         self._pass = Pass.ENTERED if self.is_syncing else Pass.QUIET
         self._ask_for_the_end()
 
     def _set_earlier_aside(self) -> None:
         if self.earlier.has_mean:
+            # The mean of earlier passes has its divisor already; this pass may be divided by
+            # another one.
             aside = self.is_syncing and (self._is_uneven() or self.weight is not None)
             cleared = self.held.cleared
             if self.local_steps:
@@ -287,6 +292,7 @@ class Reducer:
                 "For a penalty on gradients use torch.autograd.grad(loss, inputs, "
                 "create_graph=True), and call backward() without create_graph on the whole loss"
             )
+        # First of all: the program may have put another tensor in the place of the view.
         bucket = self.gradients.bring_home(number)
         if self.summing is not SumPhase.NO:
             # The sum of the step is made; a gradient that comes now would be in none.
@@ -298,12 +304,15 @@ class Reducer:
                 self._pass = Pass.QUIET
                 self.held.begin_pass(looks=self._is_uneven())
                 self._ask_for_the_end()
+            # Under no_sync the gradient waits in its bucket, and the next synchronised pass adds to
+            # it.
             self.has_leftover = True
             self.held.has_come(number, bucket)
             return
         if self._pass is not Pass.ARRIVING:
             self._begin_backward()
         self.held.has_come(number, bucket)
+        # Taken out and put in again, so that the order is that of the latest arrivals.
         so_far = self._arrivals.pop(number, 0)
         self._arrivals[number] = so_far + 1
         # A parameter that is used several times in a pass counts when all its parts have come.
@@ -337,6 +346,8 @@ class Reducer:
         self._begin_pass()
 
     def _begin_pass(self) -> None:
+        # A sharded step sends the sum of its passes once: a second pass waits for `step()`, and so
+        # does the first where the last step had several.
         is_late = self.sends_late or bool(self.num_in_step) or not self._may_launch()
         self._launches_now = not (self.is_sharded and is_late)
         self.num_in_step += 1
@@ -345,6 +356,8 @@ class Reducer:
             self._begin_launching()
 
     def _begin_launching(self) -> None:
+        # The sent gradients are those that were held until now: what comes later has to be sent
+        # again.
         self.num_passes += 1
         self._sent_at = self.held.counts
         self._num_launched = 0
@@ -412,6 +425,8 @@ class Reducer:
         rank without data has not sent what belongs to the step.
 
         standings: of the ballot that says so."""
+        # Whether the leftovers of a rank without data belong to the step is known by the ballot
+        # only.
         if standings and self._is_shadowing and self._holds:
             self._hand_in(belongs(standings, self.group.rank))
         self._clear_unused(self.buckets)
