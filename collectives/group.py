@@ -285,6 +285,7 @@ class Group:
             timeout_s=timeout_s,
             name=name,
         )
+        # Imported when it is asked for: it costs each operation a comparison by all ranks.
         if get_debug_level() >= DebugLevel.DETAIL:
             from .transports.comparing import comparing
 
@@ -366,6 +367,7 @@ class Group:
             2 * numel * (self.size - 1) / self.size,
             finisher(finishers),
         )
+        # After `_begin`, which may refuse the operation: then the caller's tensor is as it was.
         if factor is not None:
             _scale(flat, tensor, factor)
         return self._issued(self._communicator.all_reduce(operation, flat, wire_op), tensor)
@@ -400,6 +402,7 @@ class Group:
             0 if is_root else numel,
             finisher(finishers),
         )
+        # The others keep their tensor: what is multiplied is a copy.
         if factor is not None:
             if not is_root:
                 flat = flat.clone()
@@ -486,6 +489,8 @@ class Group:
             parts = [read(tensor) for tensor in inputs]
             numel = sum(tensor.numel() for tensor in inputs)
             even = all(tensor.numel() == output.numel() for tensor in inputs)
+            # One size on all ranks is what every transport reduces while it moves; other sizes are
+            # exchanged whole, and added here.
             whole = torch.cat(parts) if even else None
             if factor is not None and whole is None:
                 parts = [part.clone() for part in parts]
@@ -495,6 +500,7 @@ class Group:
             input = self._checked(input, "input", False)
             self._check_parts("reduce_scatter", "input", input, "output", output)
             parts, numel, whole = [], input.numel(), read(input)
+        # `input` stays as it is.
         if whole is not None and factor is not None:
             whole = whole.clone()
             _scale(whole, output, factor)
@@ -513,6 +519,7 @@ class Group:
             work = self._communicator.reduce_scatter(operation, flat, whole, wire_op)
             return self._issued(work, output)
         received = flat.new_empty(self.size, flat.numel())
+        # First: what follows copies the result into the caller's strided tensor.
         finishers.insert(0, Finisher(flat, lambda: reduce_into(flat, received.unbind(), wire_op)))
         operation = self._begin(
             Kind.REDUCE_SCATTER, numel, dtype, op | UNEVEN, timeout_s, sent, finisher(finishers)
@@ -770,6 +777,7 @@ class Group:
         if self._coalesced is not None:
             raise RuntimeError("coalesce() inside coalesce(): end the outer block first")
         deadline_s = self._deadline_s(Kind.COALESCED, timeout_s)
+        # A rank that shadows cannot take part in a block, and has to say so before others wait.
         if self._announce is not None:
             self._announce(Kind.COALESCED, 0, -1, -1)
         operation = Operation(
@@ -825,8 +833,10 @@ class Group:
 
     def _brought_down(self, part: torch.Tensor, finishers: list[Finisher]) -> torch.Tensor:
         """Where the host will find `part`. Adds the copy to `finishers`, if there is one."""
+        # The host reads it where it is.
         if part.device.type == "cpu":
             return part
+        # Taken again for each vote: an abort may have held up a copy into the one before.
         on_host = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
         finishers.append(Finisher(part, lambda: on_host.copy_(part, non_blocking=True)))
         return on_host
@@ -865,6 +875,7 @@ class Group:
         if not isinstance(objects, list):
             raise TypeError(f"objects must be a list, got {type(objects).__name__}")
         is_root = self.rank == root
+        # At once: the caller may change the objects while the work is under way.
         payload = self._payload(objects, "objects") if is_root else b""
 
         def body(group: BytesGroup, lengths: list[int]) -> dict[int, bytes]:
@@ -1135,10 +1146,13 @@ class Group:
                 )
                 self._adopt(group, members)  # From here on a failure of it ends this group.
         except (CollectiveError, StoreTimeout) as error:
+            # `close` ends the children that it knows; this one came too late.
             if group is not None and self._closed:
                 group.close()
             failure = self.failure()
             if failure is None:
+                # This group has not ended: the ranks of the new one have not met, and none of them
+                # may continue alone.
                 failure = self._not_met(error, what, members, timeout_s)
                 self.abort(failure)
             raise fresh_copy(failure) from error
@@ -1230,6 +1244,8 @@ class Group:
         child._family = self._family
         self._children.append(child)
         child._family.add(child)
+        # A rank that is late in this group may wait in that one: a deadline here blames whom it
+        # waits for.
         child._communicator.on_wait(
             lambda ranks, since: self._communicator.show_waits([members[r] for r in ranks], since)
         )

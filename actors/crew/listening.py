@@ -95,6 +95,7 @@ class Listener:
 
     async def pull(self, run: int, timeout_s: float) -> News:
         """What is new in a run. A worker that is gone reports nothing."""
+        # Each run has a journal of its own, in which the numbers of reports begin at 0.
         if run != self._run:
             self._run, self._received, self._lost = run, {}, []
             self._silent.clear()
@@ -137,10 +138,12 @@ class Listener:
                 self._lose(asked[seat])
             else:
                 assert isinstance(pulled, NoAnswer)
+                # Asked again after a while: its control loop may only be slow, on a busy machine.
                 self._silent[asked[seat]] = time.monotonic() + _SILENT_S
                 await self._hear_rest(seat, news, is_gone=False)
         news.num_lost = len(self._lost)
         news.notices, self._notices = self._notices, []
+        # Workers answer in any order, and the caller's function is called by step.
         news.reports.sort(key=lambda report: (report.step, report.rank))
         return news
 
@@ -184,6 +187,7 @@ class Listener:
         for seat, heard in [*self._heard.items()]:
             is_there = heard.printed is not None and heard.printed.node_id == given[1]
             worker = self._workers.get(seat)
+            # A living worker on the same node sees the same files.
             if is_there and worker is not None and worker is heard.worker:
                 try:
                     found = await answer(worker.read_rest.remote(*given), _REST_S)

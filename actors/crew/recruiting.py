@@ -119,6 +119,7 @@ class Recruiter:
                     tasks.create_task(self._fill(seat), name=f"seat-{seat}")
 
             with contextlib.suppress(ActorGone):
+                # Those that the cluster had no room for when the run began.
                 fill(seat for seat in range(self._seats.most) if seat not in self._workers)
                 if has_taken_over:
                     # Who was starting when the driver before died is known to nobody.
@@ -158,6 +159,7 @@ class Recruiter:
                 # It is registered, or it is a rank: the driver knows of it.
                 if not unfit or not (unfit[0].is_gone or unfit[0].will_be_idle):
                     return
+                # It has died as it stopped: another one takes its seat.
                 if unfit[0].is_gone:
                     break
                 await asyncio.sleep(_LOOK_S)
@@ -192,6 +194,7 @@ class Recruiter:
         asked = self._driver.why_waits.remote(self._request.run, str(worker._actor_id.hex()))
         with contextlib.suppress(NoAnswer):
             why = await answer(asked, _ANSWER_S)
+            # Once for each reason: many seats may be filled, and mostly they wait for the same.
             if why and why not in self._told:
                 self._told.add(why)
                 self._tell(f"a new worker is ready, but the function cannot admit it: {why}")
@@ -212,6 +215,7 @@ class Recruiter:
         spare = asyncio.create_task(self._reserve.wait_for_one(), name=f"spare-{seat}")
         try:
             await asyncio.wait((room, spare), return_when=asyncio.FIRST_COMPLETED)
+            # Where both are there the spare worker is quicker: it has loaded its modules.
             if spare.done():
                 return False
             room.result()
@@ -229,6 +233,7 @@ class Recruiter:
                 return False
             except NoAnswer:
                 pass  # The driver says what is wrong with it.
+        # The driver registers it by that, and what is left over could not be registered.
         if await self._unfit({seat: newcomer}, self._request.pause_s):
             return False
         self._has_started(seat)
@@ -242,6 +247,7 @@ class Recruiter:
                 pause := await answer(self._driver.next_pause.remote(run, missing))
             ) is not None or missing:
                 self._tell_pause(pause)
+                # A pause that changes is the same pause: it is told with the first number.
                 if not missing:
                     self._tell(f"the run is paused, {pause}")
                 missing = pause.missing if pause is not None else 0

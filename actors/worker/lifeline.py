@@ -105,6 +105,7 @@ class Lifeline:
             try:
                 group = self.connect()
             except Exception as error:
+                # An error of another kind, say of the network's set-up, would come each time.
                 if not self.survives_loss or not ends_a_generation(error):
                     raise
                 # Nothing has begun here, so nothing has to be registered to begin once more.
@@ -123,6 +124,7 @@ class Lifeline:
         """
         met = self._as_collective_error(error)
         self._changes.left(time.time(), self._status.steps_before + self._status.taken)
+        # Else peers would wait in it for a rank that has left.
         if self.group is not None and not self.group.failure():
             self.group.abort(met)
         return Frozen(self.assignment.rank, self.generation, (), met, NOWHERE)
@@ -154,6 +156,7 @@ class Lifeline:
         with self._changed:
             self._changed.wait_for(lambda: self._resumption or self._stop_error)
             self._unanswered = None
+            # A stop counts more than a resumption that came before it.
             if self._stop_error is not None:
                 raise fresh_copy(self._stop_error)
             resumption, self._resumption = self._resumption, None
@@ -202,6 +205,7 @@ class Lifeline:
         """
         run, rank, generation = self._request.run, self.assignment.rank, self.generation
         assert self.group is not None
+        # Peers that wait for this rank in a collective learn at once that it issues none.
         self.group.rest()
         self._tell(lambda driver: driver.finished.remote(run, rank, generation))
         with self._changed:
@@ -232,6 +236,7 @@ class Lifeline:
 
     def freeze(self, generation: int, error: CollectiveError) -> None:
         with self._changed:
+            # An order for an earlier generation comes late: this rank has left that one.
             if generation == self.generation:
                 self._freeze_error = error
                 self._changed.notify_all()
@@ -245,6 +250,7 @@ class Lifeline:
         """Another driver has taken the run over."""
         with self._changed:
             self._driver = driver
+            # The driver that was asked is dead, and its answer will not come.
             if self._unanswered is not None:
                 self._unanswered(driver)
 

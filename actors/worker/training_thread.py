@@ -111,6 +111,7 @@ class TrainingThread(Generic[Outcome]):
             task = self._task
         if task is not None:
             coroutine = task.get_coro()
+            # One that runs is on the thread's own stack.
             if not getattr(coroutine, "cr_running", True):
                 # Suspended: the thread's own frames are those of an idle event loop.
                 return users_stack(_suspended(coroutine))
@@ -133,6 +134,7 @@ class TrainingThread(Generic[Outcome]):
             if inspect.isawaitable(value):
                 value = self._run_async(value)
         except BaseException as raised:
+            # BaseException: a SystemExit or KeyboardInterrupt of the function is an ending, too.
             value, error = None, raised
         outcome: Outcome | BaseException
         try:
@@ -162,6 +164,7 @@ class TrainingThread(Generic[Outcome]):
                     self._task = None
 
     def _deliver(self, outcome: Outcome | BaseException) -> None:
+        # The call was cancelled, and nobody waits for the outcome.
         if self._delivered.done():
             return
         if isinstance(outcome, BaseException):

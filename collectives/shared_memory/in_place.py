@@ -84,11 +84,13 @@ class Sharing:
             body = through(tick)
             yield next(body)
         places = [MemoryPlace(*segment.shown(tick, r)) for r in range(segment.size)]
+        # No rank has symmetric memory: what was begun in the first tick just continues.
         if body is not None and not any(p.inode for p in places):
             yield from body
             return
         tick += 1
         files: Files | None = None
+        # One rank with an ordinary tensor is enough: nobody could read that one in place.
         if all(p.inode for p in places):
             tick, files = yield from self._files(tick, places)
         if files is None:
@@ -107,6 +109,7 @@ class Sharing:
         """The next tick, and the files of all ranks; None if a rank cannot map them, which costs
         the tick in which they say so."""
         key = tuple(place.inode for place in places)
+        # A set of tensors that was seen before: all ranks know the answer, and the tick is saved.
         if key not in self._known:
             segment = self._segment
             segment.show(tick, self._can_map(places), 0, 0)
@@ -163,6 +166,7 @@ class Sharing:
         n = tensors[0].numel()
         for r, tensor in enumerate(tensors):
             piece = output.narrow(0, r * n, n)
+            # In-place, this rank's part is there already.
             if piece.data_ptr() != tensor.data_ptr():
                 piece.copy_(tensor)
         yield from self._end(tick)

@@ -105,6 +105,7 @@ class Messages(DrivenQueue):
             self._finish_all(self._end)
             return
         failure = self.segment.failure()
+        # The segment is shared with the collectives: an error there ends the messages as well.
         if failure is not None:
             self._finish_all(failure)
             return
@@ -128,6 +129,7 @@ class Messages(DrivenQueue):
             free = channel.free()
             # The header goes first, in a unit of its own.
             if work.moved < 0:
+                # The receiver rings the bell when it has made room.
                 if not free:
                     return
                 o = work.operation
@@ -161,6 +163,7 @@ class Messages(DrivenQueue):
             if len(piece):
                 channel.take(piece)
                 arriving.moved += len(piece)
+                # The sender may wait for this room.
                 self.segment.ring_bell(source)
             if not arriving.has_arrived():
                 return
@@ -218,6 +221,7 @@ class Messages(DrivenQueue):
         work = arriving.work
         if work is None:
             return  # The message stays aside.
+        # It was put aside before its receive was issued.
         if arriving.content is not work.content:
             self._aside.remove(arriving)
             work.content.copy_(arriving.content)
@@ -310,6 +314,7 @@ class Messages(DrivenQueue):
                 o = work.operation
                 peers = others if o.peer == ANY_RANK else {o.peer}
                 error: CollectiveError
+                # A receive from any rank fails only when none is left that could send.
                 if peers <= gone.keys():
                     how = "; ".join(sorted({gone[peer] for peer in peers}))
                     error = PeerLost(str(o), o.generation, sorted(peers), how)
@@ -335,6 +340,7 @@ class Messages(DrivenQueue):
             if o.peer == ANY_RANK:
                 continue
             channel = self._channel_from(o.peer) if o.receives else self._channel_to(o.peer)
+            # Since the issue of the oldest one: that is how long this rank waits.
             if channel.waits_at not in self._shown:
                 self._shown.add(channel.waits_at)
                 self.segment.waits.show(channel.waits_at, o.issued_at)

@@ -368,6 +368,7 @@ class GlooCommunicator(Communicator):
         mine = torch.tensor([[*signature, counts[r], counts[size + r]] for r in range(size)])
         rows = self._exchange(operation, mine).tolist()
         error = mismatch(self.generation, [Signature(*row[:-2]) for row in rows])
+        # Equal operations may still have parts that do not fit, which Gloo would not notice.
         if error is None and work.counts:
             # This rank received only those counts of the others that concern itself.
             tables = [[0] * 2 * size for _ in range(size)]
@@ -383,6 +384,8 @@ class GlooCommunicator(Communicator):
         """Send row r to rank r. rows: (size, n). Returns (size, n): what each rank sent here."""
         received = torch.empty_like(rows, memory_format=torch.contiguous_format)
         options = AllToAllOptions()
+        # Later than the deadline, so that it is the watcher that finds an operation overdue, and
+        # knows of whom.
         options.timeout = _gloo_timeout(operation)
         sent = rows.contiguous().view(-1).view(torch.uint8)
         into = received.view(-1).view(torch.uint8)
@@ -433,6 +436,7 @@ class GlooCommunicator(Communicator):
     def _taken(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy of a caller's tensor. With one element, that may have any stride."""
         with self._tensors:
+            # Its work has ended, and the tensor is the caller's again.
             if self._over.is_set():
                 raise _Over
             return tensor.clone(memory_format=torch.contiguous_format)
@@ -450,8 +454,10 @@ class GlooCommunicator(Communicator):
         looked_at = time.monotonic()
         while not self._over.wait(_TICK_S):
             head: PendingWork | None = self._in_flight.head()
+            # A rank that waits for a message is asked for its position as one in a collective is.
             if head is None and self._messages is not None:
                 head = self._messages.in_flight.head()
+            # With nothing in flight too: another rank may have ended the generation.
             if head is None:
                 since, pause_s = self._in_flight.settled_at, _IDLE_LOOK_S
             else:

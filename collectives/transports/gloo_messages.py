@@ -69,12 +69,14 @@ class GlooMessages:
         self._over = threading.Event()
 
     def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
+        # A copy: the caller may write to its tensor as soon as the work is done.
         work = GlooMessageWork(operation, self.in_flight, tensor.clone())
         self.in_flight.add(work)
         key = (operation.peer, operation.tag)
         with self._changed:
             if not work.done:
                 queue = self._sending.get(key)
+                # A thread sends for this peer and tag already, and keeps the order.
                 if queue is not None:
                     queue.append(work)
                 else:
@@ -181,6 +183,7 @@ class GlooMessages:
         while True:
             with self._changed:
                 asked = self._who_wants(peer, tag)
+                # Under the lock: the next receive finds no thread, and starts one.
                 if asked is None or self._over.is_set():
                     self._asking.discard((peer, tag))
                     return
@@ -198,6 +201,7 @@ class GlooMessages:
                         return
                     self._wanted.remove(work)
                 operation = work.operation
+                # A receive from any rank learns here from which one it is.
                 operation.peer = peer
                 self._receive(work, *map(int, header))
             except Exception as error:
@@ -209,6 +213,7 @@ class GlooMessages:
         operation = work.operation
         finish = operation.finish  # Another thread may end the operation meanwhile.
         error = message_mismatch(operation, operation.generation, self._rank, numel, dtype)
+        # Before Gloo receives more than there is room for, which would kill the process.
         if error is not None:
             raise error
         received = torch.empty_like(work.content)

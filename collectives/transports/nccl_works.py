@@ -76,6 +76,7 @@ class NcclWork(PendingWork):
         super().settle(failure)
 
     def _block(self) -> None:
+        # If it fails later, what was computed from it is wrong (`Group.has_misled`).
         for operation in (*self.before, self.operation):
             operation.relied_on = True
         self.order_stream()
@@ -86,6 +87,7 @@ class NcclWork(PendingWork):
         if self.blocks_host or self._future is not None:
             self._block_host()
             return
+        # An aborted kernel is not worth waiting for.
         if self.failure is None:
             torch.cuda.current_stream(self.device).wait_event(self.ended)
             self.waited_for = True
@@ -145,6 +147,7 @@ class Watcher:
         # Events are queried without the lock: a query may block on the driver's.
         for work in in_flight.in_order():
             try:
+                # Works end in the order of the stream, so none after it has ended either.
                 if not (work.is_launched and has_ended(work.ended)):
                     break
             except Exception as error:  # A CUDA error, perhaps of an earlier kernel.
@@ -154,6 +157,7 @@ class Watcher:
                 needs_look = True
                 break
             ended.append(work)
+        # Another thread may have settled them meanwhile, or an abort.
         settled = [work for work in ended if in_flight.settle_if_head(work)]
         for work in settled:
             work.call_back()
@@ -172,6 +176,7 @@ class Watcher:
         looked_at = 0.0
         followed: NcclWork | None = None
         while True:
+            # Something has ended, and no read of the store is new enough to trust it.
             if self.settle_ended():
                 self._look_for_the_end()
                 continue
@@ -182,12 +187,14 @@ class Watcher:
                 followed = None  # It keeps the caller's tensors.
                 self._wait_for_work()
                 continue
+            # A new work is looked at often again: most are over within a few queries.
             if head is not followed:
                 followed, pause_s = head, FIRST_PAUSE_S
             now = time.monotonic()
             if now - max(looked_at, head.operation.issued_at) >= look_s(head.operation):
                 looked_at = now
                 self._look(head)
+            # While this thread sleeps, it must not keep tensors of the caller alive.
             del head
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -229,6 +236,7 @@ class Watcher:
         began_at = time.monotonic()
         error = self._roll_call.the_end(None if head is None else head.operation)
         if error is None:
+            # The beginning of the read counts: an abort may be published while it is under way.
             self._trusted_at = began_at
             return False
         self._abort(self._roll_call.publish(error))

@@ -78,6 +78,7 @@ class Batches(Dealt):
         if self._running is not None and (before := self._running()) is not None:
             before.close()  # Beginning a shard again ends its last iteration.
         batches = self._iterate()
+        # Up to the first `yield`: from here on the dealer knows that this rank is in it.
         next(batches)
         self._running = weakref.ref(batches)
         return batches
@@ -106,6 +107,8 @@ class Batches(Dealt):
             self._dealer.begin(self)
             with bound.iterating(self):
                 yield None
+                # Not before the first batch is asked for: an iterator may replace the one before
+                # until then.
                 self._dealer.check_room()
                 bound.begin_steps()
                 join, trains = active_join(), torch.is_grad_enabled()
@@ -116,7 +119,10 @@ class Batches(Dealt):
                 if join:
                     if not self._together:
                         self._begin_together(join)
+                    # While this rank shadows, the Join is what comes to a boundary between two
+                    # steps.
                     join.at_boundary = self._at_boundary
+                # Without a model a loop over unequal batches waits for nobody.
                 elif trains and between_runs().engines:
                     self._warn_without_join()
                 if join and not self.has_more():
@@ -148,6 +154,7 @@ class Batches(Dealt):
                         # Shadow in here: a loss may give this rank samples, and the loop continues.
                         join.ledger.batch = number
                         join.shadow(self.has_more, self._together)
+            # Not in `finally`: a loop that was left by `break` or an error is resumed where it was.
             if passage is not None:
                 passage.is_over = True
             self._end()

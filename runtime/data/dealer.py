@@ -111,6 +111,7 @@ def cuts_of(
             one.last_begun >= number and inside is None
             for one, inside in zip(positions, by_rank, strict=True)
         )
+        # Ranks that have not begun the iteration yet know nothing of it.
         inside = [one for one in by_rank if one is not None]
         committed = next((one.committed for one in inside if one.committed is not None), None)
         committed = committed or (0,) * len(holders)
@@ -119,6 +120,7 @@ def cuts_of(
         for one, old in zip(by_rank, former_ranks, strict=True):
             if old >= 0:
                 taken[old] = one.taken if one is not None else 0
+        # Every sample is used then, whoever took it.
         if is_over:
             taken = [None] * len(holders)
         gone = sorted(set(range(len(holders))) - set(former_ranks))
@@ -243,6 +245,7 @@ class Dealer:
     def begin(self, shard: Dealt) -> None:
         """Begin an iteration over `shard`."""
         self.end(shard)  # Beginning a shard again ends its last iteration.
+        # Iterations that have begun, and given nothing yet, belong to one zip.
         without_batch = [one.beside for one in self._active if not one.taken]
         shard.beside = without_batch[-1] if without_batch else []
         if any(one.taken and not one.beside for one in self._active):  # In the body of a loop.
@@ -253,6 +256,7 @@ class Dealer:
             self._early = {n: cuts for n, cuts in self._early.items() if n >= self._last_begun}
         # Other ranks were in this iteration when a rank was lost, and dealt it again.
         cuts = self._early.pop(self._last_begun, [])
+        # The number is equal on all ranks, as they begin the same iterations in one order.
         shard.number = self._last_begun
         shard.dealt_for = cuts[0].dealt_for if cuts else self.world_size
         shard.committed = shard.settled = None
@@ -294,6 +298,7 @@ class Dealer:
         is_settled: the step counts even if this rank is lost; if not, only the one before does."""
         recorded = list(self.inside() if numbers is None else numbers)
         for one in self._active:
+            # One that has begun since the vote was cast has no sample in that step.
             if one.number in recorded:
                 place, before = recorded.index(one.number), one.committed
                 one.committed = tuple(of_rank[place] for of_rank in cursors)
@@ -355,6 +360,7 @@ class Dealer:
         self.lost |= set(self.holders) - {self.holders[old] for old in former_ranks if old >= 0}
         self.holders = [self.holders[old] if old >= 0 else self._holder() for old in former_ranks]
         self.rank, self.world_size = rank, len(former_ranks)
+        # Ranks have other numbers now, and may have other work.
         self.stragglers = Stragglers()
         left: list[Left] = []
         for number, cut in cuts.items():

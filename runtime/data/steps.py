@@ -205,6 +205,7 @@ class Steps(Dealt):
     def _coming_step(self) -> int:
         """The first step that is left."""
         rest = self._cursor.rest_of(self._key) if self._cursor is not None else Remainder()
+        # The epoch was used up before the run resumed.
         if rest.given is None:
             return _OVER
         by_count = sum(max(counts, default=0) for _, counts in rest.runs)
@@ -213,6 +214,7 @@ class Steps(Dealt):
     def __iter__(self) -> Iterator[Step]:
         bound = boundary()
         _check_place(bound.joins)
+        # A model that the program has dropped would be waited for in each step.
         between_runs().forget_dropped_models(self._group())
         self._first = self._coming_step()
         self._passage = None
@@ -238,14 +240,19 @@ class Steps(Dealt):
                     if self._rows.num_samples is not None:
                         bound.steps.batches_left = self.num_steps - number - 1
                     step = Step(self, number, sizes)
+                    # Taken before it is given: a loss inside the step finds it under way.
                     self.taken += 1
                     if self._admission is not None:
                         # Before the step is given, as its vote says whether this rank can admit a
                         # worker.
                         self._admission.before_step(self)
                     yield step
+                    # Before anything else counts the step: without its end no rank has its
+                    # gradient.
                     step._check_ended()
                     if self._at_boundary is not None:
+                        # It saves a checkpoint, or leaves the function: both before a stop, which
+                        # would skip them.
                         self._at_boundary()
                     bound.stop_if_agreed()
                     if self._admission is not None:
@@ -272,9 +279,11 @@ class Steps(Dealt):
     # -- one step ----------------------------------------------------------------------------------
 
     def _micro_batches(self, number: int, sizes: Sequence[int]) -> Iterator[Any]:
+        # In the first step it is not known yet which models all ranks have.
         models = self._together or self._models()
         _check_models(models)
         shares = tuple(size / self.micro_batch_size for size in sizes)
+        # A step that had begun when the ranks changed keeps what was computed of it.
         holders = self._dealt.pop(number, None) or deal_micro_batches(len(sizes), self._paces)
         plan = StepPlan(number, shares, holders, self._deterministic)
         for model in models:
@@ -283,6 +292,7 @@ class Steps(Dealt):
         done: set[int] = set()
         while True:
             for mine in plan.held_by(self._dealer.rank):  # (1)
+                # Dealt again after a loss, and kept: its sum is there.
                 if mine in done:
                     continue
                 began_at = time.monotonic()
@@ -305,6 +315,7 @@ class Steps(Dealt):
             # Ranks were lost: some of their micro-batches are this rank's now.
             plan.holders[:] = self._dealt[number]
         self._note_paces(end.paces)
+        # What follows the loop draws the same on every rank, whichever micro-batches it had.
         seed_all(mixed(*self._noise, number, "end"))
 
     def _sizes_of(self, number: int) -> list[int]:
@@ -443,6 +454,7 @@ class Steps(Dealt):
         paces = [self._paces[old] if old >= 0 else 0.0 for old in cut.former_ranks]
         # Whether some rank had begun a step that does not count yet when the ranks changed.
         is_within_step = any(busy > 0 for busy in cut.busy)
+        # A step that nobody had begun is dealt as usual when it comes.
         self._dealt = self._dealt if is_within_step else {}
         if is_within_step and (sizes := self._sizes_of(number)):
             before = self._dealt.get(number) or deal_micro_batches(len(sizes), self._paces)

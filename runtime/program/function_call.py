@@ -109,12 +109,14 @@ class FunctionCall:
 
     def epoch_of(self, dataset: object, *, is_shuffled: bool) -> int:
         """The epoch of a shard that is made without one. dataset: as the user gave it."""
+        # Inside `for epoch in ctx.epochs(n)` the loop says which one it is.
         if self.cursor.epoch_under_way is not None:
             return self.cursor.epoch_under_way
         if not (is_shuffled and torch.is_grad_enabled()):
             return 0  # It is evaluated only.
         if isinstance(dataset, Stream) and not dataset.has_epochs:
             return 0  # The rows come in their order in every epoch.
+        # The second time only: a loop that reads its data once needs no epoch.
         if self.rank == 0 and self._dealt_without_epoch is dataset:
             if isinstance(dataset, Stream):
                 what = "reads the same Stream again without epoch=, so it calls set_epoch(0) again"
@@ -169,6 +171,7 @@ class FunctionCall:
         """As `Context.register`."""
         entry = self.registry.add(name, stateful, per_rank=per_rank)
         is_loaded = False
+        # First what this run has kept, then what is in a checkpoint.
         if self.recovery is not None:
             self.recovery.watch_registered(entry)
             # A later state than any checkpoint's.
@@ -293,6 +296,7 @@ class FunctionCall:
         """Keep this rank's place in the named loop for the next run, if the function is leaving
         that loop in the middle of an epoch."""
         name, self.named_loop = self.named_loop, None
+        # A loop without a name begins with its first epoch in the next run.
         if name is None or (was_live := boundary().was_live) is None:
             return  # Before the epoch's first step the place is that after the epoch before.
         data = self.cursor.state(Used.AGREED, by_id=self._has_recovered)
@@ -306,6 +310,7 @@ class FunctionCall:
     def at_boundary(self) -> None:
         """Called between two batches; on a joined rank, after each step that it shadows."""
         self._boundaries += 1
+        # It may leave the function here, which then saves nothing: it is about to go back.
         if self.recovery is not None:
             self.recovery.pass_boundary()
         if self.checkpoints is not None:
@@ -317,6 +322,7 @@ class FunctionCall:
     def without_reader(self, error: Exception) -> Exception:
         """The error to raise when the reader of a Stream is gone: one that makes all ranks run
         again from the top, if they can, else `error`."""
+        # An error of one rank would end the run; an ended generation has all ranks begin again.
         if self.recovery is None or not self.recovery.can_begin_again:
             return error
         ends = GroupAborted(self.group.generation, [], str(error))

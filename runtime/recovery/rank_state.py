@@ -149,6 +149,7 @@ class RankState:
         return replace(
             frozen,
             progress=self._progress(facts),
+            # Nobody has received anything of such a rank: to the driver it has begun nowhere.
             entered=NOWHERE if where is Where.NOT_BEGUN else self.entered,
             is_parked=_is_parked(facts, where),
             can_restart=not self._missing(facts, where),
@@ -158,6 +159,7 @@ class RankState:
             plain_steps=(self._kept if self.has_kept else facts).plain_steps,
             can_save=self._can_save(facts),
             saved=self._saved,
+            # An admitted worker gets registered state; what is missing could not be sent.
             admits=admits and not self._missing(facts, where),
             is_at_boundary=where is Where.AT_BOUNDARY,
         )
@@ -169,6 +171,7 @@ class RankState:
     def readiness(self, facts: Facts, *, admits: bool = False) -> Readiness:
         """What would become of the function if its generation were ended now, for no need.
         admits: as in Frozen."""
+        # The better answer first: to admit a worker costs no function a second beginning.
         if admits and not facts.missing:
             return Readiness.ADMITS
         # Kept state is of registered objects, so leaving the function once more loses none of it.
@@ -198,6 +201,7 @@ class RankState:
         return "" if self.has_kept or where is Where.NOT_BEGUN else facts.missing
 
     def _spare(self, facts: Facts) -> int:
+        # Shards say for themselves how many replicas they have.
         if facts.spare is not None:
             return facts.spare
         # A newcomer has no copy before a step counts.
@@ -221,6 +225,7 @@ class RankState:
     @property
     def former_ranks(self) -> tuple[int, ...]:
         """By rank in the generation formed last, the rank in the generation entered last."""
+        # Several generations may be formed before one is entered: the map goes through all of them.
         ranks, *later = self._formed
         for one in later:
             # Ranks that came in a generation that was never entered have no rank in the one before.
@@ -237,6 +242,7 @@ class RankState:
         self._formed = []
         # A function that runs again keeps its stage: until a step counts, the state kept of the
         # call before is this rank's state.
+        # It has met the others, who may have received something from it.
         if self.stage is Stage.FRESH:
             self.stage = Stage.RUNNING
 
@@ -290,6 +296,7 @@ class RankState:
     def begins_afresh(self, generation: int) -> None:
         """No rank has any state any more."""
         self.stage, self._kept = Stage.FRESH, _NOTHING
+        # What was said to run again belongs to the state that is gone.
         self.entered, self._formed, self._restart = generation, [], None
 
     def is_new(self) -> None:

@@ -107,6 +107,7 @@ class Recovery:
 
     def restore(self, entry: Registered, group: Group) -> bool:
         """Load the state that an object has had in this run; whether there was any."""
+        # In a dry run nothing of the others has come yet: it is noted what is to be filled.
         if self.arrivals.is_dry_run:
             return self.arrivals.restore(entry)
         return self.from_the_top.restore(entry, group)
@@ -129,6 +130,7 @@ class Recovery:
     def step_agreed(self, cursors: Cursors, *, counts: bool) -> None:
         dealer = self._objects.call.dealer
         if counts:
+            # A sharded step has voted: what all have agreed on counts at once.
             dealer.record(cursors)
             self._step_counts()
         else:
@@ -154,6 +156,7 @@ class Recovery:
     def _step_counts(self) -> None:
         """A step counts: this rank's live objects replace the state that was kept for it."""
         self.arrivals.step_counts()
+        # It takes as much memory as the live objects, and is of no use from here on.
         if self._state.has_kept:
             self.from_the_top.forget()
         self._state.step_counts()
@@ -164,6 +167,7 @@ class Recovery:
         """The function has returned: take part in recoveries until it has on all ranks."""
         if self.arrivals.is_dry_run:
             self.arrivals.refuse("it returns before a step of ctx.steps")
+        # A function that was to be left at its next boundary has come to its end instead.
         self.pass_boundary()
         # The others may still need this rank's shards, until the driver knows that all have
         # returned.
@@ -191,6 +195,7 @@ class Recovery:
         optimizer: the optimizer whose step waits. If functions run again and this step counts,
             `recover` returns when the parameters are complete; otherwise it raises FunctionLeft.
         """
+        # The function is being left already: its next boundary is this error.
         self.pass_boundary()
         self.in_place.begin()
         where = Where.AT_END if optimizer is None else Where.IN_STEP
@@ -213,6 +218,7 @@ class Recovery:
     ) -> None:
         while True:
             try:
+                # First the ballot that only others have seen: the kept state must have that step.
                 if resumption.restarts:
                     self._objects.catch_up(resumption.progress)
                     # Their senders may have entered the generation in which they came, and have
@@ -238,6 +244,8 @@ class Recovery:
                 reason = f"ranks {list(resumption.leaving)} have handed over their state, and leave"
                 error: BaseException = GroupAborted(resumption.assignment.generation, [], reason)
             except Exception as failure:
+                # A further loss repeats all of it; what has been received is kept for the next
+                # attempt.
                 if not ends_a_generation(failure):
                     raise
                 error = failure
@@ -262,6 +270,7 @@ class Recovery:
             where = self._where_left()
             resumption = self._freeze(error, where)
             if where is Where.NOT_BEGUN:
+                # No rank has begun, so nothing is resumed: it is the first call once more.
                 if resumption.entered == NOWHERE:
                     self.forget()
                 else:  # Other ranks have begun; this rank is a newcomer to them.

@@ -150,6 +150,7 @@ class Session:
         detached: bool = False,
         idle_timeout_s: Seconds = IDLE_TIMEOUT_S,
     ) -> None:
+        # Before the names below take other values: the errors are about what was passed.
         arguments = dict(locals())
         check_name(name, detached)
         fewest, most = checked_range(num_workers)
@@ -167,6 +168,7 @@ class Session:
         check_objects(checkpoint, seed)
         self._progress = checked_progress(progress, on_report)
         self._trackers = checked_trackers(trackers)
+        # After the checks of each argument, whose sentences say more than a wrong kind does.
         check_kinds(Session.__init__, arguments)
         placement.check(resources_per_worker, use_gpu, placement_strategy)
         self._options = SessionOptions(
@@ -204,6 +206,7 @@ class Session:
     def num_workers(self) -> int:
         """The present number of workers; before the start, the largest number that was asked
         for."""
+        # What the host has said last; a property asks nothing of the cluster.
         if self._client is not None and self._client.last is not None:
             return len(self._client.last.workers)
         crew = self._holding.crew
@@ -244,6 +247,7 @@ class Session:
 
     async def _start(self) -> None:
         try:
+            # A detached session needs a cluster that outlives this program.
             is_new = bool(self._detached_name) and not self._is_attached
             if is_new:
                 connecting.check_stays(self._detached_name, self._address)
@@ -253,6 +257,7 @@ class Session:
                 self._is_local = connecting.connect(
                     self._address, self._log_to_driver, may_start=may_start
                 )
+                # Its host starts the actors, and has what this process would hold.
                 if self._detached_name:
                     starting.phase(f"waiting for the session {self._detached_name!r}")
                     await self._take_client()
@@ -275,6 +280,7 @@ class Session:
         status = self._client.last
         assert status is not None
         if self._is_attached:
+            # A function is packed here with both, and the host's are those of the session.
             its = {"checkpoint": status.checkpoint, "seed": status.seed}
             self._options = replace(self._options, **its)
         _log.warning("the session %r %s: %s", name, status.in_words, status)
@@ -288,6 +294,7 @@ class Session:
         is aborted: its caller gets GroupAborted.
         """
         self._state = SessionState.CLOSED
+        # Taken first: a second close, or one while this one waits, finds nothing to do.
         client, self._client = self._client, None
         if client is not None:
             if client.has_more:
@@ -296,6 +303,7 @@ class Session:
         try:
             await self._holding.close()
         finally:
+            # Last: the actors are ended by calls to the cluster.
             is_local, self._is_local = self._is_local, False
             if is_local:
                 connecting.leave()
@@ -374,6 +382,7 @@ class Session:
 
     def _packed(self, train: Callable[..., Any], kwargs: Mapping[str, Any]) -> Parcel:
         program = packed_program(train, kwargs, self._options.checkpoint, self._options.seed)
+        # Once: a notebook runs such a cell many times.
         if program.nbytes > HEAVY_BYTES and not self._has_told_weight:
             self._has_told_weight = True
             _log.warning("%s", heavy_parts(train, kwargs, program.nbytes))
@@ -383,6 +392,7 @@ class Session:
         """The state of the session, its driver and its workers, even during a run. Silent
         workers delay it by at most `timeout_s`."""
         limit_s = checked_seconds(timeout_s)
+        # The driver is an actor of the host, and this process has no handle of it.
         if self._client is not None:
             return SessionSnapshot(self._state, None, await self._ask_workers(limit_s))
         if (crew := self._holding.crew) is None:

@@ -442,6 +442,7 @@ class Reducer:
 
     def standing(self, is_live: bool) -> LeftoverVote:
         """What the ballot of a sharded step says of the gradients that this rank holds."""
+        # Only ranks without data use it: they do to their gradients what those with data do.
         if is_live and self._is_uneven():
             self.held.look()
         return self.held.standing(is_live=is_live, holds=self._holds, hands_in=self._hands_in)
@@ -452,6 +453,7 @@ class Reducer:
 
     def _send_rest(self) -> None:
         self._launch_rest()
+        # What no_sync has left was in the buckets, and is sent now.
         if self.is_live:
             self.has_leftover = False
         if not self.is_sharded:  # Else the optimizer waits for them in its step.
@@ -498,6 +500,7 @@ class Reducer:
         if sends_again(standings := standings_in(total, self.group.size)):
             total = self._add_leftovers(total, standings)
         agreement, divisor = self._agreement_of(total)
+        # No rank had data: the sum is of zeros, and nothing is applied.
         if not agreement.live:
             self._go_back(agreement)
             return
@@ -528,6 +531,8 @@ class Reducer:
         gives = bool(self._aside) and belongs(standings, self.group.rank)
         if gives:
             self._fill(self._aside)
+        # The second vote is of the leftovers alone: whether there is a next batch was said in the
+        # first.
         vote = vote_of(
             self.group.rank,
             self.group.size,
@@ -563,6 +568,7 @@ class Reducer:
             self.has_leftover = False
         self._aside = {}
         self.held.note_writes()
+        # The step is applied as a whole. Objects of one that was not are refused by later runs.
         if self.ends_steps:
             between_runs().end_applying()
 
@@ -582,6 +588,8 @@ class Reducer:
         check_votes(total, self.group)
         agreement = read_agreement(total, self.group.size, self._num_cursors)
         self.held.begin(agreement)
+        # It was that of the step which is agreed on; without data the weights wait for the next
+        # one.
         if agreement.live:
             self.weight = None
         check_passes(agreement, self.group.size, self.gradients.names)
@@ -594,6 +602,8 @@ class Reducer:
         # A parameter without a gradient on any rank keeps none: optimizers must not step it.
         used = {number for number, is_used in enumerate(agreement.used) if is_used}
         self._set_gradients(used)
+        # Once: the order of a pass follows from the model, and laying out again moves all
+        # gradients.
         if measures_order and not self._has_measured_order:
             self._take_order_of(min(agreement.live))
         self._give_out(used)
@@ -615,6 +625,7 @@ class Reducer:
         expected = self.gradients.order
         rest = [number for number in expected if number not in self._arrivals]
         mine = device_numbers([*self._arrivals, *rest], torch.int32, self.group.device)
+        # Orders differ by rank, as autograd runs branches; all have to launch in one.
         order = self.group.broadcast_and_read(mine, rank).tolist()
         if order != expected:
             self.lay_out(order)
@@ -641,6 +652,8 @@ class Reducer:
 
     def wait(self) -> None:
         """Block until the works of all launched buckets are done."""
+        # Here, where the step waits, and not in the pass, out of which the program cannot come
+        # back.
         if self._failure is not None:
             raise self._failure
         operations = [bucket.work.operation for bucket in self.buckets if bucket.work is not None]
@@ -677,6 +690,7 @@ class Reducer:
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if the program has changed gradients that are sent already."""
+        # A change after the launch is in this rank's `.grad` only: the others step without it.
         if why := self.why_changed():
             raise RuntimeError(why)
 
@@ -722,6 +736,7 @@ class Reducer:
 
         Raises ValueError if a communication hook reduces the gradients.
         """
+        # A hook gets whole buckets, of which a rank would keep one part.
         if self.hook is not None:
             raise ValueError(why_not_sharded(self.hook.name))
         self._reduction = ReduceScatter()
@@ -753,6 +768,7 @@ class Reducer:
         self.gradients.collect()
         self.held.look()
         for number, parameter in enumerate(self.parameters):
+            # The program may have put other tensors there, which no bucket would send.
             if parameter.grad is not None:
                 self.gradients.bring_home(number)
         if self.is_sharded:
@@ -779,6 +795,7 @@ class Reducer:
             # The last pass of this rank has sent its gradients, as those of the others have theirs.
             self.has_more = True
             self._clear_unused(self.buckets)
+        # The ranks with data launch in their pass; with late sending all launch in the step.
         if not (self.has_begun or self.sends_late or self.num_in_step):
             self._arrivals.clear()
             self._begin_launching()
@@ -801,6 +818,8 @@ class Reducer:
         """Called when the optimizer has the reduced gradients of a sharded step."""
         has_several = agreement.says(Note.SEVERAL) > 0
         if agreement.live:
+            # The ranks with data cleared theirs before this step, so what was held here is gone
+            # too.
             if self._is_shadowing and not self._hands_in:
                 self.held.drop()
             self.num_in_step = 0

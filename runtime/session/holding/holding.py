@@ -64,6 +64,7 @@ class Holding:
             needs = Needs(bundle, options.placement_strategy, options.labels, name)
             # A session host is no part of a trial that has started the session.
             of_trial = None if name else of_this_trial(needs, options.fewest, options.spares)
+            # Who waits long is told which sessions hold what it waits for.
             async with telling_who_holds(bundle, options.fewest, wait_s):
                 first = of_trial or await placement.place(
                     needs,
@@ -106,6 +107,7 @@ class Holding:
             return
         # First the actors, then their resources, even if ending the actors fails.
         try:
+            # A function that runs is aborted, and not killed: its caller gets the reason.
             if crew is not None:
                 if self._is_running:
                     await crew.cancel(self._next_run - 1, "the session was closed")
@@ -129,6 +131,7 @@ class Holding:
     ) -> RunSucceeded | RunFailed:
         """Have a function run. begun: a run that workers are in already, or have ended, in a
         session host that was started again."""
+        # Numbers of runs do not repeat: workers know a run by its number.
         if begun is not None:
             self._next_run = begun.run + 1
         self._is_running = True
@@ -157,6 +160,7 @@ class Holding:
                         return await crew.resume_run(request)
                     outcome = await crew.run(request, payload)
             except DriverLost as lost:
+                # No function was called, so that to begin again repeats nothing.
                 if lost.nobody_began and left and begun is None:
                     continue
                 raise
