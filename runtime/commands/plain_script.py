@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 import uuid
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from chorusline.actors.errors import WorkerLost
 
 from ..program.plain_script import PlainScript, run_plain_script
+from ..session import connecting
 from .detached import OF_DETACHED_RUN, begin, name_for, session_of
 from .script import INTERRUPTED, below, on_ranks, print_error
 
@@ -36,22 +38,28 @@ def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
 
 
 async def _run(script: PlainScript, options: argparse.Namespace) -> int:
-    for restart in range(options.max_restarts + 1):
-        # Nothing is registered by a script: it begins again in new processes.
-        session = session_of(options, max_failures=0, progress=False)
-        async with session:
-            try:
-                await session.run(run_plain_script, script=script, num_restarts=restart)
-                return 0
-            except Exception as error:
-                if isinstance(error, WorkerLost):
-                    error.remedy = "To start a script again on all ranks, write --max-restarts 3."
-                if restart == options.max_restarts:
-                    raise
-                told = f"{type(error).__name__}: {error}".rstrip(".")
-                print(
-                    f"chorusline: {told}. All ranks start the script again, in new processes: "
-                    f"restart {restart + 1} of {options.max_restarts}",
-                    file=sys.stderr,
-                )
+    with contextlib.ExitStack() as at_end:
+        for restart in range(options.max_restarts + 1):
+            # Nothing is registered by a script: it begins again in new processes.
+            session = session_of(options, max_failures=0, progress=False)
+            async with session:
+                # A cluster that the first session has started stays for the others.
+                if restart == 0 and connecting.connect(options.address):
+                    at_end.callback(connecting.leave)
+                try:
+                    await session.run(run_plain_script, script=script, num_restarts=restart)
+                    return 0
+                except Exception as error:
+                    if isinstance(error, WorkerLost):
+                        error.remedy = (
+                            "To start a script again on all ranks, write --max-restarts 3."
+                        )
+                    if restart == options.max_restarts:
+                        raise
+                    told = f"{type(error).__name__}: {error}".rstrip(".")
+                    print(
+                        f"chorusline: {told}. All ranks start the script again, in new processes: "
+                        f"restart {restart + 1} of {options.max_restarts}",
+                        file=sys.stderr,
+                    )
     raise AssertionError("the last restart returns or raises")

@@ -223,3 +223,18 @@ def test_the_trainer_on_two_ranks_trains_as_in_one_process(
     both = last_lines(ours(script, tmp_path / "both", "4", more=more))[0].split()
     assert (alone[:2], both[:2]) == (["1", "16"], ["2", "16"])
     assert float(both[2]) == pytest.approx(float(alone[2]), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_cluster_of_the_command_stays_when_the_script_begins_again(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os, sys\n"
+        "restarts = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "print('restarts', restarts)\n"
+        "sys.exit(3 if restarts < 2 else 0)\n"
+    )
+    done = started([*OURS[:3], "--workers", "1", "--max-restarts", "2"], script)
+    assert last_lines(done) == ["restarts 2"]
+    assert done.stderr.count("Started a local Ray instance") == 1, done.stderr
