@@ -78,6 +78,7 @@ class RunStatus:
     resumed_step: the step of that checkpoint.
     steps_before: to add to `taken` for the steps of the whole chain.
     generation_changes: from generation to generation, the last ones.
+    is_saving: the rank writes down what it holds, since the run is about to end: it has the time.
     models: at debug level INFO, by number of the model, its StepStatistics.
     """
 
@@ -102,6 +103,7 @@ class RunStatus:
     resumed_step: int = 0
     steps_before: int = 0
     generation_changes: tuple[GenerationChange, ...] = ()
+    is_saving: bool = False
     models: dict[int, Any] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
 

@@ -92,6 +92,7 @@ from .runtime.notebook import (
 )
 from .runtime.process.random_state import RandomState as RandomState
 from .runtime.program.context import Context as Context
+from .runtime.program.last_step import before_restart as before_restart
 from .runtime.session.one_run import run as run
 from .runtime.session.session import Session as Session, attach as attach
 from .runtime.session.showing.progress import Progress as Progress
@@ -120,6 +121,7 @@ __all__ = [
     "run",
     "attach",
     "Context",
+    "before_restart",
     "Report",
     "Progress",
     # Where runs are recorded.

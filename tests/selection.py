@@ -25,6 +25,7 @@ FAST = re.compile(
     "|tests/checkpoint/test_(alike|schedules|trust)[.]"
     "|tests/collectives/test_(errors|file_store|group_contract|overlaps|privacy|dry_run)[.]"
     "|tests/data_parallel/test_(backward_pass|comm_hooks|grown_models|pure_distri|step_stat)"
+    "|tests/program/test_last_step[.]"
     "|tests/recovery/test_(furthest_rank|rank_state)[.]"
     "|tests/repository/test_(documentation_site|faults_benchmark|imports|process_wide_state)[.]"
     "|tests/repository/test_(project_files|public_door|quoted_errors)[.]"

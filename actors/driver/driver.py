@@ -49,6 +49,9 @@ from .membership import Membership
 GRACE_S = 5.0
 """Seconds that ranks have to stop after they were told to; a rank that still runs then is stuck."""
 
+SAVING_S = 600.0
+"""Seconds that they have at most if one of them writes down what it holds (RunStatus.is_saving)."""
+
 _ANSWER_S, _STEP_S = 2.0, 1.0
 """Seconds for a control loop to answer; one that is silent for longer counts as stopped. And for a
 rank to come to its next step."""
@@ -389,6 +392,12 @@ class Driver(StoreActor):
             word if isinstance(word, Readiness) else Readiness.NOT_YET for word in said.values()
         ]
 
+    async def some_rank_saves(self) -> bool:
+        """Whether a worker writes down what it holds before its run ends."""
+        calls = {worker_id: worker.snapshot.remote() for worker_id, worker in self._workers.items()}
+        said = (await answers(calls, _ANSWER_S)).values()
+        return any(isinstance(one, messages.WorkerSnapshot) and one.steps.is_saving for one in said)
+
     def worker(self, worker_id: str) -> Actor:
         return self._workers[worker_id]
 
@@ -489,7 +498,7 @@ class _InstructionTasks:
                     ended = events.LastSaveEnded(generation)
                     self._start(self._after(self._request.last_save_s or 0.0, ended), "last-save")
                 case instructions.StartGrace():
-                    self._start(self._after(GRACE_S, events.GraceEnded()), "grace")
+                    self._start(self._grace(), "grace")
                 case instructions.EndRun(outcome):
                     return outcome
         return None
@@ -602,6 +611,16 @@ class _InstructionTasks:
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
+
+    async def _grace(self) -> None:
+        give_up_at = time.monotonic() + SAVING_S
+        pause_s = GRACE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            if time.monotonic() > give_up_at or not await self._driver.some_rank_saves():
+                break
+            pause_s = _AGAIN_S
+        self._events.put_nowait(events.GraceEnded())
 
     async def _after(self, delay_s: float, event: Event) -> None:
         await asyncio.sleep(delay_s)

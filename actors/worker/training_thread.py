@@ -37,6 +37,7 @@ class TrainingThread(Generic[Outcome]):
     function: what is run.
     conclude: makes the outcome of the value, or of the error (then the value is None). It runs in
     the thread too, since pickling a large result takes time; `run` raises what it raises.
+    may_interrupt: False while the function must not be interrupted.
     num_threads: of torch's operators in this thread. OpenMP counts them per thread, so the number
     is set here and not once for the process.
     """
@@ -48,8 +49,10 @@ class TrainingThread(Generic[Outcome]):
         *,
         name: str,
         num_threads: int,
+        may_interrupt: Callable[[], bool] = lambda: True,
     ) -> None:
         self._function = function
+        self._may_interrupt = may_interrupt
         self._conclude = conclude
         self._num_threads = num_threads
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -87,6 +90,8 @@ class TrainingThread(Generic[Outcome]):
         """Raise CancelledError in the function, wherever it runs Python. A single call into C
         continues until it returns. False, and nothing is raised, while it imports a module: modules
         that were left half-way would stay so for all later runs of this process."""
+        if not self._may_interrupt():
+            return False
         frame = sys._current_frames().get(self._thread.ident or 0)
         if any(
             each.f_code.co_filename.startswith(_IMPORTING)

@@ -215,6 +215,7 @@ class Worker:
                 lambda value, error: self._conclude(run, value, error),
                 name=f"training-rank-{assignment.rank}",
                 num_threads=self._num_threads,
+                may_interrupt=lambda: not run.status.is_saving,
             )
         try:
             ending = await run.thread.run()

@@ -72,6 +72,7 @@ class FunctionCall:
         self.recovery = recovery
         self.registry = Registry()
         self.checkpoints: Checkpoints | None = None  # The program sets it before the call.
+        self.last_step: object = None  # Of a plain script, which sets it (last_step.py).
         self.cursor = Cursor()
         self.fetchers = Fetchers()
         self.is_resumed = False

@@ -19,6 +19,7 @@ from types import ModuleType
 
 from ..process.torch_distributed import like_torchrun
 from .context import Context, call_of
+from .last_step import LastStep
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
 
@@ -52,11 +53,18 @@ def run_plain_script(ctx: Context, script: PlainScript, num_restarts: int = 0) -
 
     num_restarts: how often the ranks have begun the script before.
 
+    If it ends by the loss of another rank, the last step is written down first (last_step.py).
+
     Raises what the script raises; RuntimeError for an exit code other than 0.
     """
     code = compile(script.source, script.path, "exec")
     call = call_of(ctx)
-    with like_torchrun(call, script.run_id, num_restarts), _as_main(script) as main:
+    last_step = call.last_step = LastStep(ctx.group)
+    with (
+        like_torchrun(call, script.run_id, num_restarts),
+        _as_main(script) as main,
+        last_step.watched(),
+    ):
         try:
             exec(code, main.__dict__)
         except SystemExit as left:
@@ -64,6 +72,9 @@ def run_plain_script(ctx: Context, script: PlainScript, num_restarts: int = 0) -
                 raise RuntimeError(
                     f"{script.path} has called sys.exit({left.code!r}) on rank {ctx.rank}"
                 ) from left
+        except BaseException as error:
+            last_step.write(error)
+            raise
 
 
 @contextlib.contextmanager

@@ -189,7 +189,6 @@ def test_a_script_prints_the_same_digits_as_under_torchrun(
 @pytest.mark.parametrize(
     ("name", "words", "dies_at", "begun"),
     [
-        ("hf_trainer.py", ["4"], "5", "checkpoint-4"),
         ("hf_accelerate.py", ["4"], "6", "4"),
         ("nanogpt_like.py", [], "6", "4"),
         ("torchtitan_like.py", [], "5", "3"),
@@ -199,11 +198,11 @@ def test_a_killed_rank_costs_the_steps_since_the_scripts_own_checkpoint(
     cluster: None, tmp_path: Path, name: str, words: list[str], dies_at: str, begun: str
 ) -> None:
     if name.startswith("hf_"):
-        pytest.importorskip("transformers", reason="transformers is not installed")
+        pytest.importorskip("accelerate", reason="accelerate is not installed")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
     expected = last_lines(ours(SCRIPTS / name, whole, *words), 2)
-    assert expected[0] in ("begun None", "begun 0")
+    assert expected[0] == "begun 0"
     done = ours("--max-restarts", "2", SCRIPTS / name, killed, *words, dies_at)
     assert last_lines(done, 2) == [f"begun {begun}", expected[1]]
     assert "restart 1 of 2" in done.stderr and "restart 2 of 2" not in done.stderr

@@ -1,11 +1,9 @@
-"""A script for the Trainer of transformers: hf_trainer.py FOLDER BATCH_SIZE [DIES_AT]
+"""A script for the Trainer of transformers: hf_trainer.py FOLDER BATCH_SIZE
 
-It has nothing of Chorusline in it. It goes on from its last checkpoint in FOLDER, if there is one.
-DIES_AT: the last rank kills itself after this step, the first time.
+It has nothing of Chorusline in it.
 """
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -15,13 +13,10 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 folder, batch_size = Path(sys.argv[1]), int(sys.argv[2])
-dies_at = int(sys.argv[3]) if len(sys.argv) > 3 else None
 sharded = "SHARDED" in os.environ
 
 torch.manual_seed(0)
@@ -52,26 +47,14 @@ arguments = TrainingArguments(
 )
 
 
-class Dies(TrainerCallback):
-    def on_step_end(self, args, state, control, **_):
-        last = args.process_index == args.world_size - 1
-        if last and state.global_step == dies_at and not (folder / "died").exists():
-            (folder / "died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 optimizer = None
 if sharded:
     # The Trainer's own AdamW decays nothing by default.
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.0
     )
-trainer = Trainer(
-    model, arguments, train_dataset=samples, callbacks=[Dies()], optimizers=(optimizer, None)
-)
-begun = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-trainer.train(resume_from_checkpoint=begun)
+trainer = Trainer(model, arguments, train_dataset=samples, optimizers=(optimizer, None))
+trainer.train()
 if arguments.process_index == 0:
     total = sum(one.double().abs().sum().item() for one in model.parameters())
-    print("begun", begun and Path(begun).name)
     print(arguments.world_size, trainer.state.global_step, f"{total:.9f}")

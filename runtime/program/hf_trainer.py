@@ -1,0 +1,111 @@
+"""The Trainer of transformers in a plain script: its own checkpoint, written by any one rank.
+
+The Trainer is found where it calls its optimizer, and called after each step by a callback of its
+own kind. transformers is imported by the script, and never here. Its private methods are those of
+transformers 5; a version without them gets no checkpoint, and a line that says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+_ITS_MODULE = "transformers.trainer"
+
+
+def that_steps() -> Any | None:
+    """The Trainer that calls what calls this; None if it is not a Trainer's step."""
+    # A tuple of no classes: the script has not imported it.
+    kind = getattr(sys.modules.get(_ITS_MODULE), "Trainer", ())
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, kind):
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def why_not(trainer: Any) -> str:
+    """Why no checkpoint of this Trainer can be written by one rank; empty if it can."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return "the Trainer's state is in shards, of which the lost rank had one"
+    if trainer.args.save_strategy == "no" or trainer.args.save_only_model:
+        return "the Trainer saves nothing to resume from (save_strategy, save_only_model)"
+    if trainer.hp_search_backend is not None:
+        return "a hyperparameter search resumes from no checkpoint"
+    return ""
+
+
+def call_after_steps(trainer: Any, keep: Callable[[TrainerCheckpoint, int], None]) -> None:
+    """Call `keep` whenever this Trainer could save: after a step, and after an evaluation, which
+    draws from the generators."""
+
+    def on_event(_: object, args: object, state: Any, control: object, **__: object) -> None:
+        keep(TrainerCheckpoint(trainer), state.global_step)
+
+    base = sys.modules[_ITS_MODULE].TrainerCallback
+    events = dict.fromkeys(("on_step_end", "on_evaluate"), on_event)
+    trainer.add_callback(type("KeepsLastStep", (base,), events)())
+
+
+class TrainerCheckpoint:
+    """The checkpoint of a Trainer as it stands."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def own_part(self) -> bytes:
+        """The file with the generators of this rank, in the Trainer's format."""
+        with tempfile.TemporaryDirectory() as folder:
+            self._trainer._save_rng_state(folder)
+            (file,) = Path(folder).iterdir()
+            return file.read_bytes()
+
+    def write(self, parts: Mapping[int, bytes]) -> str:
+        """A rank without a part gets this rank's: the Trainer seeds all ranks alike, and where they
+        draw alike it is what the lost rank had."""
+        trainer, num_ranks = self._trainer, self._trainer.args.world_size
+        own = parts[trainer.args.process_index]
+        folder = Path(trainer.args.output_dir)
+        # On the same file system, for a rename: the checkpoint is there as a whole, or not at all.
+        with tempfile.TemporaryDirectory(prefix=".chorusline-", dir=folder) as beside:
+            trainer.current_flos *= num_ranks  # It adds those of all ranks up, by a collective.
+            args, trainer.args = trainer.args, _as_one_process(trainer.args, beside)
+            trainer._save_checkpoint(trainer.model, trial=None)
+            (made,) = Path(beside).iterdir()
+            if not [*made.rglob("*.safetensors"), *made.rglob("pytorch_model*.bin")]:
+                raise RuntimeError("the Trainer has saved no weights")
+            torch.save(args, made / "training_args.bin")
+            (made / "rng_state.pth").unlink()  # Of one process.
+            for rank in range(num_ranks):
+                (made / f"rng_state_{rank}.pth").write_bytes(parts.get(rank, own))
+            checkpoint = folder / made.name
+            if checkpoint.exists():  # The Trainer was about to write it, or has.
+                checkpoint.rename(made.with_name("before"))
+            made.rename(checkpoint)
+        return os.fspath(checkpoint)
+
+
+def _as_one_process(args: Any, folder: str) -> Any:
+    """The Trainer's arguments, of a process that saves into `folder` and waits for no other."""
+    kind = type(args)
+    alone = {
+        "should_save": True,
+        "process_index": 0,
+        "world_size": 1,
+        "parallel_mode": None,
+        "__reduce__": lambda self: (dict, ()),  # The checkpoint gets those of the script.
+    }
+    mine = copy.copy(args)
+    mine.__class__ = type(kind.__name__, (kind,), alone)
+    mine.output_dir, mine.push_to_hub = folder, False
+    return mine

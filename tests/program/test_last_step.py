@@ -1,0 +1,132 @@
+"""What a survivor keeps of a plain script's last step, and which one writes it down."""
+
+import random
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import chorusline as cl
+from chorusline.runtime.process.running import running
+from chorusline.runtime.program import last_step
+from chorusline.runtime.program.last_step import HeldStep, LastStep, why_sharded, writer_of
+
+
+@pytest.mark.parametrize(
+    ("holdings", "writer"),
+    [
+        ({0: HeldStep(7), 2: HeldStep(7)}, 0),
+        ({1: HeldStep(7), 2: HeldStep(7)}, 1),
+        # The loss came while the last collective of step 8 was over on rank 2 only.
+        ({0: HeldStep(7), 1: HeldStep(7), 2: HeldStep(8)}, 2),
+        # Rank 0 was inside its optimizer's step.
+        ({0: HeldStep(None), 2: HeldStep(7)}, 2),
+        ({0: HeldStep(None), 1: HeldStep(None)}, None),
+        ({0: HeldStep(7), 1: HeldStep(7, why_not="it is sharded")}, None),
+        ({2: HeldStep(0)}, 2),
+        ({}, None),
+    ],
+)
+def test_the_lowest_rank_with_the_latest_step_writes(holdings, writer):
+    assert writer_of(holdings) == writer
+
+
+def test_a_rank_that_raises_is_no_loss_but_a_lost_one_behind_its_error_is():
+    lost = cl.PeerLost("all_reduce", 0, [1], "process 5 ended")
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        assert last_step._lost(ValueError("nan"), group) is None
+        with pytest.raises(RuntimeError) as caught:
+            try:
+                raise lost
+            except cl.PeerLost:
+                raise RuntimeError("backward")  # noqa: B904 - as torch's C++ does
+        assert last_step._lost(caught.value, group) == {1}
+        group.abort(lost)
+        assert last_step._lost(KeyboardInterrupt(), group) == {1}
+
+
+def kept(wrote):
+    class Kept:
+        def own_part(self):
+            return repr((random.random(), numpy.random.rand(), torch.rand(1).item())).encode()
+
+        def write(self, parts):
+            wrote.append(parts)
+            return "here"
+
+    return Kept()
+
+
+def test_buffers_and_generators_are_put_back_to_the_end_of_the_step():
+    inner = torch.nn.BatchNorm1d(3)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        last = LastStep(group)
+        last._models.add(inner)
+        inner(torch.randn(4, 3))
+        last.keep(kept([]), 5)
+        before = {name: one.clone() for name, one in inner.state_dict().items()}
+        drawn = kept([]).own_part()
+        # The forward pass of the next step, whose all-reduce the loss ends.
+        inner(torch.randn(4, 3))
+        assert not torch.equal(inner.running_mean, before["running_mean"])
+        assert last._holding() == HeldStep(5, part=drawn)
+        for name, one in inner.state_dict().items():
+            assert torch.equal(one, before[name]), name
+        # A step that has begun may have changed any parameter.
+        with last.watched():
+            inner(torch.randn(4, 3)).sum().backward()
+            optimizer.step()
+        assert last._holding() == HeldStep(None)
+
+
+def survive(group, steps):
+    """Rank 2 of three is lost. steps: that the others hold, by rank."""
+    last, wrote = LastStep(group), []
+    if group.rank < 2:
+        if (step := steps[group.rank]) is not None:
+            last.keep(kept(wrote), step)
+        last.write(cl.PeerLost("all_reduce", group.generation, [2], "process 5 ended"))
+    return [[*parts] for parts in wrote]
+
+
+@pytest.mark.parametrize(
+    ("steps", "wrote"),
+    [
+        ((4, 4), ([[0, 1]], [])),
+        # The generators of rank 0 are those of an earlier step.
+        ((3, 4), ([], [[1]])),
+        # Nothing was kept here, so this rank does not meet the other one.
+        ((None, None), ([], [])),
+    ],
+)
+def test_one_survivor_writes_the_parts_of_all_that_hold_its_step(ranks_of, steps, wrote):
+    assert ranks_of(3).run(survive, steps) == [*wrote, []]
+
+
+def test_before_restart_keeps_arguments_of_its_step_and_without_a_run_does_nothing():
+    saved = []
+    cl.before_restart(saved.append, 1)
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        last = LastStep(group)
+        script = SimpleNamespace(last_step=last)
+        with running(script):
+            for step in range(3):
+                cl.before_restart(saved.append, step)
+        script.last_step = None
+        with running(script), pytest.raises(RuntimeError, match="registers what survives"):
+            cl.before_restart(saved.append, 3)
+        held = last._holding()
+        assert (held, saved) == (HeldStep(3), [])
+        assert last._kept.written.write({0: b""}) == "by list.append(2)"
+        assert saved == [2]
+
+
+def test_state_in_shards_is_refused_by_a_sentence():
+    model = torch.nn.Linear(2, 1)
+    assert why_sharded(torch.optim.AdamW(model.parameters())) == ""
+    assert ZeroRedundancyOptimizer.__name__ == cl.ZeroRedundancyOptimizer.__name__
+    sharded = object.__new__(ZeroRedundancyOptimizer)
+    assert why_sharded(sharded).startswith("a ZeroRedundancyOptimizer has its state in shards")
