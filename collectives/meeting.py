@@ -55,6 +55,7 @@ class WatchedStore(PrefixStore):
                 return call(min(_SLICE_S, left_s))
             except StoreTimeout as error:
                 self._look()
+                # The words of the whole wait, and not those of its last slice.
                 if left_s <= _SLICE_S:
                     raise StoreTimeout(error.keys, limit_s, error.detail) from error
 
@@ -92,6 +93,7 @@ def meet(
     while True:
         number = store.add(f"{attempts}/created_by/{rank}", 1)
         given_up = f"{attempts}/{number}/given_up"
+        # Others have given it up before this rank came.
         if store.check([given_up]):
             continue
 
@@ -108,9 +110,11 @@ def meet(
             communicator = backend.factory(place, rank, size, device, generation)
         except _GivenUp:
             _compare_backends(place, backend, rank, range(size))
+            # Its ranks come again with the next number, and so does this one.
             earlier.append(place)
             continue
         except StoreTimeout as error:
+            # First of all: who comes from now on must not wait for this rank.
             store.set(given_up, str(rank))
             keys = {other: key for key in error.keys for other in ranks_of_keys([key])}
             # A rank that gave up an earlier attempt is blamed only if no other rank is missing.
@@ -131,6 +135,7 @@ def meet(
                 "generation; ranks that call again meet each other",
             ) from error
         except Exception as error:
+            # Without the secret a signed value looks like garbage, and the error would not say why.
             _compare_secrets(place, rank, size, error)
             raise
         # From here on no rank gives up, so the store is no longer watched.

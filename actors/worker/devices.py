@@ -72,6 +72,8 @@ def choose_gpu(
     """
     visible = environment.get(VISIBLE)
     says = f"{VISIBLE} is {visible!r}" if visible is not None else f"{VISIBLE} is not set"
+    # The order of the checks is that of the causes: no GPU from Ray, none seen, another list, a
+    # number that is not there.
     if not assigned:
         raise NoGpu(
             "Ray has assigned this worker no GPU; ask for one with use_gpu=True, or for a part of "
@@ -84,6 +86,7 @@ def choose_gpu(
             "works there, and run `chorusline doctor` on it"
         )
     wanted = max(1, math.ceil(share))
+    # By another list than the node's, Ray's numbers would name other GPUs.
     if len(assigned) != wanted:
         raise NoGpu(
             f"Ray has assigned {share:g} GPU to this worker, and names {_names(assigned)}: "
@@ -93,6 +96,7 @@ def choose_gpu(
         places = {int(one): str(one) for one in assigned}
     else:
         listed = [entry.strip() for entry in visible.split(",")]
+        # Only then is the place of a GPU in the list its number in CUDA.
         lacking = [one for one in assigned if str(one) not in listed]
         if lacking:
             raise NoGpu(
@@ -101,11 +105,13 @@ def choose_gpu(
             )
         places = {listed.index(str(one)): str(one) for one in assigned}
     own = [places[place] for place in sorted(places)]
+    # Ranks that share a GPU cannot use NCCL as it is (transports/shared_gpus.py).
     shares = {MAY_SHARE: "1"} if share < 1 else {}
     # CUDA shows a process one part of a GPU (MIG), whatever the list says.
     hidden = own[:1] if own[0].startswith(_MIG) else own if _hides(environment) else []
     if hidden:
         return Gpu(0, {VISIBLE: ",".join(hidden), **shares})
+    # Of several, CUDA's first; `own` has the same order.
     index = min(places)
     if index >= num_visible:
         raise NoGpu(

@@ -165,6 +165,7 @@ def _settled(
             raise ValueError(f"{argument} is missing: pass {argument}=..., or set {place}")
         return int(given)
     number = _number(argument, said[parameter], url)
+    # Two numbers that differ are a mistake in one of them, and nobody knows in which.
     if given is not None and given != number:
         raise ValueError(
             f"{argument}={given!r} is given, but url {url!r} says {number}; leave one of the two"
@@ -205,6 +206,7 @@ def _tcp_store(
         )
     # torchrun's agent hosts the store itself.
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # All others are clients: the store lives where rank 0 does.
     hosts = rank == 0 and not agent_hosts
     place = host if listen is None else listen
 
@@ -272,6 +274,7 @@ def _bound_at(host: str, port: int) -> socket.socket:
             listening.listen(socket.SOMAXCONN)
         except OSError as error:
             listening.close()
+            # A name may have several addresses, such as IPv6 and IPv4: the first reason is told.
             failure = failure or OSError(error.errno, f"{error.strerror} ({address[0]})")
         else:
             return listening

@@ -46,6 +46,7 @@ def connect(
     """
     card: dict[str, str | int] = {"host": host_identity(), "pid": os.getpid()}
     descriptor = -1
+    # One rank makes the memory; the others open it by its process and descriptor.
     if rank == 0:
         try:
             descriptor = make_memory(size, SLOT_BYTES)
@@ -58,6 +59,7 @@ def connect(
         cards = [json.loads(c) for c in store.gather("card", rank, size, json.dumps(card))]
         if "failed" in cards[0]:
             raise PeerLost("rendezvous", generation, [0], cards[0]["failed"])
+        # One rank elsewhere is enough: a communicator has one transport.
         if len({c["host"] for c in cards}) == 1:
             if rank != 0:
                 descriptor = _open_memory(cards[0]["pid"], cards[0]["descriptor"], generation)

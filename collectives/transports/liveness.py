@@ -140,6 +140,7 @@ class RollCall:
         """Wait for the other ranks to close; whether all of them did, without an error."""
         give_up_at = time.monotonic() + patience_s
         with contextlib.suppress(Exception):
+            # A rank that closed early waits for those that still use what it would free.
             while len(self._closed()) < self.size:
                 if time.monotonic() > give_up_at or self.store.check(["abort/error"]):
                     return False
@@ -182,6 +183,7 @@ class RollCall:
     # -- who is late -----------------------------------------------------------------------------
 
     def tell(self, position: StorePosition) -> None:
+        # A rank that waits for long writes nothing meanwhile.
         if position != self._published:
             self._published = position
             with contextlib.suppress(Exception):
@@ -204,6 +206,7 @@ class RollCall:
             shown = sorted({*peers, *missing, *waits_for} if peers != missing else peers)
             whereabouts = [f"rank {rank} {positions[rank].where}" for rank in shown]
         else:
+            # This rank's own is not in the store yet.
             positions[self.rank] = position
             behind = {r: at for r, at in sorted(positions.items()) if at.arrived < head.sequence}
             here = positions.keys() - behind.keys()

@@ -107,6 +107,7 @@ class Checkpoints:
             return  # No storage, or begun already: a coroutine enters twice.
         self._run = broadcast_object(self._group, secrets.token_hex(4))
         is_usable = probe(storage, self._group, self._run, has_trained=self.has_trained)
+        # Before the choice: what an unfinished run has left is no candidate.
         unlisted = swept(storage) if is_usable and self._group.rank == 0 else []
         if config.resume != NEVER:
             source = storage if config.resume == AUTO else open_storage(config.resume)
@@ -117,12 +118,14 @@ class Checkpoints:
                 weights_only=config.weights_only,
                 check=self._check_progress,
             )
+            # Those of another place are not this run's to delete.
             if source.path == storage.path:
                 self._corrupted = corrupted
         # A user who names a checkpoint, or wants none, does not ask what else is there.
         for folder in unlisted if config.resume == AUTO else ():
             warn_of_unlisted(storage, folder, self.reader)
         if self.reader is not None:
+            # Asked on one rank: a place that answers two ranks differently would divide the run.
             is_noted = self._group.rank == 0 and has_note(self.reader.storage, self.reader.folder)
             self.resumes_at_epoch_end = broadcast_object(self._group, is_noted)
 
@@ -144,6 +147,7 @@ class Checkpoints:
         """Continue in another generation. A save in flight is dropped without an error, unless
         all ranks had written: no rank is to blame, and the next checkpoint is soon."""
         self._group = group
+        # Its other ranks may be gone, and with them their parts.
         self._in_flight = self._last_save = None
         self._epoch_ends = []
         self._host = HostCopy(group.device)  # The thread of the save may still read the old one.
@@ -165,6 +169,7 @@ class Checkpoints:
     def restore(self, entry: Registered, *, required: bool) -> bool:
         """Load an object from the checkpoint to resume from. Returns whether this was done."""
         reader = self.reader
+        # A new object, beside those that were saved, begins as it was made.
         if reader is None or (not required and entry.name not in reader.names()):
             return False
         given = options_of(entry.object)
@@ -176,6 +181,7 @@ class Checkpoints:
                 entry.name,
                 changes,
             )
+        # Not saved again at the step from which it has just been loaded.
         if isinstance(entry.object, ZeroRedundancyOptimizer):
             self._last_step = entry.object.num_steps
         return True
@@ -189,6 +195,7 @@ class Checkpoints:
         if every is not None and step > 0 and step % every == 0 and step != self._last_step:
             self._last_step = step
             join = active_join()
+            # Ranks that shadow have no current state of the loop's body.
             live = join.last_step_live if join else ()
             self.save(None, step, live or tuple(range(self._group.size)))
 
@@ -209,12 +216,14 @@ class Checkpoints:
                 "nothing is registered, so there is nothing to save; call "
                 "ctx.register('model', model), and the same for the optimizer, first"
             )
+        # The host's copy is one: its bytes must be on disk before others take their place.
         self._finish_last()  # (1)
         storage = self._storage if path is None else open_storage(path)
         assert storage is not None
         folder = catalog.folder_name(step, self._run, self._count) if path is None else ""
         unread = None if path is None else _check_free(storage)
         waited_s = time.monotonic() - began_at
+        # Read now: the loop continues while this is written.
         progress, before = self.tell_progress(), self._last_save
         # Asked before the copies are written over. Then the epoch's end is noted beside both.
         is_again = before is not None and before.holds(step, progress, self._collect)
@@ -243,6 +252,7 @@ class Checkpoints:
         """The body of an epoch has ended: note it beside the newest checkpoint, if nothing that the
         checkpoint holds has changed since."""
         last, self._last_save = self._last_save, None
+        # No save in this epoch, so that there is nothing to note the end beside.
         if last is None:
             return
         is_end = last.holds(step, self.tell_progress(), self._collect)
@@ -253,6 +263,8 @@ class Checkpoints:
     def _numbers(self, *, is_current: bool) -> Numbers:
         numbers: Numbers = {}
         for entry in self.registry:
+            # What is compared between ranks before a checkpoint counts; of ranks without data it is
+            # old.
             if kind_of(entry) == STATE and is_current:
                 numbers |= numbers_in(entry.name, state_of(entry))
             elif isinstance(entry.object, ZeroRedundancyOptimizer):
@@ -340,6 +352,7 @@ class Checkpoints:
                 saved = SavedOptimizer.of(entry.name, optimizer)
                 shard = optimizer_engine_of(optimizer).shard
                 saved.collect(shard.held(), shard.kept(1), found)
+                # What is equal on all ranks is written once, by a rank whose state is current.
                 if rank == live[0]:
                     saved.collect_leaves(optimizer.num_steps, found)
             elif kind_of(entry) == PER_RANK:
@@ -351,6 +364,7 @@ class Checkpoints:
         one does not come."""
         if len(self.registry) and self.run_id:
             store = PrefixStore("checkpoint/over", self._group._store)
+            # Without it the others find out by their deadline.
             with contextlib.suppress(StoreLost, CollectiveError):
                 known = between_runs().of_group(self._group)
                 key = f"{self.run_id}/{self._group.generation}/{self._group.rank}"
@@ -399,6 +413,7 @@ class Checkpoints:
         """Wait for the checkpoint in flight. After the loss of another rank the wait is short, and
         a failed checkpoint raises nothing: it is not the cause. After any other error there is no
         wait: peers wait to hear of the error."""
+        # The run has ended well, and its last checkpoint has to be whole, or be told of.
         if error is None:
             self._finish_last(is_end=True)
             return

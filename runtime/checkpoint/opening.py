@@ -43,6 +43,7 @@ def probe(storage: Storage, group: Group, run: str, *, has_trained: bool) -> boo
     trouble = ""
     try:
         storage.write(mine, mine.encode())
+        # A place may take bytes, and give others back.
         if storage.read(mine) != mine.encode():
             trouble = "the bytes read back are not the bytes written"
     # A run that begins sweeps the probes of others away.
@@ -72,6 +73,7 @@ def probe(storage: Storage, group: Group, run: str, *, has_trained: bool) -> boo
     unseen = broadcast_object(group, unseen)  # No rank deletes its probe before rank 0 has looked.
     with contextlib.suppress(Exception):  # The next run deletes it.
         storage.delete(mine)
+    # Now all ranks raise, or none: each has the words of all.
     for rank, (word, host, _) in enumerate(probes):
         if not word:
             continue
@@ -111,6 +113,7 @@ def _patiently(call: Callable[[], T]) -> T:
     for pause_s in _PAUSES_S:
         try:
             return call()
+        # What is not there does not come by waiting.
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -202,6 +205,7 @@ def choose(
                 f"{found_one.manifest.step}",
                 stacklevel=2,
             )
+    # Who names a checkpoint does not want to begin afresh.
     if found_one is None and not may_be_absent:
         raise CheckpointNotFound(storage.path, catalog.why_none(storage))
     return found_one, corrupted

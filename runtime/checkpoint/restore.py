@@ -49,6 +49,7 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
                 f"{entry.name!r} is an optimizer in it, and {with_article(type(stateful))} here",
             )
         _load_plain(stateful, plain_optimizer_state(entry.name, reader))
+    # A rank that the run did not have then keeps what it has made.
     elif kind == PER_RANK:
         if rank < reader.manifest.world_size:
             stateful.load_state_dict(read_tree(reader, entry.name, rank))
@@ -91,6 +92,7 @@ def told_changes(given: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> s
 
 
 def _load_plain(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    # It casts each tensor to its parameter's dtype; the format of its memory is set after it.
     optimizer.load_state_dict(state)
     for parameter, kept in optimizer.state.items():
         if isinstance(parameter, torch.Tensor) and isinstance(kept, dict):

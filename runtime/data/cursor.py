@@ -179,6 +179,7 @@ class Cursor:
             finally:  # Also when the function leaves the loop.
                 self.epoch_under_way = None
                 boundary().epoch = 0
+        # Also where no epoch was left: a checkpoint after the loop resumes after it.
         self._enter(max(first, num_epochs))  # The last epoch is over.
 
     def _enter(self, epoch: int) -> None:
@@ -206,6 +207,7 @@ class Cursor:
         number = self._seen.get(key, 0)
         self._check_length(key, number)
         self._seen[key] = number + 1
+        # One that is resumed is there already, with its rest.
         passage = self._passages.setdefault(f"{key}#{number}", Passage())
         passage.shard = shard
         passage.name = f"{self._loop}/{self._epoch}/{key}#{number}"
@@ -215,6 +217,7 @@ class Cursor:
         """`shard` begins to count again: what it has counted so far stays in its passages."""
         for passage in self._passages.values():
             if passage.shard is shard:
+                # The object counts from 0 again; what this passage has to tell is in the copy.
                 passage.shard = copy.copy(shard)
 
     def _check_length(self, key: str, number: int) -> None:
@@ -247,6 +250,7 @@ class Cursor:
         """Resume. parts: what `state` gave on each rank, by rank. epoch_is_over: resume with the
         epoch after theirs."""
         loop, epoch = parts[0]["loop"], parts[0]["epoch"]
+        # The body of the epoch has ended, so that what it was given does not matter any more.
         if epoch_is_over:
             self._resume_at(loop, epoch + 1, [])
         else:
@@ -340,5 +344,6 @@ def _rest(parts: Sequence[dict[str, Any] | None], most: int) -> Remainder:
                 "which. Run the epoch again, or resume from a checkpoint",
             )
         return Remainder(runs, given)
+    # Hands are dealt again from the seed, and a count says how far each rank was in its own.
     counts = tuple(0 if part is None else part["given"] for part in parts)
     return Remainder((*runs, (len(parts), counts)))

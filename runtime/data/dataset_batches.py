@@ -142,8 +142,10 @@ class Shard(Batches):
             at_boundary=at_boundary,
             device=device,
         )
+        # Before hands are taken: it says how many batches a hand is.
         self._round_up = 0 if drop_last else batch_size - 1
         self._take_hand(self._dealt(world_size), rank)
+        # A schedule is made for whole epochs, also where this one is resumed in its middle.
         whole = self._hands if self._rest == Remainder() else self._whole(world_size)
         self.num_steps = max(map(self._num_batches, map(len, whole)))
 
@@ -163,6 +165,7 @@ class Shard(Batches):
     @property
     def num_used(self) -> int:
         """As described at the top of the class."""
+        # What is left is dealt to one rank: the others are used.
         resumed = self._given_samples - len(self._dealt(1)[0])
         return resumed + self.num_committed
 
@@ -207,11 +210,13 @@ class Shard(Batches):
             # The first batch; or the hands were dealt again, and what was fetched belongs to others
             # now; or the last batch has failed.
             self._fetching = self._fetched_from_here()
+        # First: an error of the dataset must not count the samples as taken.
         batch = next(self._fetching)
         self.taken += len(ids)
         return batch
 
     def _fetched_from_here(self) -> Fetching:
+        # Loader processes are kept from one epoch to the next: to start them takes seconds.
         if self._fetcher is None:
             self._fetcher = self._fetchers.take(self.dataset, self._options)
         ids, size, left = self._hand, self.batch_size, self._num_left()
@@ -261,6 +266,7 @@ class Shard(Batches):
     def redeal(self, cut: Cut) -> Left:
         """Distribute again what no rank has taken; how many batches each rank has left."""
         taken, busy = _taken(self._hands, cut), cut.busy
+        # Counted before the hands change.
         lost = set(range(len(taken))) - set(cut.former_ranks)
         dealt_again = sum(self._num_batches(len(self._hands[old]) - taken[old]) for old in lost)
         self._note_lost(self._hands, cut)

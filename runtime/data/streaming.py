@@ -119,6 +119,7 @@ class Stream:
         RuntimeError after `close`, and before Ray has started."""
         if self._is_closed:
             raise RuntimeError("this Stream was closed; make another one of its source")
+        # A copy that was sent has a handle, and nothing to start a reader with.
         if self._is_sent:
             return self._reader
         if not ray.is_initialized():
@@ -128,6 +129,7 @@ class Stream:
             )
         runtime = ray.get_runtime_context()
         here_and_now = runtime.gcs_address, runtime.get_job_id()
+        # An actor ends with its job; the program may have connected to another cluster since.
         if self._reader is None or self._started_in != here_and_now:
             self._started_in = here_and_now
             # On the program's node: files that the program sees are there, and the node stays. For
@@ -251,9 +253,11 @@ class StreamShard(Batches):
         return bool(self._ahead) or self._gone is not None
 
     def _take(self) -> Any:
+        # The step that could end without the reader has ended, and there is no batch after it.
         if self._gone is not None:
             raise self._lost(self._gone)
         batch = self._ahead.popleft()
+        # By number: a count would not say which rows they were.
         self._numbers.extend(number for number, _ in batch)
         self.taken += len(batch)
         try:
@@ -290,6 +294,7 @@ class StreamShard(Batches):
             self._ask()
         if not self._ahead:
             self._receive()
+        # While the model computes, the reader reads.
         if self._ahead and self._asked is None:
             self._ask()
 
@@ -318,6 +323,7 @@ class StreamShard(Batches):
         if self._rest.given is None:
             return  # The iteration was over when the function ran last.
         self._reading = (*dealer.call_key, self.number)
+        # Of holders that were lost in an earlier iteration nothing was taken in this one.
         lost: dict[int, int | None] = dict.fromkeys(sorted(dealer.lost), 0)
         for cut in cuts:
             lost.update(cut.lost)

@@ -55,6 +55,7 @@ class LiveObjects:
 
     def __init__(self, on_plain_step: OnTaken) -> None:
         self.plain = PlainSteps(on_plain_step)
+        # Nobody reads it: it keeps the optimizer alive, which `_optimizers` does not.
         self.stepped_last: OptimizerEngine | None = None
         """The optimizer whose step ended last on this rank. Other ranks may still be in that step,
         and need this rank's state, even after the function has returned. When another step has
