@@ -168,6 +168,7 @@ class ModelSteps:
     def begin_micro_batch(self) -> None:
         self._is_open = True
         if self._takes_part:
+            # Each micro-batch has a weight of its own, as each loss has.
             self._reducer.weight = None
             self._sums.begin_micro_batch()
             self.buffers.begin_micro_batch()
@@ -194,6 +195,7 @@ class ModelSteps:
         if self.ender is not None:
             return [bucket.shard for bucket in buckets]
         lengths = [shard_numel(bucket.plan.content, size) for bucket in buckets]
+        # Made again only when the buckets or the number of ranks have changed.
         if [shard.numel() for shard in self._shards] != lengths:
             self._shards = [
                 bucket.flat.new_empty(n) for bucket, n in zip(buckets, lengths, strict=True)
@@ -203,6 +205,7 @@ class ModelSteps:
     def reduce_shards(self, *, on_host: bool = False) -> None:
         """Return when this rank's shard of the sum of each bucket is there. on_host: also on a
         GPU, return or raise when it is known how that has ended."""
+        # Of several models none could be launched before all ranks knew which take part.
         if not self._sums.is_launched:
             self.launch()
         self._sums.wait(on_host=on_host)
@@ -236,6 +239,7 @@ class ModelSteps:
 
     def wait_for_next_generation(self, error: BaseException) -> bool:
         assert self.ender is not None
+        # The works of the ended generation have failed; the sums that they sent are kept.
         self._sums.forget_launch()
         is_agreed = self.ender.wait_for_next_generation(error)
         if is_agreed:

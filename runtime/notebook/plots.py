@@ -14,6 +14,7 @@ they are visible on black and on white."""
 _WIDTH, _HEIGHT = 440, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 26, 36
 _FEW_POINTS = 20  # Of a number that is reported once in an epoch; drawn thicker.
+_TICKS = 6  # of an axis, approximately
 _LEAST = 1e-300  # between two ticks: near the end of what a float can be, they have no powers
 
 
@@ -109,9 +110,9 @@ def chart(
     return "".join([*parts, "</svg>"])
 
 
-def ticks(low: float, high: float, about: int = 6) -> list[float]:
-    """Round numbers inside [low, high]: at least one, approximately `about` of them."""
-    rough = high / about - low / about  # The difference of the two may be no float.
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers inside [low, high]: at least one, approximately six of them."""
+    rough = high / _TICKS - low / _TICKS  # The difference of the two may be no float.
     if not rough > _LEAST:
         return [low]
     power = 10.0 ** math.floor(math.log10(rough))

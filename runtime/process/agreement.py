@@ -153,6 +153,7 @@ def vote_of(
     else:
         vote[own_at : own_at + 3], contributes = standing, standing == HANDS_IN_NOW
     if contributes:  # A rank without data or leftovers uses no parameter, and weighs nothing.
+        # Beside the weights their number: a sum does not say whether all have given one.
         if weight is not None:
             vote[_WEIGHT] = weight
             vote[_WEIGHING] = 1.0
@@ -191,6 +192,7 @@ def with_leftovers(total: Sequence[float], leftovers: Sequence[float]) -> list[f
     """The sum of the votes on a step whose leftovers came after it, in a vote of their
     own (HANDS_IN_NOW). Both are sums over all ranks."""
     both = [one + other for one, other in zip(total, leftovers, strict=True)]
+    # Each vote was counted once in each sum.
     both[_VOTES] = total[_VOTES]
     return both
 
@@ -202,6 +204,7 @@ def check_votes(total: Sequence[float], group: Group) -> None:
     of votes is not the number of ranks. The transports rule this out where they can; if one could
     not, this rank ends the generation, and the step is repeated or given up like any lost one.
     """
+    # It counts itself, so that zeros are no agreement.
     if total[_VOTES] == group.size:
         return
     group.abort(

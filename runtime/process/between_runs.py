@@ -133,7 +133,6 @@ class BetweenRuns:
         self.world: World | None = None
         """A function that has failed leaves it, and the next call ends it
         (torch_distributed.py)."""
-        """A stream of notebook/remote_cell.py; None before the first cell."""
         self._of_group: weakref.WeakKeyDictionary[Group, OfGroup] = weakref.WeakKeyDictionary()
 
     def enter(self, group: Group) -> None:
@@ -142,8 +141,10 @@ class BetweenRuns:
         # The run before was aborted inside a step: this rank has applied it, or others have.
         if self._is_applying:
             self._torn_at, self._is_applying = self._num_steps, False
+        # Objects of the run before must not ask its recovery, which has ended with it.
         for wrapped in list(self._wrapped):
             wrapped.leave_run()
+        # The same workers in the same order: nothing moves.
         if before is None or before is group:
             return
         if (before.rank, before.size) != (group.rank, group.size):
@@ -184,6 +185,7 @@ class BetweenRuns:
 
     def watch(self, on_step: Callable[[torch.optim.Optimizer], None]) -> None:
         """Count registrations from now on, and call `on_step` after each step of an optimizer."""
+        # torch's hooks are those of the process, and stay: one registration serves all models.
         if not self._watches:
             self._watches = True
             register_module_parameter_registration_hook(self._has_registered)
@@ -198,6 +200,7 @@ class BetweenRuns:
 
     def begin_applying(self, group: Group) -> None:
         """All ranks have agreed on a step, and this rank changes parameters next."""
+        # A step in a group that the user has made says nothing of the objects of the run.
         if group is self._group:
             self._num_steps += 1
             self._is_applying = True

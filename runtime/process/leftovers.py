@@ -51,6 +51,7 @@ class LeftoverVote:
     def numbers(self) -> tuple[float, float, float]:
         """As three numbers, the first positive for a live rank and negative for another one."""
         calls, edits = min(self.calls, _MOST_CALLS), min(self.edits, _MOST_EDITS)
+        # Above 0 for all counts, so that the sign can say whether the rank is live.
         packed = 1 + (calls * (_MOST_EDITS + 1) + edits) * 4 + self.holds * 2 + self.hands_in
         return (packed if self.is_live else -packed), self.passes, self.cleared_at
 
@@ -125,6 +126,7 @@ def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
 def sends_again(standings: Sequence[LeftoverVote]) -> bool:
     """Whether some rank has handed in leftovers that do not belong to the step, or has not handed
     in those that do."""
+    # No step is taken, so nothing is missing in it.
     if not any(one.is_live for one in standings):
         return False
     return any(

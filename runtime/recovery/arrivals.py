@@ -46,8 +46,8 @@ from .state_transfer import ReplayLog, digest_of, replay_log_of, why_not_within
 
 
 class Arrivals:
-    """These steps on one rank, for one run: the `Door` of its steps, and what the control loop
-    asks for."""
+    """These steps on one rank, for one run: the `AdmissionPoint` of its steps, and what the control
+    loop asks for."""
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class Arrivals:
         """(1) Filled in between two steps."""
         asked: concurrent.futures.Future[GivenReplayLog] = concurrent.futures.Future()
         with self._lock:
+            # Answered by the training thread, which alone knows when no step is under way.
             self._asked.append(asked)
         return asked
 
@@ -172,9 +173,11 @@ class Arrivals:
         if self._asked:
             self._answer()
         bound = boundary()
+        # Some rank could not yet, or nobody waits: the next vote asks again.
         if not bound.admits:
             return
         bound.admits = bound.would_admit = False
+        # It is granted: what comes next is another request.
         self._request = None
         checkpoints, group = self._objects.call.checkpoints, self._objects.call.group
         if checkpoints is not None:
@@ -197,6 +200,7 @@ class Arrivals:
         payload = b""
         if not why:
             payload, why = replay_log_of(self._objects, self._kept)
+        # In the log as well: a person wonders why all functions begin again.
         if why:
             tell_why_not(why)
         for one in asked:
@@ -227,6 +231,7 @@ class Arrivals:
             self.refuse(why)
         token = ReadyToken(steps.passage, digest_of(self._objects))
         assert self.replay_log is not None
+        # A worker that comes later may ask this rank for its log.
         self._kept.take(self.replay_log.outside, self.replay_log.body)
         resumption = self._lifeline.dry_run_ready(token)
         self.steps, self._steps_in, self.replay_log = steps, self._objects.call, None

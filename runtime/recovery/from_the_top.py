@@ -108,14 +108,17 @@ class FromTheTop:
         newcomer takes over the number of steps from the other ranks."""
         plain, retained = self._objects.plain, self._retained
         self._state.runs_again(group.generation)
+        # Once: after a failure in a later phase `steps.taken` is that of the leader already.
         if retained.steps_taken is None:
             # Steps that were agreed on, and that this rank has not taken, are taken again.
             retained.steps_taken = steps.taken - plain.num_untaken
         mine = retained.summary(not self._state.is_newcomer, self._data)
         self._summaries = all_gather_object(group, mine)
+        # Newcomers alone have no state: whatever they began with would be another run.
         if not any(one.was_there for one in self._summaries):
             raise StateLost(group.generation, 0, "every rank that had taken a step died")
         leader = self._summaries[leader_of(self._summaries)]
+        # Ranks that are a step behind know less of the samples that were used.
         newest = [one for one in up_to_date(self._summaries) if one is not leader]
         steps.taken = max(one.steps_taken for one in (leader, *newest))
         plain.continue_at(leader.place[0])
@@ -125,8 +128,10 @@ class FromTheTop:
     def restore(self, entry: Registered, group: Group) -> bool:
         """(d) for one object. Returns False if the function runs for the first time, or had no
         object of this name."""
+        # It is the first call of the function in this run.
         if not self._summaries:
             return False
+        # Ranks come here in the order in which they register, which is the same on all.
         sent_bytes = self._retained.restore(entry, self._summaries, group)
         self.bytes_moved += sent_bytes or 0
         return sent_bytes is not None

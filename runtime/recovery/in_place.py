@@ -93,6 +93,7 @@ class InPlace:
         over an epoch in which workers come in, if some do."""
         optimizers, models = self._objects.optimizers(), self._objects.models()
         group, standings = self._meet(resumption, steps)
+        # From here until the barrier each rank has its old state and what it has received.
         everywhere = self._move(standings, group)
         self._entry = GenerationEntry(
             resumption.assignment,
@@ -103,6 +104,7 @@ class InPlace:
         group.barrier().wait()
         self._enter(self._entry)  # (e)
         self._objects.call.enter(resumption.assignment, group)
+        # Optimizers that a rank has not made, or has dropped, are in no collective of the others.
         for number in everywhere:
             optimizers[number].change_group(group, self.held.pop(number))
         for model in models.values():
@@ -120,6 +122,7 @@ class InPlace:
                     if optimizer.model is model:
                         step, live = optimizer.progress.ballots, list(optimizer.last_live)
                 model.buffers.sync_again(synced, step or max(synced), live, group)
+        # A rank may have sent the gradients of a step once more than another: all send as often.
         self._objects.launch_again([one.passes for one in standings])  # (g)
         self.held, self._entry = {}, None  # The rest is of optimizers that some ranks have dropped.
         self.num_recoveries += 1
@@ -139,6 +142,7 @@ class InPlace:
         if self._entry is not None and resumption.entered > self._state.entered:
             self._enter(self._entry)
         self._entry = None
+        # The ranks may be renumbered several times before one generation is entered.
         self._state.formed(resumption.former_ranks)
         self._objects.catch_up(resumption.progress)  # (b)
         former = self._state.former_ranks
@@ -167,6 +171,7 @@ class InPlace:
     ) -> list[int]:
         """(d) Returns the numbers of the optimizers that exist on all ranks."""
         optimizers = self._objects.optimizers()
+        # Sent by number, so that each rank has to have it.
         everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
         for number in everywhere:
             inventories = [standing.held[number] for standing in standings]
@@ -183,6 +188,7 @@ class InPlace:
             self._state.step_counts()  # This rank has come in, and has all that the others have.
         new_rank = {old: new for new, old in enumerate(entry.former_ranks)}
         for optimizer in self._objects.optimizers().values():
+            # Ranks that are gone end no step, and send no buffers.
             live = (new_rank[old] for old in optimizer.last_live if old in new_rank)
             optimizer.last_live = tuple(live)
         active.change_ranks(entry.former_ranks)

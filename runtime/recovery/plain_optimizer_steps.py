@@ -140,6 +140,7 @@ class PlainSteps:
     def _has_stepped(self, watched: _Watched) -> None:
         # No agreement since its last step: what it stepped with was this rank's own gradient.
         watched.is_apart |= watched.stepped_at == self._seen
+        # Several optimizers that step after one agreement are one step.
         watched.stepped_at = self._stepped = self._seen
         self.take_over()
 
@@ -147,6 +148,7 @@ class PlainSteps:
         """This rank has the parameters that resulted from the last agreement."""
         if self._agreed is not None:
             (cursors, iterations), self._agreed = self._agreed, None
+            # Before it is told: what is called next asks for the place.
             self._taken = self._seen
             self._on_taken(cursors, iterations)
 

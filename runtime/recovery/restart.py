@@ -110,6 +110,8 @@ class RestartState:
                     retained.synced[entry.name] = engine.buffers.synced_step
                     retained.habits[entry.name] = engine.habits
             else:
+                # A copy: state_dict() may give the object's own, which the function changes
+                # further.
                 retained.states[entry.name] = copy.deepcopy(made.state_dict())
         return retained
 
@@ -162,6 +164,7 @@ class RestartState:
         mine = self.optimizers.get(name)
         own = (mine.progress, mine.num_steps, mine.options) if mine else None
         progress, num_steps, options = broadcast_object(group, own, leader_of(summaries))
+        # A copy: a loss while it moves begins all of this again, from what was kept.
         held = ShardState() if mine is None else mine.held.copy()
         inventories = [one.held.get(name, Inventory()) for one in summaries]
         engine = optimizer_engine_of(optimizer)

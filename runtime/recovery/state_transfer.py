@@ -72,6 +72,7 @@ class ReplayLog:
     def restore(self, entry: Registered) -> bool:
         """Load what the function would find after a restart; whether there was anything."""
         if isinstance(entry.object, ZeroRedundancyOptimizer):
+            # The rank that gave the log had not registered it by then.
             if entry.name not in self.optimizers:
                 return False
             self.optimizers[entry.name].load(entry.object)
@@ -194,6 +195,7 @@ def transfer_state(
     transfer: StateTransfer = broadcast_object(group, mine, root)
     if is_new:
         _take(transfer, objects, steps)
+    # All ranks call it, as in every collective; the others have these values already.
     broadcast_tensors(_tensors_beside(objects), root, group, on_host=True)
     if is_new:
         # Last: objects that take their state may draw numbers.
@@ -223,6 +225,7 @@ def _take(transfer: StateTransfer, objects: LiveObjects, steps: Steps) -> None:
 def _tensors_beside(objects: LiveObjects) -> list[torch.Tensor]:
     """What of the registered modules comes neither with the shards nor with a step's buffers:
     parameters that no optimizer steps, and modules beside the models, such as an average."""
+    # Those come with the shards.
     sharded = {id(p) for one in objects.optimizers().values() for p in one.shard.parameters}
     found: list[torch.Tensor] = []
     for entry in objects.call.registry:

@@ -126,6 +126,7 @@ def complete(
         plan = plan_transfers(by_rank, wanted, missing_ok=True)
         mine = has.held[name].copy() if name in has.held else ShardState()
         exchange(mine, plan, first.layout.travelling({}), group)  # (b)
+        # The others have left their functions, and need no parameters before they make new ones.
         if group.rank in targets and waiting is not None:
             waiting.shard.publish(mine)
         if first.buffers:
@@ -164,6 +165,7 @@ def _send_buffers(
     if set(targets) <= set(ended):
         return
     newest = {rank: word.want.newest for rank in targets if (word := words[rank]).want}
+    # As the step itself chooses: the highest rank that took it with data.
     root = ended[0] if ended else max(newest, key=lambda rank: newest[rank])
     mine = None
     if group.rank == root:
@@ -171,6 +173,7 @@ def _send_buffers(
         if not ended and waiting is not None and waiting.model is not None:
             # The buffers of this step's forward pass have not been committed on any rank yet.
             buffers = dict(waiting.model.module.named_buffers())
+        # As an object, by way of the host: the ranks that listen may not have the model any more.
         mine = {name: buffers[name].cpu() for name in want.buffers}
     theirs = broadcast_object(group, mine, root)
     if group.rank in targets and group.rank not in ended and waiting is not None:

@@ -194,6 +194,7 @@ def check_passes(agreement: Agreement, num_ranks: int, names: Sequence[str]) -> 
     parameters."""
     if not any(agreement.notes):
         return
+    # Each of these holds on all ranks alike, since all read the same votes.
     live = list(agreement.live)
     # zero_grad() on some ranks only: their means would be of one pass, and those of others of two.
     if 0 < (continuing := agreement.says(Note.CONTINUES)) < len(live):
