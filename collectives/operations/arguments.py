@@ -68,6 +68,7 @@ def checked(
         tensor = alias(tensor)
     elif tensor.requires_grad:
         tensor = tensor.detach()
+    # Before anything is sent: on another rank it would be a mismatch, and end the group.
     if tensor.dtype not in DTYPE_INDEX:
         raise UnsupportedOperation(
             f"{name} of dtype {tensor.dtype}", backend, f"use one of {', '.join(map(str, DTYPES))}"
@@ -135,6 +136,7 @@ def _foreign(value: Any, name: str, written: bool) -> torch.Tensor:
             return torch.from_numpy(value)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
+    # CuPy, JAX and others share their memory by it.
     if hasattr(value, "__dlpack__"):
         try:
             return from_dlpack(value)
@@ -153,6 +155,7 @@ def _running_backwards(array: Any) -> torch.Tensor:
     for axis in range(array.ndim):
         if array.strides[axis] < 0 and array.shape[axis] <= 1:
             array = array[(slice(None),) * axis + (slice(None, None, -1),)]  # same elements
+    # What ran backwards had one element at the most along that axis.
     if array.size == 0 or all(stride >= 0 for stride in array.strides):
         return torch.from_numpy(array if array.size else array.copy())
     source = torch.from_numpy(array.copy())
@@ -196,6 +199,7 @@ def written(
     if is_plain(tensor):
         return _flat(tensor)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    # An operation that only writes needs no copy of what was there.
     if also_read:
         staged.copy_(tensor)
     finishers.append(Finisher(tensor, lambda: tensor.copy_(staged)))
@@ -240,6 +244,7 @@ def checked_op(
     name: str, given: object, factor: complex | None, dtype: torch.dtype, backend: str
 ) -> ReduceOp:
     """The reduction of the real numbers that travel; PREMUL_SUM becomes SUM of scaled tensors."""
+    # torch's ReduceOp has the same names and other numbers: it would be taken for another one.
     if not isinstance(given, int):
         of_torch = getattr(given, "name", None) if "torch" in type(given).__module__ else None
         remedy = f"; that is torch's: write chorusline.ReduceOp.{of_torch}" if of_torch else ""
@@ -261,6 +266,7 @@ def checked_op(
         raise UnsupportedOperation(what, backend, "bitwise operations are for integers and bool")
     if dtype.is_complex and op not in _FOR_COMPLEX:
         raise UnsupportedOperation(what, backend, "complex numbers have SUM, AVG and PREMUL_SUM")
+    # Travels as bytes of 0 and 1, whose sum would be neither.
     if dtype is torch.bool:
         if op not in _OF_BOOL:
             raise UnsupportedOperation(what, backend, "convert to an integer or a float first")

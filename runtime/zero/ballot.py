@@ -160,6 +160,7 @@ class Ballot:
         if vote.digests is not None:
             vector[own_at + self._digests_at : own_at + self._own_numel] = vote.digests
         seen: tuple[float, ...] = tuple(group.all_reduce_and_read(vector).tolist())
+        # First of all: of a sum that was stopped nothing else may be read.
         check_votes(seen[self._vote_at :], group)
         check_same_joins(joins_in(seen[self._vote_at :], group.size), group.generation)
         # The variance of the steps is zero if and only if all are equal.
@@ -180,6 +181,7 @@ class Ballot:
         for place in range(_NUM_SAMPLES, _NUM_SAMPLES + MAX_ITERATIONS):
             own = enumerate(self._own(seen))
             lengths = {rank: int(numbers[place]) for rank, numbers in own if numbers[place]}
+            # Zeros are left out: a stream has no length, and a rank without data no iteration.
             if len(set(lengths.values())) < 2:
                 continue
             by_rank = ", ".join(f"rank {rank}: {length}" for rank, length in lengths.items())
@@ -275,6 +277,7 @@ def check_same_options(
     """Raise CollectiveMismatch, on all ranks, if live ranks step with different numbers. A rank
     that steps nothing votes NaN."""
     live = outcome.agreement.live
+    # As in nearly every step: equal as they are, without a look at each.
     if len({outcome.options[rank] for rank in live}) < 2:
         return
     for number, label in enumerate([*labels_of(groups, names), *OF_THE_STEP]):
@@ -283,6 +286,7 @@ def check_same_options(
         of_scale = label in GROWTH
         given = {r: v for r, v in by_rank.items() if not math.isnan(v) and (v or not of_scale)}
         different = [rank for rank, value in given.items() if value != next(iter(given.values()))]
+        # The first one that differs is enough for the text; the others often follow from it.
         if different:
             is_of_step = label in OF_THE_STEP
             each = ", ".join(

@@ -638,6 +638,7 @@ class OptimizerEngine:
 
     def take_step(self, is_live: bool, why_not: str = "") -> None:
         """why_not: what keeps this rank from taking the step; empty if nothing does."""
+        # Its phases (1) to (3) came with the last batch.
         if self._summed is not None:
             self._take_summed_step(self._summed)
             return
@@ -651,6 +652,7 @@ class OptimizerEngine:
         self.shard.bring_home()
         if self.reducer is not None:
             self.reducer.send_late()
+        # Its gradients are whole on each rank, and the reducer has ended the step already.
         elif self.model is not None:
             self.model.reducer.num_in_step = 0
         self._begin_ballot()
@@ -728,6 +730,7 @@ class OptimizerEngine:
     def _try_step(self, is_live: bool) -> None:
         payload = self._vote_with_others(is_live)
         if self._ballot.says(Note.REFUSES, payload):
+            # All ranks raise the same, and nobody waits in a step that is not taken.
             told = all_gather_object(self.group, self._why_not)
             why = next(filter(None, told))
             ranks = [rank for rank, one in enumerate(told) if one == why]
@@ -743,6 +746,7 @@ class OptimizerEngine:
             payload = self._vote_with_others(is_live)
         self.faults.reach(Instant.SEEN)
         outcome = self._see(payload)
+        # Once: what makes the gradients equal does it in every step, or in none.
         if self.model is None and not self.optimizer.num_steps:
             self._check_reduced(outcome.agreement)
         gathers = self._apply(outcome)  # (4), and (5) begins
@@ -759,6 +763,7 @@ class OptimizerEngine:
         # Ranks with data that disagree are refused when the ballot is read.
         if len(given) != 1 or given == {0.0} or all(norm for norm, _ in norms):
             return False
+        # The body of the loop sets it, which a rank without data does not run.
         if not is_live:
             self.optimizer.max_norm = given.pop()
         return True
@@ -777,6 +782,7 @@ class OptimizerEngine:
         if not live or len(live) == self.group.size or not reducers:
             return False
         for parameter in used:
+            # A place to receive into: on the rank that sends there is one.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         grads = [parameter.grad for parameter in used if parameter.grad is not None]
@@ -796,6 +802,7 @@ class OptimizerEngine:
         were_sent = False
         if self.model is not None and self.reducer is not None:
             were_sent = self.model.sync_buffers(live, self.optimizer._join, on_host=survives_loss)
+        # The buffers come after the gathers, on the same stream: they tell for these too.
         if survives_loss and not were_sent and gathers:
             gathers[-1].work.wait_on_host()
 
@@ -814,6 +821,7 @@ class OptimizerEngine:
             payload = self._hold_ballot(is_live)
         if self._ballot.says(Note.PERTURBS, payload):
             self._compare_perturbed()
+        # Nobody has asked for check_every, and no digests were sent.
         if self._digests.every is None:
             return payload
         rows = self._ballot.digests(payload)
@@ -961,6 +969,7 @@ class OptimizerEngine:
         agreement = outcome.agreement
         if not agreement.live:
             return []  # All ranks have joined: there is no gradient.
+        # Known only now: which ranks have taken part is in the agreement.
         divisor = self.divisor(agreement) if divisor is None else divisor
         uses_scaler, live = self.optimizer.uses_scaler, agreement.live
         scale = agreed_scale(outcome.loss_scales, live) if uses_scaler else 1.0
@@ -968,6 +977,7 @@ class OptimizerEngine:
             self.optimizer.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
         if self.optimizer.found_overflow or self._digests.leaves_out(outcome.digests):
             return []
+        # In one factor, so that each gradient is read and written once.
         coefficient = self._clip_coefficient() / scale
         gathers: list[Gather] = []
         failure: CollectiveError | None = None
@@ -983,6 +993,7 @@ class OptimizerEngine:
                     self.faults.reach(Instant.GATHER)
             except CollectiveError as error:
                 failure = error  # The step counts, so the remaining shards are stepped first.
+        # After all shards: a failure of a gather does not undo the step.
         self.optimizer.num_steps += 1
         self._digests.note(self.optimizer.num_steps)
         if failure is not None:
@@ -1076,6 +1087,7 @@ class OptimizerEngine:
             )
             self.group.abort(error)  # The others wait for this rank's vote.
             raise error
+        # Numbers that the class keeps in its groups move only where it steps something.
         if self._steps_nothing:
             numbers[: -len(OF_THE_STEP)] = [math.nan] * (len(numbers) - len(OF_THE_STEP))
         return numbers
@@ -1136,6 +1148,7 @@ class OptimizerEngine:
         """Phases (4) and (5)."""
         assert self.reducer is not None
         self.reducer.check_unchanged()
+        # The ranks have agreed on the step with those.
         if self._option_numbers() != agreed.options:
             raise RuntimeError(
                 "options of the optimizer were changed between the last batch of a step of "
@@ -1149,6 +1162,7 @@ class OptimizerEngine:
                 for gather in gathers:
                     gather.wait()
                 if self._recovery is not None and gathers:
+                    # One operation tells for all before it, as they run in order.
                     gathers[-1].work.wait_on_host()
         except Exception as error:
             self.wait_for_next_generation(error)
@@ -1193,6 +1207,7 @@ class OptimizerEngine:
 
     def leave_run(self) -> None:
         """The run in which the optimizer was made is over, and with it the run's recovery."""
+        # A later run has a recovery of its own, which does not know this optimizer.
         self._recovery = None
 
     @torch.no_grad()

@@ -185,18 +185,22 @@ def _judge(
                 name,
                 f"in a trial on small tensors, in one process, its step() raised {_said(error)}",
             )
+    # Each rank would keep it for its own parameters, and no range says whose it is.
     if whole.kept[0]["state"]:
         names = ", ".join(sorted(map(repr, whole.kept[0]["state"])))
         return _refused(
             name, f"its state has entries of no parameter ({names}), which no rank owns"
         )
+    # Noise is drawn by element, in an order that changes with the cuts.
     if not _is_like(generators, RandomState().state_dict()):
         return _refused(
             name, "it draws random numbers, and the ranks would draw other numbers than one process"
         )
+    # A shard is stepped without a closure.
     if not trial.ignores_losses(whole):
         return _refused(name, "its steps depend on the loss, which differs between the ranks")
     try:
+        # First whole parameters: what fails here cannot be sharded in any way.
         differing = trial.run(trial.by_parameter()).differs_from(whole, 0.0)
     except Exception as error:
         differing = f"it needs all parameters in one place, and raises {_said(error)} without them"
@@ -206,6 +210,7 @@ def _judge(
             "and use max_norm of ZeroRedundancyOptimizer. Otherwise use"
         )
         return _refused(name, differing, how)
+    # It can be sharded. What follows says whether it can be cut inside a parameter.
     per_element = whole.per_element(trial.shapes)
     # Counters among the attributes would be lost when shards are cut again for other ranks.
     may_be_flat = whole.is_plain(trial.shapes) and not whole.has_counted
@@ -279,6 +284,7 @@ class _Outcome:
     def differs_from(self, whole: _Outcome, tolerance: float) -> str:
         """What is not as in the run over whole parameters; empty if nothing differs."""
         for ours, theirs in zip(self.values, whole.values, strict=True):
+            # Compared with how far a step moves: values themselves may be large, and steps tiny.
             moved = float(torch.nan_to_num((theirs[1:] - theirs[:-1]).abs()).max())
             allowed = tolerance * moved + 2 * torch.finfo(ours.dtype).eps * bool(tolerance)
             if not torch.allclose(ours, theirs, rtol=0, atol=allowed, equal_nan=True):
@@ -296,11 +302,13 @@ class _Outcome:
 
 def _joined(pieces: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
     """The state of a parameter from those of its pieces."""
+    # Nothing to put together; and its shapes stay.
     if len(pieces) == 1:
         return pieces[0]
     joined: dict[Any, Any] = {}
     for name, first in pieces[0].items():
         values: list[Any] = [piece.get(name) for piece in pieces]
+        # One number for each element; the others, such as `step`, have to be equal in all pieces.
         if isinstance(first, torch.Tensor) and first.dim() > 0:
             joined[name] = torch.cat(values)
         else:
@@ -313,6 +321,7 @@ def _is_like(one: Any, other: Any, tolerance: float = 0.0) -> bool:
     point tensors, relative to the largest element."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         ours, theirs = one.detach().reshape(-1), other.detach().reshape(-1)
+        # Flattened above: a flat piece has another shape than its parameter.
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return False
         # Counters must be equal; only floating point numbers may be rounded otherwise.
@@ -371,6 +380,7 @@ class _Trial:
         first, second = [], []
         for number, shape in enumerate(self.shapes):
             numel = math.prod(shape)
+            # Cut as shards are, at whole cache lines, where a parameter is long enough for it.
             fine = numel < 3 * ALIGNMENT
             step = max(1, numel // 3) if fine else numel // 3 // ALIGNMENT * ALIGNMENT
             ends = [0, min(step, numel), min(2 * step, numel), numel]
@@ -444,6 +454,7 @@ class _Trial:
                 options["lr"] = 1e-2
             elif isinstance(rate, torch.Tensor):
                 rate.clamp_(min=1e-2)
+        # Schedule-free optimizers raise in step() otherwise.
         if callable(train := getattr(optimizer, "train", None)):
             train()
         return optimizer, tensors

@@ -102,6 +102,7 @@ class ParameterShard:
         self.num_rewritten += 1
         before = len(self.parameters)
         self.parameters += parameters
+        # The reducer's buckets are the shards' buckets: what a reduce-scatter leaves is one range.
         plans = (
             self._plan(parameters, before)
             if reduced_in is None
@@ -118,6 +119,7 @@ class ParameterShard:
         self._admit(fresh, groups)
 
     def _pieces_of(self, number: int, bucket: ParameterBucket) -> list[KeptPiece]:
+        # On a GPU each kernel costs a launch, so that pieces are as large as can be.
         tile = sys.maxsize
         if self.elementwise and _is_on_cpu(self.group):
             tile = _CPU_TILE_BYTES // bucket.own.master.element_size()
@@ -130,6 +132,7 @@ class ParameterShard:
                     continue  # Those that look at whole parameters divide by their size.
                 start, stop = piece.shard_start, piece.shard_start + piece.numel
                 tensor = kept.master[start:stop]
+                # An optimizer of rows and columns has to see them.
                 if not self.elementwise:
                     tensor = tensor.view(self.parameters[piece.parameter].shape)
                 where = Range(number, base + start, base + stop)
@@ -183,10 +186,12 @@ class ParameterShard:
         # Some optimizers (Adagrad) make state or check shapes in their constructor only. So new
         # pieces pass through a new optimizer, and the old one then adopts them and their state.
         fresh = self.optimizer_class(wanted, **self.defaults) if pieces else None
+        # The first pieces of this rank.
         if self.optimizer is None:
             self.optimizer = fresh
             return
         for number, options in enumerate(wanted):
+            # A group that the user has added since has none here yet.
             if number < len(self.optimizer.param_groups):
                 self.optimizer.param_groups[number]["params"].extend(options["params"])
             else:
@@ -199,6 +204,7 @@ class ParameterShard:
         """Numbers of the buckets that are stepped together: each one alone, while earlier ones are
         gathered, if the optimizer is known to keep no state across parameters; otherwise all."""
         numbers = list(range(len(self.buckets)))
+        # Others may take a norm over all their parameters, and would take it over one bucket.
         if self.optimizer_class in ELEMENTWISE:
             return [[number] for number in numbers]
         return [numbers]
@@ -207,6 +213,8 @@ class ParameterShard:
         """Add the squared 2-norm of the reduced, undivided gradient of this shard to `total`: (),
         float64."""
         for gradient in map(as_reals, self._own_gradients()):
+            # In float64, so that the sum of the squares of all ranks neither overflows nor loses
+            # digits.
             norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
             total += norm.square().to(total.device)
 
@@ -264,6 +272,7 @@ class ParameterShard:
             mine.tensor.grad = gradient
         _call(self.optimizer, "step", groups)
         for mine in pieces:
+            # Else the gradient would take its memory until the next step.
             mine.tensor.grad = None
         for part in kept:
             part.publish_master()
@@ -303,6 +312,7 @@ class ParameterShard:
         """Take over what the program has done to parameters since the last step."""
         # All first: a program may have swapped the memory of two of them.
         rebound = [bucket.rebound() for bucket in self.buckets]
+        # Now each may be written: nothing is read any more.
         for bucket, spans in zip(self.buckets, rebound, strict=True):
             bucket.bring_home(spans)
 
@@ -383,6 +393,7 @@ class ParameterShard:
             bucket.cut(group, reduced.shard, self.replicas)
             self.pieces.append(self._pieces_of(number, bucket))
             for mine in self.pieces[-1]:
+                # From what was kept, and not from the parameters: these may be in half precision.
                 held.cut(mine.where, MASTER, mine.tensor.data)
             for kept in bucket.ranges:
                 kept.publish_master()
@@ -410,6 +421,7 @@ class ParameterShard:
         self.num_rewritten += 1
         for mine in (mine for pieces in self.pieces for mine in pieces):
             if mine.piece.parameter in numbers and self.optimizer is not None:
+                # The class makes it afresh, as it did in the first step.
                 self.optimizer.state.pop(mine.tensor, None)
         # Otherwise parameters are left that may have some.
         if all(number in numbers for number in range(len(self.parameters))):
@@ -425,6 +437,7 @@ class ParameterShard:
         self.num_rewritten += 1
         self.may_have_state = True
         optimizer = self.optimizer
+        # This rank owns no piece, and the loaded options are in the user's groups.
         if optimizer is None:
             return
         loaded: dict[int, dict[str, Any]] = {}
@@ -433,6 +446,8 @@ class ParameterShard:
             for mine in pieces:
                 state = held.state_of(mine.piece.parameter, mine.where, mine.tensor)
                 loaded[id(mine.tensor)] = state
+                # In full precision; where there is no copy the parameter itself is loaded with the
+                # model.
                 if mine.range.has_master:
                     master = held.cut(mine.where, MASTER, mine.tensor.detach().clone())
                     masters.append((mine, master))
@@ -473,6 +488,7 @@ class ParameterShard:
             held = ShardState()
             for parameter, offset, numel in bucket.plan.spans:
                 _, state = saved.get(id(self.parameters[parameter]), ("", {}))
+                # One without state has had no gradient when it was saved.
                 if state:
                     elements, whole = divided(state, self.parameters[parameter].shape)
                     held.put(parameter, Range(number, offset, offset + numel), elements, whole)

@@ -168,6 +168,7 @@ class ShardState:
         elements, whole: as from `divided`; MASTER may be one of the elements.
         """
         names = {name: tensor.dtype for name, tensor in elements.items() if name != MASTER}
+        # A parameter without state is in the ranges, and described nowhere.
         if names or whole:
             self.described[parameter] = StateDescription(names, whole)
         if where.numel:
@@ -187,6 +188,7 @@ class ShardState:
         first = bisect_right(parts, wanted.start, key=lambda one: one.range.stop)
         for number in range(first, len(parts)):
             common = overlap(wanted, parts[number].range)
+            # Parts are in order, so that no later one overlaps.
             if common is None:
                 return
             yield common, parts[number]
@@ -204,6 +206,7 @@ class ShardState:
         flat = into.view(-1)
         for common, part in self.overlapping(wanted):
             tensor = part.tensors.get(name)
+            # A parameter of the bucket may have no such state: those elements stay zero.
             if tensor is not None:
                 start = common.start - part.range.start
                 target = flat[common.start - wanted.start : common.stop - wanted.start]
@@ -221,6 +224,7 @@ class ShardState:
             for name, dtype in description.elements.items()
         }
         for name, value in description.whole.items():
+            # A counter is a tensor, which the optimizer would count up in all its pieces.
             state[name] = copy.deepcopy(value)
         return state
 
@@ -244,6 +248,7 @@ def complete(
     """
     for one in inventories:  # Other ranks describe parameters of which this rank has no piece.
         held.described = {**one.described, **held.described}
+    # Numbered as they will be in the next generation, whose shards these are.
     staying = [rank for rank in range(group.size) if rank not in leaving]
     wanted = {
         rank: kept_by(number, len(staying), layout.contents, replicas)
@@ -251,6 +256,7 @@ def complete(
     }
     try:
         plan = plan_transfers({rank: one.ranges for rank, one in enumerate(inventories)}, wanted)
+    # All ranks plan the same, so all raise.
     except RangesLost as lost:
         raise StateLost(group.generation, replicas, str(lost)) from None
     return exchange(held, plan, layout.travelling(held.described), group)
