@@ -34,6 +34,7 @@ def slowly(
             if optimizer_engine_of(optim).progress.ballots == told_at:
                 os.kill(os.getpid(), signal.SIGTERM)
                 then(optim)
+                time.sleep(2.0)  # The driver hears of it in this epoch, also on a busy machine.
             time.sleep(0.1)
             return step(*args)
 
