@@ -120,11 +120,13 @@ class Output:
 
     def written_to(self, kind: int) -> None:
         """A stream is about to be written to."""
+        # Between two writes to one stream the order is that of its file.
         if kind != self._kind:
             self._kind = kind
             self._mark()
 
     def _mark(self, figure: bytes | None = None) -> None:
+        # Ray shows the output itself, and nobody asks for the order.
         if self._files is None:
             return
         with self._lock:
@@ -175,6 +177,7 @@ def read_rest(
         PrintedPiece(kind, data, rank) for kind, data in zip((OUT, ERR), read, strict=True) if data
     ]
     until = Position(since.out + len(read[0]), since.err + len(read[1]), since.marks)
+    # It may be exactly that much: then the next answer is empty.
     has_more = max(map(len, read)) == _MOST_BYTES
     return Printed(tuple(pieces), until, rank, has_more, files, node_id)
 
@@ -200,6 +203,7 @@ def _in_order(
         return at[kind] == end
 
     for number, mark in enumerate(marks):
+        # `&`, so that both are read: an `and` would leave the second one out.
         if not (up_to(OUT, mark.out) & up_to(ERR, mark.err)):
             return pieces, Position(at[OUT], at[ERR], number), rank, False
         if mark.figure is not None:

@@ -71,6 +71,7 @@ class Work(ABC):
 
         Raises CollectiveTimeout, CollectiveMismatch, PeerLost, GroupAborted or GroupClosed.
         """
+        # torch has it there, and a number would be taken for seconds that this rank waits alone.
         if timeout is not None:
             raise TypeError(
                 "wait() takes no timeout: the deadline of an operation starts when it is issued, "
@@ -79,6 +80,7 @@ class Work(ABC):
         try:
             self._block()
         finally:
+            # Its owner may look as soon as this returns.
             if self._future is not None:
                 self._complete_future()
         return self._output
@@ -132,6 +134,7 @@ class Work(ABC):
             if self._future is None:
                 self._future = torch.futures.Future(devices=_cuda_devices())
             future = self._future
+        # Outside the lock: a work that has ended calls back at once, and takes it.
         if made:
             self.add_done_callback(self._settle_future)
         return future
@@ -144,6 +147,7 @@ class Work(ABC):
         Returns False, and does nothing, if the work has ended already; on CUDA it may end after
         `wait()` has returned.
         """
+        # There is nothing left to give up; the other ranks have it as well.
         if self.is_completed():
             return False
         caller = sys._getframe(1)
@@ -263,11 +267,13 @@ class SettledWork(Work):
     def settle(self, failure: CollectiveError | None) -> None:
         """End the work, with the lock held. The caller calls `call_back` after releasing it."""
         self.failure = failure
+        # `done` last: whoever reads it without the lock finds the rest.
         self.operation.end(failure)
         self.done = True
 
     def call_back(self) -> None:
         """Run the callbacks, without any lock: they may query works, issue and wait for them."""
+        # Taken out: a callback that adds another one is called by that at once.
         callbacks, self.callbacks = self.callbacks, []
         for callback in callbacks:
             callback()

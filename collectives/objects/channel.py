@@ -145,6 +145,7 @@ class ObjectChannel:
 
     def close(self, error: CollectiveError) -> None:
         self._in_flight.fail(error)
+        # A callback, which this thread runs, may close the group.
         if self._thread is not threading.current_thread():
             self._thread.join(1)
 
@@ -155,9 +156,11 @@ class ObjectChannel:
             while (work := self._next()) is not None:
                 self._perform(work)
                 del work  # An idle thread must not keep objects alive.
+        # This rank has closed it: the others are told by that.
         except GroupClosed as error:
             self._in_flight.fail(error)
         except CollectiveError as error:
+            # The channel shares the fate of its group, whose tensors wait for the same ranks.
             self._owner.end_with(error)
             self._in_flight.fail(error)
         except Exception as error:
@@ -174,11 +177,13 @@ class ObjectChannel:
 
     def _perform(self, work: ObjectWork) -> None:
         operation = work.operation
+        # With the first operation: most groups never move an object.
         if self._group is None:
             self._group, self._recorder = self._connect(operation)
         group = self._group
         self._recorder.on_behalf_of = operation
         left_s = operation.issued_at + operation.timeout_s - time.monotonic()
+        # What is left of the operation's own time, for all of its messages together.
         group.timeout_s = max(left_s, 0.001)
         try:
             payloads = work.body(group)  # 1, 2
@@ -199,11 +204,13 @@ class ObjectChannel:
                 )
                 trace = traceback.format_exc()
                 break
+        # Also after success: each rank has to know whether all could read.
         failure = self._unreadable(operation, group, reason, trace)
         output = None
         if failure is None:
             output = work.read(values)
         with self._in_flight.changed:
+            # The generation has ended meanwhile, and the work has its error.
             if self._in_flight.failure is not None:
                 raise fresh_copy(self._in_flight.failure)
             self._in_flight.works.popleft()

@@ -93,6 +93,7 @@ class ScriptedWork(SettledWork):
                 return  # Another thread has taken it.
             self._awaited = None
         error = awaited.error()
+        # The script waits for a message that will not come.
         if isinstance(error, CollectiveError):
             self._script.close()
             self._end(error)
@@ -115,6 +116,7 @@ class ScriptedWork(SettledWork):
             failure = GroupAborted(self.operation.generation, [self._rank], reason)
             self._abort(failure)
             self._end(failure)
+            # An interrupt is the caller's; the work has its own error.
             if not isinstance(error, Exception):
                 raise
             return
@@ -187,6 +189,7 @@ class ObjectMessages:
             yield work
             source = operation.peer = work.operation.peer
             length, count, number = header.tolist()
+            # Before the payload is read: the lists were not meant for each other.
             if count != len(objects):
                 raise self._mismatch(operation, count)
             words = words_of(b"", length).to(device)
@@ -206,6 +209,8 @@ class ObjectMessages:
             return objects
 
         work = ScriptedWork(operation, self._communicator, self._abort, script())
+        # The receive of the payload has to be issued in its turn, and its length comes with the
+        # header.
         if not self._communicator.has_tags:
             work.step()
         return work

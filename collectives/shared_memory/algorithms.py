@@ -61,8 +61,10 @@ class SharedMemoryCommunicator(Communicator):
     # -- the contract --------------------------------------------------------------------------
 
     def all_reduce(self, operation: Operation, tensor: torch.Tensor, op: ReduceOp) -> Work:
+        # Small ones wait for their ticks, and not for additions: one tick is best.
         if tensor.nbytes <= DIRECT_BYTES:
             return self._issue(operation, 1, self._all_reduce_directly, tensor, op)
+        # Half of a slot is for what comes in, half for what is reduced: one tick serves two chunks.
         part = self._chunk_elements(tensor, self._segment.slot_bytes // 2 // self.size)
         chunks = -(-tensor.numel() // (part * self.size))
         if tensor.nbytes <= IN_PLACE_BYTES:
@@ -116,6 +118,7 @@ class SharedMemoryCommunicator(Communicator):
     def exchange(
         self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
     ) -> Work:
+        # 0: the number of ticks follows from the largest part of all, which the tables show.
         return self._issue(operation, 0, self._exchange, operation, outputs, inputs)
 
     def barrier(self, operation: Operation) -> Work:
@@ -131,6 +134,7 @@ class SharedMemoryCommunicator(Communicator):
         return empty_symmetric(numel, dtype)
 
     def abort(self, error: CollectiveError) -> None:
+        # After `close` the mapping may be gone.
         if not self._closed:
             error = self._segment.abort(error)
             self._lane.end(error)
@@ -193,6 +197,7 @@ class SharedMemoryCommunicator(Communicator):
         half = segment.slot_bytes // 2
         part_bytes = part * flat.element_size()
         previous: tuple[torch.Tensor, ...] = ()  # the parts of chunk i-1, by rank
+        # None: one tick more, in which the last chunk is handed out.
         for chunk in (*flat.split(part * self.size), None):
             pieces = () if chunk is None else chunk.split(part)
             for r, piece in enumerate(pieces):  # 1
@@ -230,6 +235,7 @@ class SharedMemoryCommunicator(Communicator):
                     slot.copy_(_part(input, r * n + start, width))
             segment.publish(tick)
             yield tick
+            # An empty part takes its ticks, and adds nothing.
             if width:
                 parts = list(segment.slots(tick, rank * stride, width, dtype))
                 parts[rank] = _part(input, rank * n + start, width)

@@ -92,6 +92,7 @@ class FileStore(DictStore):
                     "follow, because another user may have put it there; name the file itself"
                 ) from None
             try:
+                # Of the open file, as the path may name another one by now.
                 self._check_owner(os.fstat(file))
                 with _turn(file, self.path):
                     if _is_at(file, self.path):  # False if its last user has removed it in between.
@@ -125,11 +126,13 @@ class FileStore(DictStore):
         """Become a user of the file, if it belongs to this run."""
         start = os.pread(file, self._HEADER_BYTES, 0)
         header, newline, entries = start.partition(b"\n")
+        # The start may be cut off: a process was killed as it wrote it.
         if not header.startswith(self._MAGIC) and not self._MAGIC.startswith(start):
             raise ValueError(
                 f"path {str(self.path)!r} is a file of another kind (it begins with "
                 f"{start[:20]!r}); a FileStore needs a path of its own"
             )
+        # All users hold it shared, so that it can be had exclusively only if there are none.
         is_alone = _lock(file, _LIFE, fcntl.F_WRLCK)
         if is_alone and entries:
             # Unlock before the turn ends: the next process must not count this one as a user.
@@ -146,6 +149,7 @@ class FileStore(DictStore):
     def _check_usable(self) -> None:
         if not self._closing.alive:
             raise ValueError(f"this FileStore of {self.path} is closed; make a new one")
+        # Locks are of the open file, which a fork shares: the parent's end would not be seen.
         if os.getpid() != self._pid:
             raise ValueError(
                 f"this FileStore of {self.path} belongs to process {self._pid}; a forked process "
@@ -163,6 +167,7 @@ class FileStore(DictStore):
     def _refresh(self) -> None:
         self._check_usable()
         end = os.fstat(self._file).st_size
+        # The usual case, at the cost of one system call.
         if end == self._seen:
             return
         log = os.pread(self._file, end - self._seen, self._seen)
@@ -187,6 +192,7 @@ class FileStore(DictStore):
         self._check_usable()
         with _turn(self._file, self.path):
             self._refresh()
+            # Nobody else writes in this turn, so what is left over will not be completed.
             if os.fstat(self._file).st_size > self._seen:
                 os.ftruncate(self._file, self._seen)  # Half an entry: the writer was killed.
             yield

@@ -46,6 +46,7 @@ def encoded(data: object, argument: str) -> bytes:
 
 
 def encoded_keys(keys: Sequence[Data]) -> list[bytes]:
+    # A string is a sequence, too: of keys of one character.
     if isinstance(keys, (bytes, str)):
         raise TypeError(f"keys must be a list of keys, got one key; write [{keys!r}]")
     return [encoded(key, "key") for key in keys]
@@ -69,6 +70,7 @@ def as_number(key: bytes, value: bytes) -> int:
 
 def checked_amount(amount: int) -> int:
     amount = operator.index(amount)
+    # As in torch, whose stores hold 64 bits.
     if amount not in _NUMBERS:
         raise ValueError(f"add: amount must fit 64 bits, got {amount}")
     return amount
@@ -200,6 +202,7 @@ class Polling:
         left_s = self._give_up_at - time.monotonic()
         if left_s <= 0:
             return None
+        # The last poll is at the deadline, and not after it.
         pause_s = min(self._pause_s, left_s)
         self._pause_s = min(self._pause_s * 2, self.LONGEST_S)
         return pause_s
@@ -225,6 +228,7 @@ class DictStore(Store):
 
     def add(self, key: Data, amount: int) -> int:
         key, amount = encoded(key, "key"), checked_amount(amount)
+        # Read and written in one turn: two ranks that add would lose one of the amounts.
         with self._changed, self._exclusive():
             total = checked_amount(as_number(key, self._data.get(key, b"0")) + amount)
             self._write(key, str(total).encode())
@@ -235,6 +239,7 @@ class DictStore(Store):
         desired = encoded(desired, "desired")
         with self._changed, self._exclusive():
             current = self._data.get(key)
+            # As in torch: an empty `expected` stands for an absent key.
             if current == expected or (current is None and not expected):
                 self._write(key, desired)
             return self._data.get(key, expected)
@@ -248,6 +253,7 @@ class DictStore(Store):
         key = encoded(key, "key")
         with self._changed, self._exclusive():
             existed = key in self._data
+            # A file would get an entry that says nothing.
             if existed:
                 self._write(key, None)
             return existed

@@ -169,6 +169,7 @@ class StoreFromTorch(Store):
 
     def append(self, key: Data, value: Data) -> None:
         key, value = encoded(key, "key"), encoded(value, "value")
+        # TCPStore appends on its server; FileStore has nothing like it.
         if self._clone.has_extended_api():
             self._call("append", self._clone.append, key, value)
             return
@@ -194,6 +195,7 @@ class StoreFromTorch(Store):
         while not self.check(missing):
             pause_s = polling.next_pause_s()
             if pause_s is None:
+                # Only for the error: each question is a round trip.
                 missing = [key for key in missing if not self.check([key])]
                 if not missing:
                     return
@@ -211,6 +213,7 @@ class StoreFromTorch(Store):
         self._call("multi_set", self._clone.multi_set, names, contents)
 
     def _call(self, operation: str, function: Callable[..., T], *arguments: object) -> T:
+        # Its thread may be stuck in that call: what follows would wait for it.
         if self._lost is not None:
             raise StoreLost(operation, self._lost.detail)
         kind = type(self.torch_store).__name__
@@ -248,6 +251,7 @@ class Caller:
             target=_serve, args=(self._calls,), name="chorusline-torch-store", daemon=True
         )
         serving.start()
+        # The thread refers to the queue alone, and ends with its owner.
         weakref.finalize(self, self._calls.put, None)
 
     def call(self, limit_s: float, function: Callable[..., T], *arguments: object) -> T:
@@ -257,6 +261,7 @@ class Caller:
         try:
             return answer.result(limit_s)
         except TimeoutError:
+            # The function itself has raised it.
             if answer.done():
                 raise
             raise CallTimedOut from None

@@ -205,6 +205,7 @@ def _bits_of(numbers: Iterable[int]) -> bytes:
     `torch.tensor` of a list takes three times as long as the array."""
     one_by_one = not isinstance(numbers, Numbers)
     found = numbers._firsts if isinstance(numbers, Numbers) else array("q", numbers)
+    # A few are quicker without torch.
     if not found or (one_by_one and len(found) <= _FEW):
         return _few_bits_of(found)
     import torch  # A stream's reader does without: it has few numbers at a time.

@@ -96,6 +96,7 @@ class SyncBatchNorm(_BatchNorm):
         this class with its parameters and buffers. Call it before DistributedDataParallel."""
         check_kinds(cls.convert_sync_batchnorm, locals())
         converted = module
+        # One of this class stays as it is, with its own group.
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
             converted = cls(
                 module.num_features,
@@ -106,6 +107,7 @@ class SyncBatchNorm(_BatchNorm):
                 process_group,
             )
             for name in ("weight", "bias"):
+                # The same parameter object, which an optimizer may have already.
                 setattr(converted, name, getattr(module, name))
             for name in ("running_mean", "running_var", "num_batches_tracked"):
                 setattr(converted, name, getattr(module, name))
@@ -126,6 +128,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self._check_input_dim(input)
+        # Running statistics are equal on all ranks: nothing has to be shared.
         if not self.training:
             return super().forward(input)
         if self._group is None:
@@ -189,6 +192,7 @@ class _Normalise(torch.autograd.Function):
         channels = x.size(1)
         mine = x.new_zeros(2 * channels + 1)  # mean, squared deviations, count
         own_count = x.numel() // channels
+        # Of an empty batch the mean would be NaN, on all ranks.
         if own_count:
             var, mean = torch.var_mean(x, _not_channels(x), correction=0)
             mine[:channels] = mean
@@ -232,9 +236,11 @@ class _Normalise(torch.autograd.Function):
         centred = (x - _shaped(mean, x)) * _shaped(inverse, x)
         channels = x.size(1)
         sums = torch.cat([dy.sum(_not_channels(x)), (dy * centred).sum(_not_channels(x))])
+        # Before the sum over the ranks: the model reduces these with all other gradients.
         grad_bias = sums[:channels].to(weight.dtype) if needs_bias else None
         grad_weight = sums[channels:].to(weight.dtype) if needs_weight else None
         grad_input = None
+        # Alike on all ranks, as the layer before is.
         if needs_input:
             totals = sums.clone()
             ctx.group.all_reduce(totals).wait()

@@ -91,7 +91,9 @@ class Boundary:
 
     def step_agreed(self, agreement: Agreement, group: Group, *, ends_step: bool) -> None:
         """All ranks have agreed on a step. ends_step: the step is counted, and applied next."""
+        # It stays: the step that carried the wish may be followed by others before a boundary.
         self._stop_is_agreed = self._stop_is_agreed or agreement.stop
+        # One rank that cannot is enough: all would have to continue in place.
         self.admits = agreement.says(Note.ADMITS) == group.size
         # An agreement on a backward pass, or of ranks that are all out of data, is no step.
         if not (ends_step and agreement.live):
@@ -100,6 +102,7 @@ class Boundary:
         between_runs().begin_applying(group)
         self.steps.taken += 1
         self.was_live = group.rank in agreement.live
+        # It has no batch of its own in a step that the others take.
         if self.iterations and not self.was_live:
             self.steps.batches_shadowed += 1
         self.resumed_live = self.resumed_live and agreement.live
@@ -112,6 +115,7 @@ class Boundary:
         """Warn, on one rank and once, of what no step can show: each alone is right."""
         self.watches_draws, self.draws = False, 0
         live = agreement.live
+        # One rank warns, of those that run the body.
         if rank != live[0] or not agreement.epochs:
             return
         # Digests of generators are below 0; those above are of optimizers, which others compare.

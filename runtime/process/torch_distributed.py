@@ -63,6 +63,7 @@ def initialise(
     ours = between_runs().world
     if ours is not None and (ours.group is not group or not dist.is_initialized()):
         end()  # Its generation has ended, or the program has destroyed the process group.
+    # Called once more in the same run, by a library for example.
     if dist.is_initialized():
         if ours is not None and ours.process_group is dist.group.WORLD:
             return
@@ -83,6 +84,7 @@ def initialise(
             timeout=timedelta(seconds=seconds),
             pg_options=Options(parent=group),
         )
+    # It stays until then, as torch's C++ may hold its other half.
     except BaseException:
         store.release()
         raise
@@ -166,6 +168,7 @@ def _in_place_of(of_torch: Callable[..., None], seat: Seat) -> Callable[..., Non
             of_torch(backend, init_method, timeout, world_size, rank, store, *others, **more)
             return
         group = seat.group
+        # A script that sets them itself has read them from torchrun's variables, or means others.
         if (rank, world_size) not in ((-1, -1), (group.rank, group.size)):
             raise ValueError(
                 f"init_process_group(rank={rank}, world_size={world_size}) on rank {group.rank} of "
@@ -193,6 +196,7 @@ def end() -> None:
     ours, between_runs().world = between_runs().world, None
     if ours is None:
         return
+    # The program may have made another one in its place, which is its own.
     if dist.is_initialized() and dist.group.WORLD is ours.process_group:
         dist.destroy_process_group()
     ours.store.release()

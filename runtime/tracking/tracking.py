@@ -74,6 +74,7 @@ class Tracking:
 
     async def end(self, error: BaseException | None) -> None:
         """The run is over. error: what it has raised."""
+        # No rank has answered: a tracker still gets a beginning and an end.
         if not self._has_begun:
             self._begin(RunStatus(origin=uuid.uuid4().hex))
         self._put_all(self._numbers.rest(), self._events.look(self._statuses, is_over=True))
@@ -160,6 +161,7 @@ class _Line:
         self._thread.start()
 
     def put(self, call: _Call) -> None:
+        # A tracker whose server hangs must not fill the memory of the program.
         if self._queue.qsize() < MOST_WAITING:
             self._queue.put(call)
             return
@@ -197,6 +199,7 @@ class _Line:
             return
         while (call := self._queue.get()) is not None:
             self._call(call, "it still receives later steps")
+            # Not after each call: a tracker that writes files would write each number by itself.
             if self._queue.empty():
                 self._call(lambda tracker: tracker.flush(), "it still receives later steps")
 

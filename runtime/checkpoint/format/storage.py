@@ -76,6 +76,7 @@ class Folder(Storage):
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
+            # Only now the name is there: a reader finds the whole file or none.
             temporary.rename(path)
             _sync_folder(path.parent)
         except BaseException:
@@ -94,6 +95,7 @@ class Folder(Storage):
     def children(self, name: str = "") -> list[str]:
         try:
             return sorted(path.name for path in (self._root / name).iterdir())
+        # As in an object store, where a folder is there when something is in it.
         except FileNotFoundError:
             return []
 
@@ -108,6 +110,7 @@ class Folder(Storage):
 
     def delete(self, name: str) -> None:
         path = self._root / name
+        # Several ranks, or another run, may delete the same folder.
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

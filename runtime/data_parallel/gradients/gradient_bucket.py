@@ -85,6 +85,7 @@ class GradientBucket:
         self.work = None
         self.padded = padded_numel(self.plan.content, group.size)
         assert self.padded <= self.flat.numel()
+        # The vote of the ended step, or padding for another number of ranks.
         self.flat[self.plan.content :] = 0
         self.launched_version = self.flat._version
         self.prepare_shard(group)
@@ -118,6 +119,7 @@ class Gradients:
         added = range(len(self.parameters), len(self.parameters) + len(named))
         self.names += [name for name, _ in named]
         self.parameters += [parameter for _, parameter in named]
+        # Autograd comes from the end of a model to its beginning.
         self.order += reversed(added)
         fresh = self._made(added, None, group, vote_numel)
         self.buckets += fresh
@@ -170,12 +172,14 @@ class Gradients:
                 f"{gradient.layout} gradient; only dense gradients are reduced (for nn.Embedding: "
                 "sparse=False)"
             )
+        # It would be cast, and no longer be what the program computed.
         if gradient.dtype != view.dtype:
             raise RuntimeError(
                 f"parameter {self.names[number]} of shape {tuple(parameter.shape)} is "
                 f"{gradient.dtype} now, and was {view.dtype} when the model was wrapped; convert "
                 "the module before DistributedDataParallel gets it"
             )
+        # autograd makes a tensor of its own where `.grad` was None.
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             parameter.grad = view
@@ -187,6 +191,7 @@ class Gradients:
         for number in numbers:
             parameter = self.parameters[number]
             made = torch.empty_like(parameter)
+            # Most parameters are contiguous, and keep their view.
             if parameter.grad is not None and parameter.grad.stride() != made.stride():
                 parameter.grad = made.copy_(parameter.grad)
         self._handed_out = list(numbers)
@@ -216,6 +221,7 @@ class Gradients:
     def why_changed(self) -> str:
         """Names what the program has changed since all buckets were launched; empty if nothing."""
         for bucket in self.buckets:
+            # torch counts writes for a tensor and all its views, so that one number tells of all.
             if bucket.flat._version != bucket.launched_version:
                 return "one of " + ", ".join(self.names[n] for n in list(bucket.views)[:3])
             for number, view in bucket.views.items():
