@@ -93,6 +93,7 @@ class _Reading:
 
     def read(self) -> Row | None:
         """The next row that was not given before; None at the end."""
+        # Each rank that asks has to hear of it, and not only the first.
         if self.failure is not None:
             raise self.failure
         while True:
@@ -104,6 +105,8 @@ class _Reading:
                 # After an error a generator looks as if it had ended, so each later call raises.
                 self.failure = error
                 raise
+            # Every row has its number, also one that is left out: it must mean the same row next
+            # time.
             number = self.next_number
             self.next_number += 1
             if number not in self.given:
@@ -112,6 +115,7 @@ class _Reading:
     def take(self, count: int) -> list[Row]:
         rows: list[Row] = []
         while len(rows) < count:
+            # First what lost ranks had: else a short stream would end before they are given again.
             row = self.waiting.popleft() if self.waiting else self.read()
             if row is None:
                 break
@@ -217,6 +221,7 @@ class RowReader:
         num_holders: int,
         given: NumberSet,
     ) -> _Reading:
+        # A source that has failed is read again from its beginning.
         if before is not None and before.failure is None:
             left = before.left()
             there = NumberSet(number for number, _ in left) | given
@@ -273,6 +278,7 @@ class RowReader:
         hand = reading.hands.setdefault(holder, _Hand())
         hand.numbers.extend(number for number, _ in rows)
         hand.rows.extend(row for _, row in rows)
+        # What belongs to steps that count is not given again, so it takes no memory.
         hand.drop(len(hand.numbers) if counted is None else counted)
         return rows
 
@@ -321,10 +327,12 @@ class RowReader:
         if reading is None:
             return
         reading.ended.add(holder)
+        # The last one: until then a rank may be lost, and its rows come back.
         if len(reading.ended | reading.gone) >= reading.num_holders:
             del self._readings[key]
 
     def _check(self, key: ReadingKey) -> None:
+        # The usual case: it has known every generation.
         if not self._has_died:
             return
         run, generation, _ = key

@@ -66,6 +66,7 @@ class Program:
         _register_with_lightning()
         between_runs().enter(group)
         run = FunctionRun(self, journal, lifeline, steps, is_newcomer=resumption is not None)
+        # A dry run is a function that begins as a newcomer, in a group without peers.
         if replay_log:
             run.begin_dry_run(replay_log)
         result = run.begun(assignment, group, resumption)
@@ -143,6 +144,7 @@ class FunctionRun:
         # Process groups of a function that failed are closed only here. Closed earlier, they would
         # report to the peers an error other than the one that ended the function.
         torch_distributed.end()
+        # The function was called before in this run: what `ctx.keep` made then may be torn.
         if self._call is not None:
             between_runs().begin_again()
         call = FunctionCall(
@@ -167,12 +169,14 @@ class FunctionRun:
         checkpoints.tell_progress = call.data_state
         checkpoints.check_progress = call.check_progress
         checkpoints.run_id = self._program.run_id
+        # Then a full disk is a warning: to raise would cost what was trained.
         checkpoints.has_trained = resumption is not None or self._goes_back
         if replay_log is not None:
             assert isinstance(group, DryRunGroup)
             group.answer_with([*replay_log.outside, *replay_log.body])
             checkpoints.place, self._steps.taken = replay_log.checkpoints, replay_log.taken
         with running(call), checkpoints:
+            # In this order: from the others, from what the ranks have kept, from the disk.
             if replay_log is not None:
                 call.resume_data([replay_log.data])
             elif resumption is not None and self._recovery is not None:
@@ -185,6 +189,7 @@ class FunctionRun:
                 if self._recovery is not None and self._program.checkpoint is not None:
                     self._recovery.can_resume_again = self._program.checkpoint.resume == AUTO
         self._steps.origin, self._steps.steps_before = call.origin, call.steps_before
+        # A worker in its dry run is in no generation yet.
         if replay_log is None:
             self._lifeline.has_entered(runs_again=True)
         if self._recovery is not None:
@@ -212,6 +217,7 @@ class FunctionRun:
         """What the session's seed asks for. Each scope has a step boundary of its own."""
         if self._program.seed is None:
             return
+        # Once for each call: a coroutine enters its scope twice.
         if self._seeded is None or self._seeded[0] is not call:
             Context(call).seed(self._program.seed)
             self._seeded = call, boundary().at_first_step
@@ -220,12 +226,14 @@ class FunctionRun:
     def _again(self, error: BaseException) -> tuple[Assignment, Group, Resumption | None]:
         """With what arguments the function that raised `error` runs again. Raises if it does not
         run again."""
+        # The person who waits for the worker learns what the function does that keeps it out.
         if isinstance(error, DryRunRefused):
             tell_why_not(str(error))
         # No other rank waits for a dry run, so that there is nothing to recover.
         if self._recovery is None or self._recovery.arrivals.is_dry_run:
             raise error
         group, call = self._lifeline.group, self._call
+        # What no rank holds may be on the disk.
         if isinstance(error, StateLost) and group and call and call.has_checkpoint(group):
             # All ranks are in the next generation already, and all raise StateLost.
             self._recovery.forget()
@@ -259,6 +267,7 @@ def _register_with_lightning() -> None:
 
 
 def _ended(call: FunctionCall, result: object) -> object:
+    # Before this rank waits for the others: one that still saves would wait for it.
     if call.checkpoints is not None:
         call.checkpoints.say_over()
     call.finish()

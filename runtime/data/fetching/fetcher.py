@@ -55,6 +55,7 @@ class Fetching(Iterator[Any]):
     @property
     def next_indices(self) -> Indices | None:
         """The list of which `next` gives the batch; None if there is none, or after a cut."""
+        # A batch that is still on its way belongs to nobody any more.
         if self._is_cut:
             return None
         return self._sent[0] if self._sent else self._peek()
@@ -119,6 +120,7 @@ class Fetcher:
         """Begin with these lists; a fetching that is under way is cut off."""
         self.rest()
         fetching = self._fetching = Fetching(iter(index_lists))
+        # With the first batch: a dataset that is never iterated needs no processes.
         if self._loader is None:
             self._loader = self._made()
         self._generator.manual_seed(seed)
@@ -145,6 +147,7 @@ class Fetcher:
     def _made(self) -> DataLoader[Any]:
         options, dataset = self.options, self.dataset
         collate = options.collate_fn or collated
+        # By the same class, so that both ways make the same batches.
         if options.num_workers == 0:
             return DataLoader(
                 dataset,
@@ -155,6 +158,7 @@ class Fetcher:
             )
         is_fork = options.context == FORK
         at_start: Any = AtStart(is_fork, options.worker_init_fn)
+        # Started as another program: what the functions mean there has to travel.
         if not is_fork:
             dataset, at_start = by_value(dataset), by_value(at_start)
             collate = None if collate is None else by_value(collate)

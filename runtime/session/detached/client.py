@@ -73,6 +73,7 @@ class DetachedClient:
         A session of that name that has ended makes room.
         """
         detached = DetachedActors(name)
+        # A name stands for one session: another one is refused, unless it has ended.
         if (there := detached.host()) is not None:
             await cls._make_room(name, there)
         environment = options.environment
@@ -193,6 +194,7 @@ class DetachedClient:
         token = uuid.uuid4().hex
         parcel = ray.put(program)  # Once, however often it has to be sent.
         said = await self._ask("begin", token, parcel, get_debug_level(), timeout_s=None)
+        # Refused in words, since an exception of an actor would come with Ray's frames.
         if isinstance(said, str):
             raise RuntimeError(said)
         assert isinstance(said, int)
@@ -248,6 +250,7 @@ class DetachedClient:
     async def stop(self) -> None:
         with contextlib.suppress(RuntimeError):  # It had ended already.
             await self._ask("stop", timeout_s=60.0)
+        # It hangs, or its node does: the name is to be free in any case.
         if not await _until_gone(self.name):
             ray.kill(self._host)
 

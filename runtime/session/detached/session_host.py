@@ -129,6 +129,7 @@ class SessionHost:
 
     async def live(self) -> None:
         """Start the session, or continue with it; this session host's own call."""
+        # It may be called more than once, until one call has come through.
         if self._has_begun:
             return
         self._has_begun = True
@@ -137,10 +138,13 @@ class SessionHost:
                 await self._wake(self._again)
             else:
                 self._detached.clear()  # What a session host has left that was killed for good.
+                # Until it has started: a host that dies now leaves nothing that could be taken
+                # over.
                 self._note_restarts(_NOT_TO_BE_FOUND)
                 with Starting(None) as starting:
                     await self._holding.start(starting, is_local=False)
             self._note_restarts(self._restarts)
+        # Its client hears the reason, and then the name is free again.
         except Exception as error:
             await self._holding.close()
             self._start_error = error
@@ -173,6 +177,7 @@ class SessionHost:
             else:
                 self._run.took_s = took_s
                 self._run.ending = cloudpickle.loads(ending) if ending else _forgotten(ending)
+                # What the workers still hold of it, for clients that have not heard all.
                 await self._hear_again(self._run)
                 self._run.is_over.set()
 
@@ -197,10 +202,12 @@ class SessionHost:
         while not self._ended:
             await asyncio.sleep(_LOOK_S)
             self._forget_clients()
+            # A client that only looks keeps the session as well.
             if self._clients or self._is_running:
                 self._busy_at = time.monotonic()
             elif self._idle_s > self._idle_timeout_s:
                 await self._end(f"it was idle for its limit of {self._idle_timeout_s:g} s")
+        # The workers are gone; results cost only this process.
         await asyncio.sleep(RESULTS_KEPT_S)
         self._self.leave.remote()
 
@@ -211,6 +218,7 @@ class SessionHost:
         run = self._run
         if run is not None and run.task is not None and not run.is_over.is_set():
             run.why = why
+        # A node that does not answer must not keep the session from ending.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_S):
                 await self._holding.close()
@@ -286,6 +294,7 @@ class SessionHost:
         if run.ending is not None:
             with contextlib.suppress(Exception):
                 ending = cloudpickle.dumps(run.ending)
+            # What cannot be pickled, or is too large for the head's memory, is told as forgotten.
             ending = ending if ending and len(ending) < _MOST_OUTCOME_BYTES else b""
         self._detached.save("run", (run.number, run.token, run.began, run.took_s, ending))
 
@@ -314,6 +323,7 @@ class SessionHost:
         run = self._run
         if run is None or run.task is None or run.is_over.is_set():
             return False
+        # Before the cancellation, which makes the error of it.
         run.why = why
         run.task.cancel()
         await run.is_over.wait()

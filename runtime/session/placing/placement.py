@@ -66,6 +66,7 @@ def check(resources: Mapping[str, float] | None, use_gpu: bool, strategy: str) -
             f"resources_per_worker asks for {resources['GPU']:g} GPU, but use_gpu is {use_gpu}; "
             "use_gpu decides where tensors live, so set both to match"
         )
+    # The default CPU counts unless it was set to 0.
     if not use_gpu and not any({"CPU": 1.0, **resources}.values()):
         raise ValueError(
             "resources_per_worker asks for nothing, and Ray cannot place nothing; ask for a small "
@@ -89,6 +90,7 @@ def bundle_of_worker(
     otherwise. On a cluster that the session started, workers share the CPUs, in fractions if needed
     (is_local)."""
     num_cpus = 1.0
+    # A laptop with two cores may run four workers, to try things out.
     if is_local:
         share = ray.cluster_resources().get("CPU", 1.0) / num_workers
         # Ray counts in ten-thousandths. Round down: three shares rounded up would not fit.
@@ -163,6 +165,7 @@ async def place(
         groups = await _divided(group, needs)
         if groups:
             return groups
+        # Others took the room while the group was divided: place it once more.
         left_s = max(0.0, give_up_at - time.monotonic())
 
 
@@ -203,6 +206,7 @@ async def _place_together(
     needs: Needs, fewest: int, most: int, timeout_s: float, *, may_grow: bool
 ) -> PlacementGroup:
     """As `place`, in one group."""
+    # By the sums, which need no placing: what does not fit in sum fits nowhere.
     is_too_small = _fitting(needs.bundle, ray.cluster_resources()) < fewest
     if is_too_small and not may_grow:
         raise _too_small(needs, fewest)
@@ -281,6 +285,7 @@ async def give_back(groups: Sequence[PlacementGroup]) -> None:
     for group in groups:
         for bundle in group.bundle_specs:
             reserved.update(bundle)
+    # Compared with what was free before, since others take and give meanwhile.
     before = ray.available_resources()
     for group in groups:
         remove_placement_group(group)
@@ -367,6 +372,7 @@ def _each(bundle: Mapping[str, float]) -> str:
 def _too_small(needs: Needs, num_workers: int, why_fixed: str = "") -> StartupError:
     """why_fixed: why no nodes can come; empty for a cluster that the session has started."""
     also = f", {why_fixed}" if why_fixed else ""
+    # The usual reason, with the usual remedy.
     if "GPU" in needs.bundle and not ray.cluster_resources().get("GPU"):
         return StartupError(
             "use_gpu=True",

@@ -88,6 +88,7 @@ class PlacedSeats:
         self._lock = threading.Lock()  # Every `wait_for` looks from a thread of its own.
         self._is_spread = strategy == "STRICT_SPREAD"
         num_first = len(self._first_bundles)
+        # A trial has no more than it holds.
         if self._is_borrowed:
             most = min(most, num_first - spares)
         self.most = num_first if strategy == "STRICT_PACK" and not self._is_borrowed else most
@@ -148,7 +149,10 @@ class PlacedSeats:
             nodes = self._nodes()
             if self._has_moved(place):
                 self._drop(place)  # The nodes that its group avoids are out of date.
+            # The first seats have theirs from the start, and keep them.
             if place >= len(self._first_bundles) and place not in self._own:
+                # Asked again later: each pending group is looked at by Ray's scheduler all the
+                # time.
                 if len(self._waiting) >= (1 if self._is_spread else _ASKED_AT_ONCE):
                     return False
                 self._waiting.add(place)
@@ -202,6 +206,7 @@ class PlacedSeats:
 
     def _has_moved(self, place: int) -> bool:
         home = self._homes.get(place)
+        # It has not been placed yet.
         if home is None:
             return False
         table = placement_group_table(self._own[place]).get("bundles_to_node_id", {})
@@ -225,6 +230,7 @@ class PlacedSeats:
         return placement.options_of_bundle(group, index, self._needs.bundle)
 
     async def give_back(self) -> None:
+        # What is borrowed is given back by its owner.
         groups = [*self._own.values()]
         if self._first is not None and not self._is_borrowed:
             groups.append(self._first)
