@@ -117,18 +117,21 @@ class _Answers(Communicator):
         return super().empty_symmetric(numel, dtype)
 
     def refuse(self, why: str) -> NoReturn:
+        # The first reason: what follows it may come of code that has caught it.
         self.refusal = self.refusal or why
         raise DryRunRefused(why)
 
     def _answer(self, operation: Operation, tensor: torch.Tensor) -> Work:
         self._check()
         what = name_of(operation, tensor)
+        # More operations than the others ran: the function has taken another way here.
         if not self.results:
             self.refuse(
                 f"it runs {what} before its first step, of which the other ranks have kept no "
                 "result"
             )
         kept = self.results.pop(0)
+        # By kind, size and dtype: results are matched by their order, so one that differs ends it.
         if kept.signature != signature_of(operation, tensor) or kept.values is None:
             self.refuse(
                 f"it runs {what} before its first step, whose result the other ranks cannot give: "
@@ -151,6 +154,7 @@ class _Answers(Communicator):
         return self._answer(operation, output)
 
     def barrier(self, operation: Operation) -> Work:
+        # It says only that all have come, which they have in the run of the others.
         self._check()
         return _Answered(operation, self._lock)
 

@@ -83,8 +83,10 @@ class KeptResults:
 
     def begin_body(self) -> None:
         """The body of an epoch begins."""
+        # The results of two bodies would be in one list, and nobody could tell them apart.
         if self._is_in_body:
             self.spoil("it has a loop over ctx.epochs inside another one")
+        # That of the epoch before: a worker that comes begins with the present one.
         self._num_bytes -= sum(map(_num_bytes, self._body))
         self._is_in_body, self._body = True, []
 
@@ -92,6 +94,7 @@ class KeptResults:
         self._is_in_body = False
 
     def spoil(self, why: str) -> None:
+        # Paused: what happens now is none of the function's own.
         if not self._pauses:
             self.why_not = self.why_not or why
             self._outside, self._body = [], []
@@ -136,6 +139,7 @@ class _Keeping:
         return [*(self._before.tensors if self._before is not None else ()), self._tensor]
 
     def __call__(self) -> None:
+        # First what the operation itself still writes.
         if self._before is not None:
             self._before()
         self._kept.values = self._tensor.detach().clone()
@@ -152,5 +156,6 @@ class KeepingCommunicator(WrappingCommunicator):
         if name not in _NOT_ONE_RESULT:
             tensor = arguments[0]
             place = self.kept.place_for(operation, tensor)
+            # Of the others the place stays empty: a worker that asks for one is refused by name.
             if place is not None and name in _SAME_EVERYWHERE:
                 operation.finish = _Keeping(place, tensor, operation.finish)

@@ -84,6 +84,7 @@ class PeriodicModelAverager(ModelAverager):
         if period < 1:
             raise ValueError(f"period must be a positive number of steps, got {period}")
         check_range("warmup_steps", warmup_steps, 0)
+        # Allowed, as in torch; but it is slower than what it is meant to save.
         if period == 1:
             _warn_of_every_step("period")
         self.period = period
@@ -135,6 +136,7 @@ class HierarchicalModelAverager(ModelAverager):
         self.period_process_group_dict: dict[int, Group] = {}
         """By period, the group in which this rank averages."""
         for period, size in period_group_size_dict.items():
+            # All ranks need no group of their own.
             group = whole if size == whole.size else whole.split(whole.rank // size)
             assert group is not None
             self.period_process_group_dict[period] = group
@@ -148,6 +150,7 @@ class HierarchicalModelAverager(ModelAverager):
     ) -> None:
         _refuse_join()
         due = [period for period in self.period_process_group_dict if self.step % period == 0]
+        # The largest period that is due has the largest group, whose mean covers the smaller ones.
         if self.step >= self.warmup_steps and due:
             average(params, self.period_process_group_dict[max(due)])
         self.step += 1
@@ -158,6 +161,7 @@ def average(params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], gro
     """Replace parameters by their mean over the ranks of `group`: one all-reduce per dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for parameter in _parameters(params):
+        # The others are not trained, and so they are equal.
         if parameter.requires_grad:
             by_dtype[parameter.dtype].append(parameter)
     for same in by_dtype.values():
@@ -194,6 +198,7 @@ def _check_hierarchy(sizes: Mapping[int, int], num_ranks: int) -> None:
         raise ValueError(
             f"the last group size must be that of process_group, {num_ranks} ranks, got {last}"
         )
+    # Else some ranks would be left in a group that is smaller than the others.
     for size in sizes.values():
         if size < 1 or num_ranks % size:
             raise ValueError(f"{num_ranks} ranks cannot be cut into groups of {size}")

@@ -59,6 +59,7 @@ class PostLocalSGDState:
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.subgroup = subgroup
+        # Without a reduction in it nobody needs the group, whose making is a collective.
         if subgroup is None and post_local_gradient_allreduce:
             hosts = all_gather_object(self.process_group, host_identity())
             self.subgroup = self.process_group.split(hosts.index(host_identity()))
@@ -79,6 +80,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> torch.fu
     check_kinds(post_localSGD_hook, locals())
     gradients = bucket.buffer()
     if state.iter < state.start_localSGD_iter:
+        # Once a step: the hook is called for each bucket.
         if bucket.is_last():
             state.iter += 1
         return state.process_group.all_reduce(gradients, ReduceOp.AVG).get_future()
@@ -117,6 +119,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         self.optim = optim
         self.averager = averager
         self.defaults = optim.defaults
+        # A plain optimizer has whole parameters on each rank, and any average is right for it.
         if isinstance(optim, ZeroRedundancyOptimizer):
             _check_shards(optim, averager)
 
@@ -133,6 +136,7 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
 
         Raises RuntimeError inside Join, and under a GradScaler.
         """
+        # torch's scaler sets these on an optimizer that handles them itself.
         if hasattr(self, "grad_scale") or hasattr(self, "found_inf"):
             raise RuntimeError(
                 "a GradScaler skips the steps in which gradients overflow. While each rank has "

@@ -132,6 +132,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "worker for each device (num_workers), and leave device_ids out"
             )
         precision = dtype_options(mixed_precision)
+        # Frozen ones get no gradient; if they are thawed later, they are added (`reduce_unfrozen`).
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError(
@@ -162,6 +163,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             "static_graph": bool(static_graph),
             **precision,
         }
+        # A loss from here on finds a function that has begun to make its objects, and may begin
+        # afresh.
         if (recovery := recovery_of(group)) is not None:
             recovery.makes_model()
         check_same_model("DistributedDataParallel", parameters, group, buffers, settings)
@@ -172,6 +175,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self._hooked = WeakIdKeyDictionary()
         """Outputs that outlive a pass, such as a parameter, have had the hook since the first."""
         state = [*module.parameters(), *module.buffers()]
+        # After the comparison: a model that differs gets an error, and not another one's values.
         broadcast_tensors([tensor.detach() for tensor in state], 0, group)
         self._reducer = reducer = Reducer(
             named,
@@ -223,6 +227,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def _before_forward(self) -> float:
         """Returns the time at which the module begins."""
         boundary().begin_forward()
+        # Ranks without data hear that a step begins, and shadow it.
         if self._join is not None:
             self._join.notified(self)
         self._engine.buffers.begin_forward()
@@ -282,6 +287,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     def _bind_norms(self) -> None:
         """Bind the layers to a new generation's group; a collective, if there is one."""
+        # Asked in each pass, as a pass may be the first of a generation.
         if self._norms_group is not self.group:
             self._norms_group = self.group
             for norm in self._sync_norms:
@@ -314,6 +320,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         # A rank without data runs no body, and would not register it.
         if self._join is not None:
             raise RuntimeError("register_comm_hook cannot be called inside Join; call it before")
+        # A rank would keep one part of what the hook has reduced as a whole.
         if self._reducer.is_sharded:
             raise ValueError(why_not_sharded(registered.name))
         registered.check_same(self.group)

@@ -129,6 +129,7 @@ class BucketSums:
         self.kept = {_ONLY: self._made[0]}
 
     def _let_go(self, memory: Sum) -> None:
+        # What comes next is written to `coming` in any case.
         if memory is not self.coming:
             self._free.append(memory)
 
@@ -167,6 +168,7 @@ class BucketSums:
 
     def _room(self, turn: int, rank: int, length: int) -> torch.Tensor:
         room = self._received.get((turn, rank))
+        # Kept from step to step, as long as the number of ranks stays.
         if room is None or room.numel() != length:
             room = self._received[turn, rank] = self.bucket.flat.new_empty(length)
         return room
@@ -206,9 +208,11 @@ class Exchange:
         if node in self.parts:
             return self.parts[node]
         first, *second = (self._sum_of(c) for c in children_of(node, self.num_leaves))
+        # A node with one child is that child's sum.
         if not second:
             return first
         other = second[0]
+        # Into what was received: the kept sums stay as they are, for a loss.
         if first.is_ours:
             first.values.add_(other.values)
             return first
@@ -250,6 +254,7 @@ class MicroBatchSums:
             self._buckets = [BucketSums(bucket) for bucket in self._gradients.buckets]
 
     def begin_micro_batch(self) -> None:
+        # Autograd adds to what is there.
         if self._accumulates:
             return
         self._gradients.drop()
@@ -281,6 +286,7 @@ class MicroBatchSums:
     def launch(self, group: Group, outs: Sequence[torch.Tensor]) -> None:
         """(2) begins. outs: get this rank's shard of the sum of each bucket."""
         plan = self._plan
+        # The tree is that of the micro-batches, whoever holds them; else it is one of the ranks.
         if plan.deterministic:
             num_leaves = plan.num_micro_batches
             nodes = [nodes_over(plan.held_by(rank), num_leaves) for rank in range(group.size)]
