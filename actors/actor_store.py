@@ -92,6 +92,7 @@ class StoreActor:
     @ray.method(concurrency_group="store")
     async def store_compare_set(self, key: Data, expected: Data, desired: Data) -> bytes:
         value = self._store.compare_set(key, expected, desired)
+        # Not where nothing was written, and the key is still absent.
         if self._store.check([key]):
             self._wake(key)
         return value
@@ -160,6 +161,8 @@ class StoreActor:
             pass
         finally:
             gathering.num_waiters -= 1
+            # The last one leaves, by its time or because all have come; others may have begun
+            # another.
             if gathering.num_waiters == 0 and self._gatherings.get((name, size)) is gathering:
                 del self._gatherings[name, size]
                 for key in gathering.missing:
@@ -182,6 +185,7 @@ class StoreActor:
     async def _until_written(self, keys: list[bytes], timeout_s: float) -> list[bytes]:
         try:
             async with asyncio.timeout(timeout_s):
+                # One key after the other: whoever waits for many wakes once for each that was late.
                 while missing := self._missing(keys):
                     await self._written.setdefault(missing[0], asyncio.Event()).wait()
         except TimeoutError:
@@ -250,6 +254,7 @@ class ActorStore(Store):
         several errors wins."""
         with self._lock:
             self._cancelled_by = self._cancelled_by or error
+            # The threads look why they were woken.
             for event in self._blocked:
                 event.set()
 
@@ -261,6 +266,7 @@ class ActorStore(Store):
         self._call("set", encoded(key, "key"), encoded(value, "value"))
 
     def post(self, key: Data, value: Data) -> None:
+        # Not awaited: what follows waits for others, and fails if this has not arrived.
         with self._lock:
             if self._cancelled_by is not None:
                 raise fresh_copy(self._cancelled_by)

@@ -107,6 +107,7 @@ async def answer(call: Awaitable[Any], timeout_s: float | None = None) -> Any:
         had_no_place = isinstance(error, ActorUnschedulableError)
         raise ActorGone(why_gone(error), had_no_place) from None
     except TimeoutError as error:
+        # A TimeoutError that the method itself has raised.
         if isinstance(error, RayTaskError) or timeout_s is None:
             raise
         raise NoAnswer(timeout_s) from None
@@ -201,6 +202,7 @@ def refuses(address: str, timeout_s: float) -> bool:
         host, _, port = address.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout_s):
             return False
+    # A process without a free descriptor says nothing of the head.
     except OSError as error:
         return error.errno not in _OF_THIS_PROCESS
 
@@ -226,6 +228,7 @@ async def until_head_is_gone() -> None:
     gone_since: float | None = None
     while True:
         await asyncio.sleep(_HEAD_WATCH_S)
+        # It is back, restarted by its supervisor: the time is counted again from here.
         if not await asyncio.to_thread(head_is_gone, HEAD_ANSWER_S):
             gone_since = None
         elif gone_since is None:

@@ -1263,6 +1263,7 @@ class Group:
             return CollectiveTimeout(what, self.generation, late, timeout_s)
         ranks = sorted(members[rank] for rank in error.ranks)
         match error:
+            # With the words of the error, and the caller's own operation and ranks.
             case CollectiveTimeout():
                 return CollectiveTimeout(what, self.generation, ranks, timeout_s, error.whereabouts)
             case PeerLost():
@@ -1287,6 +1288,7 @@ class Group:
             error = GroupAborted(self.generation, [self.rank], text, trace)
         else:
             error = GroupAborted(self.generation, [self.rank], reason)
+        # A fork is no rank; and after `close` there is nothing that could wait.
         if os.getpid() != self._pid or self._closed:
             return
         self.end_with(error)
@@ -1311,6 +1313,7 @@ class Group:
         if self._closed or os.getpid() != self._pid:  # A fork shares the rank's memory segment.
             return
         self._closed = True
+        # They meet in this group's store, and end with it in any case.
         for child in list(self._children):
             child.close()
         failure = self._communicator.failure()
@@ -1416,6 +1419,7 @@ class Group:
     def rest(self) -> None:
         """This rank issues nothing more before the next `meet` or `turn`: peers whose collectives
         wait for it fail at once, with a CollectiveMismatch, instead of at their deadline."""
+        # Not with an operation in flight: its peers may still get what they wait for.
         if not self._closed and not self._recorder.has_pending:
             self._communicator.rest(self._next_sequence)
 
@@ -1428,6 +1432,7 @@ class Group:
     def keep_results(self, kept: KeptResults | None) -> None:
         """Keep the results of the operations that are issued from here on; None ends that."""
         inner = self._communicator
+        # One at a time: the last function's is put aside.
         if isinstance(inner, KeepingCommunicator):
             inner = inner.inner
         self._kept = kept
@@ -1455,6 +1460,7 @@ class Group:
     ) -> Operation:
         """Number, count and record an operation."""
         deadline_s = self._deadline_s(kind, timeout_s)
+        # Before the number is taken: what is announced may run operations of this group first.
         if self._announce is not None:
             self._announce(kind, numel, dtype, detail)
         sequence = self._next_sequence
@@ -1493,6 +1499,7 @@ class Group:
 
     def _deadline_s(self, kind: Kind, timeout_s: Seconds | None) -> float:
         """The seconds that an operation has; raises if it may not be issued here and now."""
+        # A fork has the memory of its parent and none of its threads: it would wait forever.
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{kind.name.lower()}: this group belongs to process {self._pid}, and this is a "
@@ -1544,6 +1551,7 @@ class Group:
         if self._channel is None:
             self._channel = ObjectChannel(self, self._channel_group)
             failure = self.failure()
+            # The group had ended before the channel was made, and could not tell it.
             if failure is not None:
                 self._channel.fail(failure)
         return self._channel
@@ -1580,10 +1588,12 @@ class Group:
         if factor is None and op.__class__ is ReduceOp and known in self._wire_ops:
             return self._wire_ops[known]
         wire_op = checked_op(name, op, factor, tensor.dtype, self.backend)
+        # A transport may have fewer than the contract: refused here, before other ranks wait.
         remedy = self._communicator.lacks(wire_op, travelling_dtype(tensor.dtype))
         if remedy:
             what = f"{name} of {tensor.dtype} with {ReduceOp(op).name}"
             raise UnsupportedOperation(what, self.backend, remedy)
+        # A factor is checked each time, as it may be another number.
         if factor is None:
             self._wire_ops[known] = wire_op
         return wire_op
@@ -1604,6 +1614,7 @@ class Group:
             return src
         if not self._communicator.receives_from_any:
             raise UnsupportedOperation("recv from any rank", self.backend, "name the rank with src")
+        # It would wait until its deadline.
         if self.size == 1:
             raise ValueError("recv from any rank in a group of one: nobody can send")
         return ANY_RANK
