@@ -14,6 +14,10 @@ def register() -> None:
 
     # If a script names no backend, torch still chooses Gloo and NCCL.
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    # torch 2.15 attaches its own recorder to a process group, in C++, of which one in Python has
+    # nothing to attach to, unless the backend is in this set: those that record by themselves.
+    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(NAME)
 
 
 def _create(arguments: Any, options: Any) -> Any:
