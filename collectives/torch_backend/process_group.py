@@ -12,6 +12,7 @@ them, which returns the process group itself.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,7 @@ from torch._C._distributed_c10d import (
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
+    ErrorType,
     GatherOptions,
     ReduceOptions,
     ReduceScatterOptions,
@@ -32,7 +34,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed.distributed_c10d import PrefixStore as TorchPrefixStore
 
-from ..contract.errors import UnsupportedOperation
+from ..contract.errors import CollectiveTimeout, GroupAborted, UnsupportedOperation
 from ..contract.work import Work
 from ..group import Group
 from ..stores.torch_store import StoreFromTorch
@@ -41,6 +43,7 @@ from .depths import Depths
 from .dispatcher import formerly, hand_on_functional_operators, operation
 from .monitored_barrier import monitored_barrier
 from .options import Options
+from .reconfiguring import Membership, Unconnected
 from .registration import NAME
 from .tensor_lists import only, some
 from .torch_work import TorchWork, in_turn
@@ -62,12 +65,28 @@ def create(arguments: Any, options: Options | None) -> ChoruslineProcessGroup:
     name = f"torch {arguments.group_id}"
     timeout_s = arguments.timeout.total_seconds()
     parent = None if options is None else options.parent
+    if getattr(arguments, "enable_reconfigure", False):  # torch 2.14 and newer
+        if parent is not None:
+            raise ValueError(
+                "enable_reconfigure=True needs a process group of its own; this one is over a "
+                "group of Chorusline, whose members its session decides"
+            )
+        store = StoreFromTorch(arguments.store)
+        rank, size = arguments.group_rank, arguments.group_size
+        return ChoruslineProcessGroup(
+            Membership(store, name, rank, size, timeout_s), arguments.store
+        )
     members = list(range(arguments.group_size))
     if parent is None and dist.is_initialized():
         world = dist.group.WORLD
         # A subgroup then has its parent's family: a rank that is lost to one is lost to both.
         if isinstance(world, ChoruslineProcessGroup):
             parent, members = world.group, list(arguments.global_ranks_in_group)
+            if world.supports_reconfigure:
+                # torch's name counts the groups that a process has made, and a rank that came
+                # later has made fewer. Groups of the same ranks meet in the order of their making.
+                digest = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
+                name = f"torch, {len(members)} ranks, {digest}"
     if parent is None:
         store = StoreFromTorch(arguments.store)
         size = arguments.group_size
@@ -92,21 +111,27 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
     """`size` ranks of torch.distributed, over one `Group` for each device and depth.
 
     group: the group for the program's tensors on the host. It has the flight recorder,
-    `describe()` and `failure()`.
+    `describe()` and `failure()`. A process group that was initialised with enable_reconfigure=True
+    has one after `reconfigure`, and then another one after each.
     """
 
     profiling_name = NAME
     """The prefix of the names of ranges in torch.profiler."""
 
-    def __init__(self, host: Group, torch_store: Any) -> None:
-        """torch_store: returned to torch as the store of this process group."""
-        _TorchProcessGroup.__init__(self, host.rank, host.size)
-        self._depths = Depths(host)
+    def __init__(self, members: Group | Membership, torch_store: Any) -> None:
+        """members: the group; a Membership if it is to be made by `reconfigure`.
+        torch_store: returned to torch as the store of this process group."""
+        _TorchProcessGroup.__init__(self, members.rank, members.size)
+        self._membership = members if isinstance(members, Membership) else None
+        self._depths: Depths | Unconnected = (
+            Unconnected() if isinstance(members, Membership) else Depths(members)
+        )
+        self._rank, self._size, self._timeout_s = members.rank, members.size, members.timeout_s
         self._next_sequence = 0
         self._coalescing: Any = None
         hand_on_functional_operators()
         self._torch_store = torch_store
-        self._group_name = host.name
+        self._group_name = members.name
         self._group_desc = "undefined"
         self._splits = 0
 
@@ -152,11 +177,53 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         raise UnsupportedOperation(
             "merge_remote_group",
             NAME,
-            "a group's membership never changes; destroy the process groups and initialise a new "
-            "one of all ranks",
+            "destroy the process groups and initialise a new one of all ranks, or reconfigure() "
+            "one, which torch 2.14 and newer can",
         )
 
     mergeRemoteGroup = merge_remote_group
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Whether it was initialised with enable_reconfigure=True."""
+        return self._membership is not None
+
+    def get_reconfigure_handle(self) -> str:
+        """This rank's name for the ranks that call `reconfigure`; another one after each."""
+        return self._reconfigurable("get_reconfigure_handle").handle
+
+    def reconfigure(self, opts: Any) -> TorchWork:
+        """Connect the ranks of opts.handles, in that order, in place of those so far.
+
+        All of them call it, with the same handles and the same uuid, and it blocks until they have
+        come. Works in flight, and groups that were made of this one, end. After an error the
+        process group has no members, and `reconfigure` may be called again.
+
+        opts: torch's ReconfigureOptions. Its timeout is that of the meeting; by default the process
+        group's, which stays that of later operations.
+        """
+        membership = self._reconfigurable("reconfigure")
+        members = membership.members(opts.handles)
+        limit_s = self._timeout_s if opts.timeout is None else opts.timeout.total_seconds()
+        self._depths.close()
+        self._depths, self._coalescing = Unconnected(), None
+        host = membership.connect(members, opts.uuid, limit_s)
+        host.timeout_s = self._timeout_s
+        self._depths = Depths(host)
+        self._rank, self._size = host.rank, host.size
+        self._next_sequence = self._splits = 0  # New ranks begin to count here, too.
+        return self._in_flight(host.barrier(), [], "reconfigure")
+
+    def _reconfigurable(self, method: str) -> Membership:
+        if self._membership is None:
+            raise UnsupportedOperation(
+                method,
+                NAME,
+                "this process group was not initialised with enable_reconfigure=True, which "
+                "init_process_group takes from torch 2.14 on; without it, destroy the process "
+                "group and initialise a new one of the ranks that are left",
+            )
+        return self._membership
 
     @property
     def supports_splitting(self) -> bool:
@@ -445,10 +512,10 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
     _get_backend_name = name = getBackendName
 
     def getRank(self) -> int:
-        return self.group.rank
+        return self._rank
 
     def getSize(self) -> int:
-        return self.group.size
+        return self._size
 
     rank, size = getRank, getSize
 
@@ -497,7 +564,8 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         """Do nothing: no works are pending in threads of C++."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._depths.set_timeout(timeout.total_seconds())
+        self._timeout_s = timeout.total_seconds()
+        self._depths.set_timeout(self._timeout_s)
 
     _set_default_timeout = set_timeout
 
@@ -511,8 +579,18 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
     def shutdown(self) -> None:
         self._depths.close()
 
+    def get_error(self) -> Any:
+        """What torch calls the error that ended the group; an abort by this rank is none."""
+        failure = self.group.failure()
+        if isinstance(failure, CollectiveTimeout):
+            return ErrorType.TIMEOUT
+        if failure is None or (isinstance(failure, GroupAborted) and failure.ranks == [self._rank]):
+            return ErrorType.SUCCESS
+        return ErrorType.REMOTE_ERROR
+
     def __repr__(self) -> str:
-        return f"<ChoruslineProcessGroup {self._group_name!r} over {self.group!r}>"
+        over = "no members" if isinstance(self._depths, Unconnected) else repr(self.group)
+        return f"<ChoruslineProcessGroup {self._group_name!r} over {over}>"
 
 
 def _together(group: Group, issue: Callable[..., Work], *arguments: Sequence[Any]) -> Work:
