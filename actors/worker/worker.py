@@ -61,11 +61,10 @@ from ..versions import versions_here
 from ..whereabouts import Whereabouts
 from ..worker_logs import Output, Position, Printed, read_rest
 from .gpu import own_gpu
-from .leaving import SIGTERM_EXIT, leave
 from .lifeline import AdmittingRank, Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes, spare_modules
 from .run_here import RunHere, RunnableProgram, meet_again
-from .sigterm import hear_sigterm
+from .sigterm import SIGTERM_EXIT, hear_sigterm, leave
 from .training_thread import TrainingThread
 
 if TYPE_CHECKING:

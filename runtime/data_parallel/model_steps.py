@@ -20,9 +20,9 @@ from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..partition.shards import padded_numel, shard_numel
 from ..process.micro_batches import StepPlan
+from .buffers import StepBuffers
 from .gradients.micro_batch_sums import MicroBatchSums, SumPhase
 from .gradients.reducer import Reducer
-from .step_buffers import StepBuffers
 from .sync_batch_norm import SyncBatchNorm
 
 
