@@ -59,6 +59,7 @@ def run(
     folder.mkdir()
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     command = "-m chorusline.runtime.commands.command_line run --workers 3 --max-restarts 5"
+    command += f" --env SAVE_S={save_s}"
     process = subprocess.Popen(
         [sys.executable, *command.split(), SCRIPTS / script, folder, str(STEPS), str(pace_s)],
         stdout=subprocess.PIPE,
@@ -66,7 +67,7 @@ def run(
         text=True,
         cwd=ROOT,
         env=environment
-        | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "SAVE_S": f"{save_s}"}
+        | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
     )
     pids = [""] * RANKS
