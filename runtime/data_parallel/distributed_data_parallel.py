@@ -519,8 +519,10 @@ class _ModelHook(JoinHook):
         if not model._reducer.is_sharded:
             num_missed = max(ledger.steps_taken) - ledger.steps_taken[model.group.rank]
             model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
-        # With sharded state every rank steps its shard in every step, and gathers the others.
-        if not model._reducer.is_sharded and ledger.somebody_missed_a_step:
+        if model._reducer.is_sharded:
+            if ledger.somebody_missed_a_step or ledger.ran_after_last_step:
+                self._take_written(model._join)
+        elif ledger.somebody_missed_a_step:
             self._follow_scaler(model._join)
             model._reducer.take_means_of(model._join.newest_rank(ledger.last_live))
             state += model.module.parameters()
@@ -557,20 +559,20 @@ class _ModelHook(JoinHook):
                     return
             if not reducer.is_sharded:
                 reducer.local_steps.compare(model.group)
-            found = unlike_values([p.detach() for p in reducer.parameters], model.group)
+            found = self._unlike_values(join)
         except Exception as error:
             if recovery is None or not ends_a_generation(error):
                 raise
             return  # It is a comparison only: the next step, or the end of the function, recovers.
         if found is None:
             return
-        number, unlike = found
+        name, rank, unlike = found
         joined = [r for r in range(model.group.size) if r not in join.ledger.last_live]
         raise CollectiveMismatch(
             "Join",
             model.group.generation,
             unlike,
-            f"parameter {reducer.gradients.names[number]} differs between rank 0 and ranks {unlike}"
+            f"{name} differs between rank {rank} and ranks {unlike}"
             + (f"; ranks {joined} had no data for the last step" if joined else ""),
             "What changes parameters, gradients, or an optimizer's state must do the same on all "
             "ranks. Ranks that have run out of data do not run the loop's body (clipping, clamping "
@@ -579,6 +581,42 @@ class _ModelHook(JoinHook):
             "body, and list it in place of both, Join(..., step_along=[function]). For gradients "
             "that a GradScaler has scaled, use a ZeroRedundancyOptimizer.",
         )
+
+    def _take_written(self, join: JoinEngine) -> None:
+        """A rank without data has taken all sharded steps. It lacks what the body of the others has
+        written to parameters since the last one, and to frozen ones at any time."""
+        model, recovery = self._model, self._model._engine.recovery
+        if recovery is not None and recovery.has_gone_on:
+            return  # As in `_check_same_values`.
+        try:
+            broadcast_tensors(
+                [parameter.detach() for parameter in model.module.parameters()],
+                join.newest_rank(join.ledger.last_live),
+                model.group,
+                on_host=recovery is not None,
+            )
+        except Exception as error:
+            if recovery is None or not ends_a_generation(error):
+                raise  # Else the next step recovers.
+
+    def _unlike_values(self, join: JoinEngine) -> tuple[str, int, list[int]] | None:
+        """The first parameter, of the model or of an average, that differs between a rank and other
+        ranks which must have the same; None if there is none."""
+        reducer, group = self._model._reducer, self._model.group
+        everybody = list(range(group.size))
+        # Joined ranks take over what the body has written since the last sharded step; only a
+        # function that they call for the body may have read, or written, something else.
+        takes_over = reducer.is_sharded and not join.runs_functions
+        ranks = sorted(join.ledger.last_live) if takes_over else everybody
+        found = unlike_values([p.detach() for p in reducer.parameters], group, ranks)
+        if found is not None:
+            return f"parameter {reducer.gradients.names[found[0]]}", ranks[0], found[1]
+        for average in join.averages:
+            named = dict(average.module.named_parameters())
+            found = unlike_values([p.detach() for p in named.values()], group, everybody)
+            if found is not None:
+                return f"parameter {[*named][found[0]]} of the average in step_along", 0, found[1]
+        return None
 
     def _follow_scaler(self, join: JoinEngine) -> None:
         """A rank that missed steps has the GradScaler of a rank that took them from now on: the

@@ -182,13 +182,19 @@ def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def unlike_values(tensors: Sequence[torch.Tensor], group: Group) -> tuple[int, list[int]] | None:
-    """The number of the first tensor whose bits are not the same on all ranks, and the ranks where
-    they are not rank 0's; None if all are. Reads all tensors once, and gathers a sum of each."""
+def unlike_values(
+    tensors: Sequence[torch.Tensor], group: Group, ranks: Sequence[int] = ()
+) -> tuple[int, list[int]] | None:
+    """The number of the first tensor whose bits are not the same on these ranks, and the ranks
+    where they are not the first one's; None if all are. Reads all tensors once, and gathers a sum
+    of each.
+
+    ranks: default: all."""
+    ranks = ranks or range(group.size)
     sums = [one.to(group.device) for one in sums_of_bits(tensors)]
     everybody = all_gather_row(group, torch.stack(sums).tolist())
     for number, by_rank in enumerate(zip(*everybody, strict=True)):
-        unlike = [rank for rank, bits in enumerate(by_rank) if bits != by_rank[0]]
+        unlike = [rank for rank in ranks if by_rank[rank] != by_rank[ranks[0]]]
         if unlike:
             return number, unlike
     return None

@@ -23,6 +23,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from chorusline.actors.errors import Interrupted
 from chorusline.collectives import Group, Work
@@ -51,6 +53,10 @@ from .followers import followers_of, steps_any
 from .join_hook import JoinHook
 from .ledger import JoinLedger
 from .pass_pattern import PassPattern
+
+_KNOWN = (torch.optim.Optimizer, LRScheduler, AveragedModel)
+"""Of `step_along`: an average is compared at the end, and the others read no parameters beside a
+step."""
 
 
 class _Batches(Protocol):
@@ -325,6 +331,9 @@ class JoinEngine:
         self._throws = throws
         self._is_exhausted = False  # True: every rank raises for throw_on_early_termination
         self._step_along = list(step_along)
+        self.averages = [each for each in step_along if isinstance(each, AveragedModel)]
+        self.runs_functions = any(not isinstance(each, _KNOWN) for each in step_along)
+        """Whether a joined rank calls functions that may read or write parameters."""
         self._skew_warning = skew_warning
         carries = [joinable._carries_agreement() for joinable in joinables]
         self._needs_header = not followed and not all(carries)

@@ -39,7 +39,14 @@ from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..data_parallel.distributed_data_parallel import names_of
 from ..partition.resharding import Transfer, shard_of
-from .shards.digest_verdicts import CopyState, Digests, Verdict, Verdicts, judge_all
+from .shards.digest_verdicts import (
+    CopyState,
+    Digests,
+    Verdict,
+    Verdicts,
+    judge_all,
+    written_by,
+)
 from .shards.digests import (
     as_votes,
     digest,
@@ -151,6 +158,12 @@ class DigestChecks:
     def leaves_out(self, rows: tuple[tuple[float, ...], ...]) -> bool:
         """Whether the step of this ballot is not applied, on any rank. rows: Outcome.digests."""
         return self.every is not None and not self._judged(rows).parameters.is_fine
+
+    def are_as_written(self, rows: tuple[tuple[float, ...], ...], ranks: Sequence[int]) -> bool:
+        """Whether these ranks are known to have the parameters that the last update has written.
+        rows: Outcome.digests."""
+        by_rank = [Digests.read(row) for row in rows] if self.every else []
+        return bool(by_rank) and all(by_rank[r].parameters == written_by(by_rank) for r in ranks)
 
     def _judged(self, rows: tuple[tuple[float, ...], ...]) -> Verdicts:
         if self._last is None or self._last[0] != rows:

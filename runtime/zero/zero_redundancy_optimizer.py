@@ -75,6 +75,7 @@ from .ballot import (
 )
 from .digest_checks import Correction, DigestChecks
 from .loss_scale import agreed_scale, given_scale
+from .shards.digests import ordered_digest
 from .shards.parameter_bucket import Gather
 from .shards.parameter_shard import ParameterShard
 from .shards.shard_state import Inventory, ShardState
@@ -328,11 +329,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         engine.take_step(is_live, why_not)
         return loss
 
-    def _run_pre_hooks(self) -> None:
-        """What `step()` does on a rank with data before it applies the step."""
+    def _run_pre_hooks(self) -> bool:
+        """What `step()` does on a rank with data before it votes. Returns whether there are any."""
         everybodys: dict[int, Any] = torch_optimizer._global_optimizer_pre_hooks
-        for hook in [*everybodys.values(), *self._optimizer_step_pre_hooks.values()]:
+        hooks = [*everybodys.values(), *self._optimizer_step_pre_hooks.values()]
+        for hook in hooks:
             hook(self, (self,), {})
+        return bool(hooks)
 
     def _run_post_hooks(self) -> None:
         """What `step()` does on a rank with data after it has applied the step."""
@@ -565,6 +568,10 @@ class OptimizerEngine:
         """The ballot of the current step, or of the last one."""
         self._tells_changes = True
         """Whether the next ballot says that the state was changed."""
+        self._has_run_hooks = False
+        """Whether this rank, without data, has run the hooks before the step under way."""
+        self._keeps_up = True
+        """Whether ranks without data still have to do what others have done before their vote."""
         self._tells_perturbed = True
         """Whether it says that parameters were changed between two passes: once is enough."""
         self._digests = DigestChecks(shard, optimizer.check_every, optimizer.corrections)
@@ -688,6 +695,7 @@ class OptimizerEngine:
     def _begin_ballot(self) -> None:
         """A step begins, which ends with the next ballot."""
         self._ballot_of_step = self._seen.ballots + 1
+        self._has_run_hooks = False
 
     def _has_stepped(self) -> None:
         between_runs().end_applying()
@@ -728,6 +736,7 @@ class OptimizerEngine:
         return self._seen.ballots >= self._ballot_of_step
 
     def _try_step(self, is_live: bool) -> None:
+        self._keeps_up = True
         payload = self._vote_with_others(is_live)
         if self._ballot.says(Note.REFUSES, payload):
             # All ranks raise the same, and nobody waits in a step that is not taken.
@@ -807,7 +816,8 @@ class OptimizerEngine:
             gathers[-1].work.wait_on_host()
 
     def _vote_with_others(self, is_live: bool) -> tuple[float, ...]:
-        """Hold a ballot; once more, if ranks have changed the state or something was wrong."""
+        """Hold a ballot; once more, if ranks have changed the state or parameters, or something was
+        wrong."""
         self._tells_changes = True
         payload = self._hold_ballot(is_live)
         if self._ballot.says(Note.CHANGES_STATE, payload):
@@ -821,8 +831,11 @@ class OptimizerEngine:
             payload = self._hold_ballot(is_live)
         if self._ballot.says(Note.PERTURBS, payload):
             self._compare_perturbed()
-        # Nobody has asked for check_every, and no digests were sent.
-        if self._digests.every is None:
+        if self._keep_up(payload):
+            payload = self._hold_ballot(is_live)
+        # Without check_every no digests were sent. Where no rank has data, nothing is applied, and
+        # some of them have run more of the body than others.
+        if self._digests.every is None or not self._ballot.live(payload):
             return payload
         rows = self._ballot.digests(payload)
         if self._digests.heal(rows):
@@ -832,6 +845,63 @@ class OptimizerEngine:
             payload = self._hold_ballot(is_live)
             self._digests.tell_gradients(rows, self._ballot.digests(payload))
         return payload
+
+    def _keep_up(self, payload: tuple[float, ...]) -> bool:
+        """A rank without data does what ranks with data have done before they voted: it runs the
+        hooks of the step, and has the parameters that their body has written since the last step
+        (clamping, pruning). Returns whether all ranks vote again.
+
+        Raises CollectiveMismatch, on all ranks, where what it has run might have read others.
+        """
+        live, group = self._ballot.live(payload), self.group
+        if not self._keeps_up or not 0 < len(live) < group.size:
+            return False
+        self._keeps_up = False
+        join = self.optimizer._join
+        newest = join.newest_rank(live) if join is not None else max(live)
+        has_run = False
+        if group.rank not in live:
+            # Only now: in the step that all ranks shadow at the end no rank runs them.
+            has_run = self._has_run_hooks or self.optimizer._run_pre_hooks()
+            self._has_run_hooks = has_run
+            self.shard.bring_home()
+        # Ranks that have read parameters, in a hook or a function, cannot read them again.
+        reads = has_run or (join is not None and join.runs_functions)
+        rows = all_gather_row(group, [int(ordered_digest(self.shard)), has_run, reads])
+        votes_again = self._digests.every is not None and any(ran for _, ran, _ in rows)
+        late = [r for r, (one, *_) in enumerate(rows) if r not in live and one != rows[newest][0]]
+        # What has changed by itself on a rank without data is healed, and nobody has written it.
+        if not late or self._digests.are_as_written(self._ballot.digests(payload), live):
+            return votes_again
+        if any(rows[rank][2] for rank in late):
+            raise self._written_by_the_body(late, newest)
+        for bucket in self.shard.buckets:
+            flat = bucket.flat[: bucket.plan.content]
+            written = flat.to(group.device, copy=True)
+            group.broadcast(written, newest).order_stream()
+            if group.rank in late:
+                flat.copy_(written)
+                bucket.give_out()
+        return self._digests.every is not None
+
+    def _written_by_the_body(self, late: Sequence[int], newest: int) -> CollectiveMismatch:
+        """late: ranks without data, whose parameters are not those of rank `newest`."""
+        known = names_of(self.shard.parameters)
+        found = unlike_values([p.detach() for p in self.shard.parameters], self.group)
+        # None: the values are in another order.
+        name = known.get(id(self.shard.parameters[found[0]]), "") if found is not None else ""
+        return CollectiveMismatch(
+            "step()",
+            self.group.generation,
+            list(late),
+            f"the loop's body has written {f'parameter {name}' if name else 'parameters'} since "
+            f"the last step on rank {newest}, but not on ranks {list(late)}, which have run out of "
+            "data, and where functions of step_along, or hooks before the step, may have read "
+            "the parameters as they were",
+            "What the body writes after optimizer.step() belongs in step_along too, in a function "
+            "that the body calls, listed in the order of the body; what it writes before the step "
+            "belongs in a hook, optimizer.register_step_pre_hook(lambda *_: function()).",
+        )
 
     def _compare_perturbed(self) -> None:
         """Warn on all ranks if the program has changed the parameters otherwise on each rank."""
@@ -957,8 +1027,6 @@ class OptimizerEngine:
         )
         if self.reducer is not None:
             self.reducer.end_step(outcome.agreement)
-        if live and self.group.rank not in live:
-            self.optimizer._run_pre_hooks()
         return outcome
 
     def _apply(self, outcome: Outcome, divisor: float | None = None) -> list[Gather]:

@@ -76,11 +76,58 @@ def test_weights_that_the_body_clamps_are_clamped_on_joined_ranks_if_it_is_liste
         assert largest_difference(parameters, reference()) < 1e-14
 
 
-@pytest.mark.parametrize("way", ["zero", "plain"])
-def test_if_it_is_not_listed_the_end_of_the_join_says_so_on_all_ranks(ranks_of, way):
-    for told, ranks in ranks_of(2).run(train_clamped, way, False):
+def test_a_sharded_optimizer_has_them_from_ranks_with_data_if_it_is_not_listed(ranks_of):
+    for parameters in ranks_of(2).run(train_clamped, "zero", False):
+        assert largest_difference(parameters, reference()) < 1e-14
+
+
+def test_with_a_plain_one_the_end_of_the_join_says_so_on_all_ranks(ranks_of):
+    for told, ranks in ranks_of(2).run(train_clamped, "plain", False):
         assert ranks == [1] and "ranks [0] had no data for the last step" in told
         assert "step_along=[function]" in told
+
+
+def read_along(group: cl.Group, how: str, every: int) -> str:
+    """The error of a body that clamps now and then, unlisted, before what reads the weights."""
+    with another_group(group) as own:
+        model, optimizer, joined, _ = made(own, "zero")
+        ema = AveragedModel(model.module, multi_avg_fn=EMA)
+
+        def update(*_: object) -> None:
+            ema.update_parameters(model)
+
+        along = {"average": [ema], "function": [update]}.get(how, [])
+        if how == "hook":
+            optimizer.register_step_pre_hook(update)
+        try:
+            with cl.Join(joined, step_along=along, skew_warning=None):
+                for number, batch in enumerate(
+                    batches_of(own.rank, LENGTHS[own.rank], torch.float64)
+                ):
+                    model(batch).square().mean().backward()
+                    if how == "hook" and number % every == 0:
+                        clamp(model)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if how != "hook":
+                        if number % every == 0:
+                            clamp(model)
+                        update()
+        except cl.CollectiveMismatch as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("how", ["average", "function", "hook"])
+def test_what_a_joined_rank_has_read_before_such_a_write_is_named(ranks_of, how):
+    for every in (1, 2):  # With 2 the last batch does not write.
+        for told in ranks_of(2).run(read_along, how, every):
+            if how == "average":
+                assert "of the average in step_along differs between rank 0 and ranks [1]" in told
+            else:
+                assert "the loop's body has written parameter 0.weight" in told
+                assert "but not on ranks [0], which have run out of data" in told
+                assert "optimizer.register_step_pre_hook(lambda *_: function())" in told
 
 
 def average(group: cl.Group, way: str, listed: bool, place: Path) -> Any:

@@ -153,13 +153,18 @@ def judge_all(by_rank: Sequence[Digests]) -> Verdicts:
     return Verdicts(_on_parameters(by_rank), state, gradients, written)
 
 
+def written_by(by_rank: Sequence[Digests]) -> int | None:
+    """The digest of all parameters, as the owners have written them; None if it was not noted."""
+    written = [one.kept[0].written for one in by_rank]
+    return None if None in written else sum(one or 0 for one in written) % (1 << 64)
+
+
 def _on_parameters(by_rank: Sequence[Digests]) -> Verdict:
     """The parameters of all ranks are what the owners have written, before they were gathered."""
-    written = [one.kept[0].written for one in by_rank]
-    if len(by_rank) == 1 or None in written:
+    expected = written_by(by_rank)
+    if len(by_rank) == 1 or expected is None:
         # Before its first step a rank may have what it likes, if no model has sent it rank 0's.
         return FINE
-    expected = sum(one or 0 for one in written) % (1 << 64)
     return judge(
         [
             Copy(

@@ -18,6 +18,7 @@ import torch
 from .parameter_shard import ParameterShard
 
 WORD = 8
+_ROW_BYTES = 8 << 10
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,6 +51,23 @@ def parameters_digest(shard: ParameterShard) -> torch.Tensor:
     """Of all parameters on this rank. The sum of what the owners have written."""
     each = (bucket.flat[: bucket.plan.content] for bucket in shard.buckets)
     return total([digest(flat) for flat in each], shard.group.device)
+
+
+def ordered_digest(shard: ParameterShard) -> torch.Tensor:
+    """Of all parameters on this rank, and of their order as well: programs turn and sort weights,
+    which no flipped bit does. It reads the memory twice."""
+    each: list[torch.Tensor] = []
+    for number, bucket in enumerate(shard.buckets):
+        content = bucket.flat[: bucket.plan.content]
+        octets = content.view(torch.uint8)
+        square = octets[: octets.numel() // _ROW_BYTES * _ROW_BYTES].view(torch.int64)
+        words = square.view(-1, _ROW_BYTES // WORD)
+        # The last row is not full, and its bytes count as words.
+        rest = octets[square.nbytes :].to(torch.int64)
+        for sums in (words.sum(0), words.sum(1), rest):
+            places = torch.arange(sums.numel(), device=sums.device) * 2 + 1
+            each.append((sums * places).sum() * factor_of(f"{number} {len(each) % 3}"))
+    return total(each, shard.group.device)
 
 
 def written_digests(shard: ParameterShard) -> list[torch.Tensor]:
