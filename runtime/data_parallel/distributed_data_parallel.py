@@ -726,7 +726,8 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> None:
         known = between_runs().stepped_by[optimizer] = num_parameters, _models_of(optimizer)
     for reference, numbers in known[1]:
         engine = reference()
-        if engine is None or not engine.reducer.ends_steps:
+        # Its own sharded optimizer is the usual case, and the ballot says all of its steps.
+        if engine is None or engine.is_sharded_by(optimizer):
             continue
         # Without a gradient a step changes nothing, and no rank need take it.
         if any(p.grad is not None for number in numbers for p in groups[number]["params"]):
@@ -911,10 +912,15 @@ class ModelEngine:
     # -- steps -----------------------------------------------------------------------------------
 
     def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
-        """A plain optimizer has stepped, with `groups` of its parameters in this model."""
+        """A plain optimizer has stepped, with `groups` of its parameters in this model.
+
+        Raises RuntimeError if a sharded optimizer has the parameters."""
+        if not self.reducer.ends_steps:
+            self._check_wraps_sharded(optimizer)
+            return
         self.reducer.has_stepped(optimizer, groups)
-        # What is in no_sync is this rank's own as well, and the vote after it says so.
-        if not (self.reducer.has_leftover or self.steps.plan is not None):
+        # In a step of ctx.steps `.grad` is the mean, without a pass that sends it.
+        if self.steps.plan is None:
             self._unreduced.note(optimizer, self.reducer.num_passes, self.group)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -924,11 +930,25 @@ class ModelEngine:
 
     def leave_steps_to_optimizer(self, optimizer: object, ender: StepEnder | None) -> None:
         """A sharded optimizer ends the steps from now on; a step counts after its ballot. ender:
-        the optimizer, if it takes the sums of the gradients in shards."""
+        its engine, if that takes the sums of the gradients in shards."""
         self._sharded_by = weakref.ref(optimizer)
         self.reducer.ends_steps = False
         self.steps.ender = ender
         self.buffers.count_when_agreed = True
+
+    def _check_wraps_sharded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises RuntimeError for an optimizer that steps by `.grad`, which is this rank's own."""
+        sharded = self._sharded_by() if self._sharded_by is not None else None
+        # An optimizer that wraps the sharded one (Lookahead) has let that take the step.
+        if sharded is not None and any(one is sharded for one in vars(optimizer).values()):
+            return
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"{name}.step() has stepped parameters whose model a ZeroRedundancyOptimizer has taken "
+            "over: since then `.grad` is the gradient of this rank's own batch, so the parameters "
+            f"of the ranks drift apart. Step the ZeroRedundancyOptimizer alone, or use {name} with "
+            "a model that was wrapped, DistributedDataParallel(module), for it alone"
+        )
 
     def is_sharded_by(self, optimizer: object) -> bool:
         """Whether no other sharded optimizer has been made over the model since this one."""

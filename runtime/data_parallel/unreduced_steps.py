@@ -1,7 +1,8 @@
 """Finds a program whose plain optimizer steps with gradients that nothing has reduced.
 
 torch.autograd.grad runs no hook of a parameter: what a program computes by it and puts into `.grad`
-is this rank's own, and the copies of the parameters drift apart. No collective and no vote comes in
+is this rank's own, and so is what its passes in no_sync bring. The copies of the parameters drift
+apart. No collective and no vote comes in
 such a program. Nor may a step wait for other ranks, which may average these gradients themselves.
 So at the first step without a backward pass each rank leaves a digest of its gradients in the store
 where the group has met, and looks in later steps whether those of the others are there. That is
@@ -75,9 +76,11 @@ class UnreducedSteps:
                     "optimizer.step() has used gradients that no backward pass of the "
                     "DistributedDataParallel has reduced, and they are not the same on all ranks: "
                     f"that of parameter {name} differs between rank 0 and ranks {unlike}, so the "
-                    "parameters of the ranks drift apart. What torch.autograd.grad returns is the "
-                    "rank's own. Call loss.backward() on an output of the model, or average before "
-                    "the step: parameter.grad = ctx.reduce(parameter.grad)",
+                    "parameters of the ranks drift apart. What torch.autograd.grad returns, and "
+                    "what a backward pass in no_sync() brings, is the rank's own. Call "
+                    "loss.backward() on an output of the model, the last time in each step outside "
+                    "no_sync(), or average before the step: parameter.grad = "
+                    "ctx.reduce(parameter.grad)",
                     stacklevel=users_level(),
                 )
                 return

@@ -600,7 +600,7 @@ class OptimizerEngine:
             self._recovery.watch_optimizer(self)
         if self.model is not None:
             ender = self if self.reducer is not None else None
-            self.model.leave_steps_to_optimizer(self, ender)
+            self.model.leave_steps_to_optimizer(self.optimizer, ender)
         between_runs().wrap(self)
 
     @property
@@ -682,7 +682,7 @@ class OptimizerEngine:
 
     def _why_not_now(self) -> str:
         # The parameters, and the shards of the newer optimizer, lie in the model's buckets.
-        if self.model is not None and not self.model.is_sharded_by(self):
+        if self.model is not None and not self.model.is_sharded_by(self.optimizer):
             return (
                 "another ZeroRedundancyOptimizer was made over this model after this one, and took "
                 "over its parameters. Make one optimizer for the model, with a parameter group for "

@@ -34,6 +34,28 @@ def into_the_same_tensors(model, batch, group):
         p.grad = gradient if p.grad is None else p.grad.copy_(gradient)
 
 
+def in_no_sync(model, batch, group):
+    with model.no_sync():
+        loss_of(model, batch).backward()
+
+
+def several_in_no_sync(model, batch, group):
+    in_no_sync(model, batch, group)
+    in_no_sync(model, batch, group)
+
+
+def in_no_sync_then_averaged(model, batch, group):
+    in_no_sync(model, batch, group)
+    for p in model.parameters():
+        group.all_reduce(p.grad).wait()
+        p.grad /= group.size
+
+
+def accumulated(model, batch, group):
+    in_no_sync(model, batch, group)
+    loss_of(model, batch).backward()
+
+
 def averaged(model, batch, group):
     its_own(model, batch, group)
     for p in model.parameters():
@@ -61,8 +83,23 @@ def twice_by_one_backward(model, batch, group):
     model.also_steps()
 
 
-DRIFT = [its_own, of_the_bare_module, of_the_last_layer, into_the_same_tensors]
-STAY = [averaged, by_rule, by_backward, changed_after_backward, twice_by_one_backward]
+DRIFT = [
+    in_no_sync,
+    several_in_no_sync,
+    its_own,
+    of_the_bare_module,
+    of_the_last_layer,
+    into_the_same_tensors,
+]
+STAY = [
+    accumulated,
+    in_no_sync_then_averaged,
+    averaged,
+    by_rule,
+    by_backward,
+    changed_after_backward,
+    twice_by_one_backward,
+]
 
 
 def train(group, makes_gradients):
@@ -126,3 +163,44 @@ def train_two(group):
 
 def test_models_of_one_shape_are_told_apart(ranks_of):
     assert ranks_of(2).run(train_two) == [1, 0]
+
+
+class Around(torch.optim.Optimizer):
+    """As Lookahead: the step is that of the optimizer inside."""
+
+    def __init__(self, inside):
+        super().__init__(inside.param_groups, {})
+        self.inside = inside
+
+    def step(self, closure=None):
+        return self.inside.step(closure)
+
+
+def step_beside(group, sharded_class, plain_class, is_around):
+    """What another optimizer's step says over a model that has a sharded one."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        sharded = cl.ZeroRedundancyOptimizer(model, sharded_class, lr=0.01)
+        kept = [*model.parameters()] if plain_class is torch.optim.SGD else [model.module[0].weight]
+        other = Around(sharded) if is_around else plain_class(kept, lr=0.01)
+        try:
+            for batch in batches_of(own.rank, 2, torch.float64):
+                loss_of(model, batch).backward()
+                other.step()
+                other.zero_grad()
+        except RuntimeError as error:
+            return str(error)
+        return sharded.num_steps
+
+
+@pytest.mark.parametrize("sharded_class", [torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.parametrize("plain_class", [torch.optim.SGD, torch.optim.Adam])
+def test_a_plain_optimizer_over_a_sharded_model_is_refused(ranks_of, sharded_class, plain_class):
+    for told in ranks_of(2).run(step_beside, sharded_class, plain_class, False):
+        assert f"{plain_class.__name__}.step() has stepped parameters whose model" in told
+        assert "Step the ZeroRedundancyOptimizer alone" in told
+
+
+@pytest.mark.parametrize("sharded_class", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_an_optimizer_that_steps_the_sharded_one_is_not(ranks_of, sharded_class):
+    assert ranks_of(2).run(step_beside, sharded_class, None, True) == [2, 2]
