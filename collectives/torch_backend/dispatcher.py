@@ -94,11 +94,11 @@ def called_by(
         ):
             return run(self, *args)
         install()
-        before, _here.factor = getattr(_here, "factor", None), _factor(args, kwargs)
+        before, _here.op = getattr(_here, "op", None), _reduction(args, kwargs)
         try:
             return of_torch(self, *args, **kwargs)  # 1
         finally:
-            _here.factor = before
+            _here.op = before
 
     # pybind11 knows by the name of the calling function that it is the override that calls.
     call.__code__ = call.__code__.replace(co_name=name)
@@ -123,13 +123,14 @@ def formerly(of: Any, name: str) -> Run:
     return called_by(run, name, num_tensors, options, num_others, single)
 
 
-def _factor(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The factor of a PREMUL_SUM, which torch does not pass on to Python kernels."""
+def _reduction(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The ReduceOp of a call. What torch passes on to Python kernels does not show the factor of a
+    PREMUL_SUM, and in torch 2.8 nothing else either."""
     for value in (*args, *kwargs.values()):
         op = getattr(value, "reduceOp", value)
-        if getattr(op, "op", None) == dist.ReduceOp.PREMUL_SUM:
-            return factor_of(op)
-    return None
+        if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
+            return op
+    return dist.ReduceOp.SUM
 
 
 def install() -> None:
@@ -204,8 +205,13 @@ def _options(given: dict[str, Any]) -> SimpleNamespace:
         rootTensor=given.get("root_tensor", 0),
     )
     if "reduce_op" in given:
-        kind = dist.ReduceOp.RedOpType(given["reduce_op"].op())
-        options.reduceOp = SimpleNamespace(op=kind, factor=getattr(_here, "factor", None))
+        called_with = getattr(_here, "op", None)  # None: the operator was called by itself
+        kind = getattr(called_with, "op", called_with)
+        if given["reduce_op"]._has_method("op"):
+            kind = dist.ReduceOp.RedOpType(given["reduce_op"].op())
+        is_scaled = getattr(called_with, "op", None) == dist.ReduceOp.PREMUL_SUM
+        factor = factor_of(called_with) if is_scaled else None
+        options.reduceOp = SimpleNamespace(op=kind, factor=factor)
     if "tensor" in given:
         options.device = given["tensor"].device
     return options
