@@ -10,7 +10,7 @@ DIST ?= dist
 PROCESSES ?= 3
 PARALLEL = -n $(PROCESSES) --dist loadfile
 
-.PHONY: help run test test-fast test-slow test-all test-oldest test-real test-gpu check fix docs dist bench bench-gpu compared clean
+.PHONY: help run test test-fast test-slow test-all test-oldest test-newest test-real test-gpu check fix docs dist bench bench-gpu compared clean
 
 help:  ## what make can do; the target without a name
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-12s%s\n", $$1, $$2 }' Makefile
@@ -37,6 +37,11 @@ test-oldest:  ## the fast tests on the oldest torch and Ray that pyproject.toml 
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[test]'
 	.venv-oldest/bin/python -m pytest -m "not slow" $(ARGS)
+
+test-newest:  ## the same on the newest that pip finds, without constraints, in .venv-newest
+	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[test]'
+	.venv-newest/bin/python -m pytest -m "not slow" $(ARGS)
 
 test-real: $(INSTALLED)  ## models, optimizers and trackers of other libraries, which it installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real]'
