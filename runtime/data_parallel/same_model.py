@@ -86,17 +86,23 @@ def warn_of_forward_passes_that_write(module: torch.nn.Module, group: Group) -> 
     # Alone there is nothing to drift from, and one rank warns for all.
     if group.size == 1 or group.rank != 0:
         return
-    for name, part in module.named_modules():
-        is_embedding = isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag))
-        if is_embedding and part.max_norm is not None and part.weight.requires_grad:
-            warnings.warn(
-                f"{name or 'the module'} is an {type(part).__name__} with "
-                f"max_norm={part.max_norm:g}: its forward pass shortens the rows that its own "
-                "batch uses, on this rank alone, so the parameters of the ranks drift apart. Leave "
-                "max_norm out, and shorten the rows on all ranks after each step, under "
-                f"torch.no_grad(): weight.renorm_({part.norm_type:g}, 0, {part.max_norm:g})",
-                stacklevel=users_level(),
-            )
+    for told in forward_passes_that_write(module):
+        warnings.warn(told, stacklevel=users_level())
+
+
+def forward_passes_that_write(module: torch.nn.Module) -> list[str]:
+    """For each such embedding, a sentence that says so, and what to do."""
+    return [
+        f"{name or 'the module'} is an {type(part).__name__} with "
+        f"max_norm={part.max_norm:g}: its forward pass shortens the rows that its own "
+        "batch uses, on this rank alone, so the parameters of the ranks drift apart. Leave "
+        "max_norm out, and shorten the rows on all ranks after each step, under "
+        f"torch.no_grad(): weight.renorm_({part.norm_type:g}, 0, {part.max_norm:g})"
+        for name, part in module.named_modules()
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        and part.max_norm is not None
+        and part.weight.requires_grad
+    ]
 
 
 def check_same_model(

@@ -54,7 +54,12 @@ from ..data_parallel.distributed_data_parallel import (
 from ..data_parallel.gradients.gradient_bucket import GradientBucket
 from ..data_parallel.gradients.reducer import Reducer
 from ..data_parallel.model_steps import ModelSteps
-from ..data_parallel.same_model import broadcast_tensors, check_same_parameters, unlike_values
+from ..data_parallel.same_model import (
+    broadcast_tensors,
+    check_same_parameters,
+    forward_passes_that_write,
+    unlike_values,
+)
 from ..join.join import GroupJoinable, Joinable, JoinEngine
 from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement, Note
@@ -209,6 +214,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
                 "reduced shard by shard, and an elementwise optimizer, whose shards can be cut for "
                 f"other ranks. {optimizer_class.__name__} {kind}"
             )
+        if check_every is not None and model and group.size > 1:
+            # Each rank would write other rows, which the digests cannot tell from corruption.
+            for told in forward_passes_that_write(model.module):
+                raise ValueError(f"check_every does not work with this model: {told}")
         self.num_steps = 0
         """Number of applied steps, equal on all ranks."""
         self.max_norm = max_norm

@@ -1,5 +1,7 @@
 """What a ZeroRedundancyOptimizer refuses: in torch's words where it has some, and on all ranks."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -303,3 +305,26 @@ def test_completion_shows_torchs_names_and_the_public_ones_only():
             "shard_optimizer",
             "uses_scaler",
         }
+
+
+def check_an_embedding(group, kind, options, check_every):
+    """What the constructor says; empty: nothing."""
+    with another_group(group) as own, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = torch.nn.Sequential(kind(7, 3, **options), torch.nn.Linear(3, 2))
+        model = cl.DistributedDataParallel(net, own)
+        try:
+            cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, check_every=check_every)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_an_embedding_that_writes_its_rows_is_not_taken_for_silent_data_corruption(ranks_of, kind):
+    for told in ranks_of(2).run(check_an_embedding, kind, {"max_norm": 1.0}, 1):
+        assert f"check_every does not work with this model: 0 is an {kind.__name__}" in told
+        assert "shortens the rows that its own batch uses, on this rank alone" in told
+        assert "weight.renorm_(2, 0, 1)" in told
+    for options, check_every in (({"max_norm": 1.0}, None), ({}, 1)):
+        assert ranks_of(2).run(check_an_embedding, kind, options, check_every) == ["", ""]
