@@ -97,11 +97,18 @@ def test_a_shard_looks_ahead_so_no_step_is_shadowed_in_vain(ranks_of):
     ]
     assert all(one != other for one, other in batches), "the deal has to be uneven for this test"
     steps = sum(map(max, batches))
+    shadowed = steps - sum(map(min, batches))
     for parameters, operations, num_steps in results:
         assert num_steps == steps
-        # At its end an uneven Join compares the parameters of the ranks, and what was done to the
-        # optimizer's state since the last step, once in an epoch.
-        assert operations == {"reduce_scatter": steps, "all_reduce": steps, "all_gather": steps + 4}
+        # In a step that a rank shadows, all compare one digest of the parameters. At its end an
+        # uneven Join compares those of the ranks, and what was done to the optimizer's state since
+        # the last step, and copies what the body has written, once in an epoch.
+        assert operations == {
+            "reduce_scatter": steps,
+            "all_reduce": steps,
+            "all_gather": steps + shadowed + 4,
+            "broadcast": 2,
+        }
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][0], strict=True))
 
 
