@@ -145,7 +145,7 @@ class Shard(Batches):
         # Before hands are taken: it says how many batches a hand is.
         self._round_up = 0 if drop_last else batch_size - 1
         self._take_hand(self._dealt(world_size), rank)
-        # A schedule is made for whole epochs, also where this one is resumed in its middle.
+        # A schedule is made for whole epochs, even where this one is resumed in its middle.
         whole = self._hands if self._rest == Remainder() else self._whole(world_size)
         self.num_steps = max(map(self._num_batches, map(len, whole)))
 

@@ -118,7 +118,7 @@ class FromTheTop:
         if not any(one.was_there for one in self._summaries):
             raise StateLost(group.generation, 0, "every rank that had taken a step died")
         leader = self._summaries[leader_of(self._summaries)]
-        # Ranks that are a step behind know less of the samples that were used.
+        # Ranks with a step fewer know less of the samples that were used.
         newest = [one for one in up_to_date(self._summaries) if one is not leader]
         steps.taken = max(one.steps_taken for one in (leader, *newest))
         plain.continue_at(leader.place[0])

@@ -6,7 +6,8 @@ vote of each backward pass has a digest of the steps that the rank has taken sin
 and of the options that their optimizers have by now. Where digests differ, the ranks gather what
 these stand for, and all of them raise the same error.
 
-Optimizers are found when they step, by torch's global hook (distributed_data_parallel.py); nobody has to list them.
+Optimizers are found when they step, by torch's global hook (distributed_data_parallel.py); nobody
+has to list them.
 
 A rank that has run out of data, and lists no optimizer in step_along, misses steps. It gets the
 parameters of another rank at the end of the Join, and keeps the old state of its optimizers
