@@ -178,21 +178,16 @@ class DigestChecks:
         shard, group = self._shard, self._group
         is_wrong, source = group.rank in verdict.sources, min(verdict.sources.values())
         changed: list[int] = []
-        for bucket in shard.buckets:
-            flat = bucket.flat[: bucket.plan.content]
-            right = flat.to(group.device, copy=True)
-            group.broadcast(right, source).order_stream()
-            right = right.to(flat.device)
+        for bucket, right in shard.parameters_of(source):
             if is_wrong:
                 # Compared before the right values are written, so that the warning can name
                 # parameters.
                 changed += [
                     number
                     for number, at, numel in bucket.plan.spans
-                    if _differ(flat[at : at + numel], right[at : at + numel])
+                    if _differ(bucket.flat[at : at + numel], right[at : at + numel])
                 ]
-                flat.copy_(right)
-                bucket.give_out()
+                bucket.take(right)
         for rank in verdict.sources:
             self._corrected(rank, "parameters", source, changed)
 

@@ -884,13 +884,9 @@ class OptimizerEngine:
             return votes_again
         if any(rows[rank][2] for rank in late):
             raise self._written_by_the_body(late, newest)
-        for bucket in self.shard.buckets:
-            flat = bucket.flat[: bucket.plan.content]
-            written = flat.to(group.device, copy=True)
-            group.broadcast(written, newest).order_stream()
+        for bucket, written in self.shard.parameters_of(newest):
             if group.rank in late:
-                flat.copy_(written)
-                bucket.give_out()
+                bucket.take(written)
         return self._digests.every is not None
 
     def _written_by_the_body(self, late: Sequence[int], newest: int) -> CollectiveMismatch:

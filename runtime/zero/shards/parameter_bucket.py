@@ -208,6 +208,11 @@ class ParameterBucket:
             for number, view in self._apart.items():
                 view.copy_(self._parameters[number].detach())
 
+    def take(self, values: torch.Tensor) -> None:
+        """Take these parameters in place of its own. values: flat."""
+        self.flat[: self.plan.content].copy_(values)
+        self.give_out()
+
     def give_out(self) -> None:
         """Copy `flat` to the parameters that have memory of their own."""
         self._is_ahead = False

@@ -316,6 +316,15 @@ class ParameterShard:
         for bucket, spans in zip(self.buckets, rebound, strict=True):
             bucket.bring_home(spans)
 
+    def parameters_of(self, source: int) -> Iterator[tuple[ParameterBucket, torch.Tensor]]:
+        """By bucket, the parameters of rank `source`, flat, where this rank has its own. All ranks
+        go through it."""
+        for bucket in self.buckets:
+            flat = bucket.flat[: bucket.plan.content]
+            theirs = flat.to(self.group.device, copy=True)
+            self.group.broadcast(theirs, source).order_stream()
+            yield bucket, theirs.to(flat.device)
+
     def gather(self) -> None:
         """All-gather all parameters. Also on a GPU it returns when they have come."""
         gathers = self.start_gather(range(len(self.buckets)))
