@@ -43,7 +43,7 @@ from .depths import Depths
 from .dispatcher import formerly, hand_on_functional_operators, operation
 from .monitored_barrier import monitored_barrier
 from .options import Options
-from .reconfiguring import Members, Unconnected
+from .reconfiguring import GroupMembership, Unconnected
 from .registration import NAME
 from .tensor_lists import only, some
 from .torch_work import TorchWork, in_turn
@@ -73,7 +73,9 @@ def create(arguments: Any, options: Options | None) -> ChoruslineProcessGroup:
             )
         store = StoreFromTorch(arguments.store)
         rank, size = arguments.group_rank, arguments.group_size
-        return ChoruslineProcessGroup(Members(store, name, rank, size, timeout_s), arguments.store)
+        return ChoruslineProcessGroup(
+            GroupMembership(store, name, rank, size, timeout_s), arguments.store
+        )
     members = list(range(arguments.group_size))
     if parent is None and dist.is_initialized():
         world = dist.group.WORLD
@@ -116,13 +118,13 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
     profiling_name = NAME
     """The prefix of the names of ranges in torch.profiler."""
 
-    def __init__(self, members: Group | Members, torch_store: Any) -> None:
-        """members: the group; a Members if it is to be made by `reconfigure`.
+    def __init__(self, members: Group | GroupMembership, torch_store: Any) -> None:
+        """members: the group; a GroupMembership if it is to be made by `reconfigure`.
         torch_store: returned to torch as the store of this process group."""
         _TorchProcessGroup.__init__(self, members.rank, members.size)
-        self._membership = members if isinstance(members, Members) else None
+        self._membership = members if isinstance(members, GroupMembership) else None
         self._depths: Depths | Unconnected = (
-            Unconnected() if isinstance(members, Members) else Depths(members)
+            Unconnected() if isinstance(members, GroupMembership) else Depths(members)
         )
         self._rank, self._size, self._timeout_s = members.rank, members.size, members.timeout_s
         self._next_sequence = 0
@@ -212,7 +214,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         self._next_sequence = self._splits = 0  # New ranks begin to count here, too.
         return self._in_flight(host.barrier(), [], "reconfigure")
 
-    def _reconfigurable(self, method: str) -> Members:
+    def _reconfigurable(self, method: str) -> GroupMembership:
         if self._membership is None:
             raise UnsupportedOperation(
                 method,

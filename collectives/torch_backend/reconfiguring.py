@@ -19,7 +19,7 @@ from ..stores.store import Store
 from .registration import NAME
 
 
-class Members:
+class GroupMembership:
     """Connects this rank to the members of the process group, each time that these change.
 
     store: the store of the process group. A new rank must reach it under the same prefix.
