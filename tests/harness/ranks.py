@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 import traceback
@@ -42,11 +43,11 @@ def why_no_nccl() -> str:
     return ""
 
 
-def on_gpus(size: int) -> Any:
-    """`size` as a parameter of a test that needs NCCL."""
+def on_gpus(value: int | str) -> Any:
+    """`value` as a parameter of a test that needs NCCL."""
     reason = why_no_nccl()
     return pytest.param(
-        size, marks=[pytest.mark.gpu, pytest.mark.skipif(reason != "", reason=reason)]
+        value, marks=[pytest.mark.gpu, pytest.mark.skipif(reason != "", reason=reason)]
     )
 
 
@@ -103,6 +104,7 @@ class Ranks:
         only: Collection[int] | None = None,
     ) -> None:
         self.size = size
+        folder.mkdir(parents=True, exist_ok=True)
         self.store = FileStore(folder / "store")
         self._body = body
         self._path = folder / "store"
@@ -147,7 +149,7 @@ class Ranks:
                 failures.append(f"rank {rank} has not ended within {timeout_s:g} s")
                 continue
             try:
-                value, failure = pipe.recv()
+                value, failure = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 value, failure = None, "its process ended"
             found.append(value)
@@ -197,7 +199,10 @@ def _main(
     torch.set_num_threads(1)
     if transport == GLOO:
         os.environ["CHORUSLINE_HOST_ID"] = f"host {rank % 2}"  # Two hosts, as far as we know.
+    # By value: the pipe's own pickler leaves a tensor in memory that this process has to hand over
+    # when it is asked for, and it may have ended by then.
     try:
-        pipe.send((body(Rank(rank, size, FileStore(path), transport), *arguments), ""))
+        result = body(Rank(rank, size, FileStore(path), transport), *arguments)
+        pipe.send_bytes(pickle.dumps((result, "")))
     except BaseException:
-        pipe.send((None, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))

@@ -355,10 +355,11 @@ def reference(
     steps: dict[int, dict],
     victims: dict[int, tuple[int, str]],
     num_samples: int = NUM_SAMPLES,
+    device: str = "cpu",
 ) -> tuple[torch.nn.Module, int, float]:
-    """One process that takes the same steps. Buffers are those of the last rank that took a step,
+    """One process that takes the same steps, on `device`; the model is on the CPU then. Buffers are those of the last rank that took a step,
     and lives: a victim has not given any in the step that it died in."""
-    model, samples = kind.network(), Samples(num_samples)
+    model, samples = kind.network().to(device), Samples(num_samples)
     trained = [p for p in model.parameters() if p.requires_grad]
     is_half = kind.dtype is torch.bfloat16
     masters = [torch.nn.Parameter(p.detach().float()) if is_half else p for p in trained]
@@ -399,7 +400,7 @@ def reference(
                     p.data.copy_(master)
         if schedule:
             schedule.step()
-    return model, num_steps, optim.param_groups[0]["lr"]
+    return model.cpu(), num_steps, optim.param_groups[0]["lr"]
 
 
 def assert_same_parameters(
@@ -413,7 +414,7 @@ def assert_same_parameters(
 
 
 def assert_as_if_nothing_was(
-    kind: Kind, folder: str, told: list[Told], victims: dict[int, Any]
+    kind: Kind, folder: str, told: list[Told], victims: dict[int, Any], device: str = "cpu"
 ) -> None:
     for one in told[1:]:
         assert all(map(torch.equal, one.parameters, told[0].parameters))
@@ -426,7 +427,7 @@ def assert_as_if_nothing_was(
         n for of_seat in steps.values() for batches in of_seat.values() for b in batches for n in b
     ]
     assert sorted(taken) == sorted([*range(NUM_SAMPLES)] * kind.num_epochs)
-    model, num_steps, learning_rate = reference(kind, steps, victims)
+    model, num_steps, learning_rate = reference(kind, steps, victims, device=device)
     assert told[0].num_steps == num_steps
     assert told[0].learning_rate == pytest.approx(learning_rate)
     assert_same_parameters(kind, told[0].parameters, model)

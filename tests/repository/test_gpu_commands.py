@@ -42,7 +42,7 @@ def test_a_command_of_make_installs_runs_and_writes_one_file() -> None:
     [
         (["--sizes", "3M"], "--sizes knows tiny, 2M, 25M, 100M; got 3M"),
         (["--bytes", "5B"], "--bytes knows 4B, "),
-        (["--ranks", "1"], "--ranks must be at least 2, got 1"),
+        (["--ranks", "-1"], "--ranks must be at least 1, got -1"),
     ],
 )
 def test_words_that_are_wrong_are_told_before_anything_runs(
