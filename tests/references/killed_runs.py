@@ -357,8 +357,9 @@ def reference(
     num_samples: int = NUM_SAMPLES,
     device: str = "cpu",
 ) -> tuple[torch.nn.Module, int, float]:
-    """One process that takes the same steps, on `device`; the model is on the CPU then. Buffers are those of the last rank that took a step,
-    and lives: a victim has not given any in the step that it died in."""
+    """One process that takes the same steps on `device`; the model that it returns is on the CPU.
+    Buffers are those of the last rank that took a step, and lives: a victim has not given any in
+    the step that it died in."""
     model, samples = kind.network().to(device), Samples(num_samples)
     trained = [p for p in model.parameters() if p.requires_grad]
     is_half = kind.dtype is torch.bfloat16
