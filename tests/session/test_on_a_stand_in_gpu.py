@@ -92,25 +92,6 @@ async def test_a_function_that_has_ended_leaves_nothing_on_the_gpu(session: cl.S
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("version", ["22809", "23007"])
-async def test_workers_that_share_a_gpu_train_with_any_version_of_nccl(
-    cluster: None, tmp_path: Path, version: str
-) -> None:
-    half = {"CPU": 0.1, "GPU": 0.5}
-    with stand_in_gpus() as env_vars:
-        env_vars |= {"STAND_IN_GPU_BUS": "0000:01:00.0", "STAND_IN_NCCL": version}
-        async with cl.Session(
-            (1, 2), use_gpu=True, resources_per_worker=half, timeout_s=TIMEOUT_S, env_vars=env_vars
-        ) as session:
-            assert {told["backend"] for told in await session.run(look_at_gpu)} == {"nccl"}
-            victims = {1: (2, "before it votes (3)")}
-            told = await session.run(train, kind=KIND, folder=str(tmp_path), victims=victims)
-            assert {one.world_size for one in told} == {1}
-            assert_as_if_nothing_was(KIND, str(tmp_path), told, victims)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", range(3))
 @pytest.mark.parametrize("phase", PHASES)
 async def test_a_worker_that_is_killed_in_any_phase_of_a_step_costs_nothing(
