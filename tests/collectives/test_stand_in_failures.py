@@ -546,3 +546,30 @@ def capture(rank: Rank) -> None:
 def test_a_collective_in_a_cuda_graph_is_refused_and_the_group_goes_on() -> None:
     with StandInRanks(2) as ranks:
         ranks.run(capture)
+
+
+def train_with_one_step_in_a_capture(rank: Rank, tries: bool) -> list[torch.Tensor]:
+    with rank.group() as group:
+        torch.manual_seed(0)
+        model = cl.DistributedDataParallel(torch.nn.Linear(4, 2).to(group.device), group)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2)
+        for step in range(3):
+            optimizer.zero_grad()
+            batch = torch.full((3, 4), rank.rank + step + 1.0)
+            model(batch.to(group.device)).square().mean().backward()
+            if tries and step == 1:
+                streams.machine().capturing = True
+                with pytest.raises(UnsupportedOperation, match=r"in a CUDA graph .* replays"):
+                    optimizer.step()
+                streams.machine().capturing = False
+            optimizer.step()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@needs_stand_in
+def test_a_sharded_step_in_a_cuda_graph_is_refused_and_can_be_taken_afterwards() -> None:
+    with StandInRanks(2) as ranks:
+        expected = ranks.run(train_with_one_step_in_a_capture, False)
+        found = ranks.run(train_with_one_step_in_a_capture, True)
+    for mine, as_without in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, as_without, strict=True))
