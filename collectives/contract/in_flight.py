@@ -25,20 +25,24 @@ class PendingWork(SettledWork):
         self.in_flight = in_flight
 
     def _block(self) -> None:
-        changed = self.in_flight.changed
         if threading.current_thread() is self.in_flight.worker and not self.done:
             raise RuntimeError(
                 f"a callback waits for {self.operation} in the thread that would have to end it; "
                 "wait in another thread, or give that work a callback of its own"
             )
         try:
-            with changed:
-                while not self.done:  # Not forever: the communicator enforces the deadline.
-                    changed.wait()
+            self._wait_until_done()
         except BaseException as error:  # An interrupt: the other ranks wait for this one.
             self._end_generation(f"{type(error).__name__} during {self.operation}")
             raise
         self._raise_failure()
+
+    def _wait_until_done(self) -> None:
+        """Not forever: the communicator enforces the deadline."""
+        changed = self.in_flight.changed
+        with changed:
+            while not self.done:
+                changed.wait()
 
     def _end_generation(self, reason: str) -> None:
         rank = self.in_flight.rank

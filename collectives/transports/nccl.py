@@ -163,6 +163,9 @@ class NcclCommunicator(Communicator):
         self.in_flight: InFlight[NcclWork] = InFlight(rank, self.abort)
         self._roll_call = RollCall(store, rank, size, generation)
         self._stream = stream
+        # Made once, as launches take turns: each costs the host microseconds.
+        self._on_device = torch.cuda.device(device)
+        self._issued_before = torch.cuda.Event()
         self._nccl = threading.Lock()
         self._comm = comm  # None after it was released
         self._asked_at = 0.0  # when `failure` last read the store, in time.monotonic() seconds
@@ -319,9 +322,10 @@ class NcclCommunicator(Communicator):
     def _enqueue(self, work: NcclWork, launches: list[_Launch]) -> None:
         # Launches of zero elements are skipped: they have no address to send from.
         real = [one for one in launches if any(tensor.numel() for tensor in one.tensors)]
-        with torch.cuda.device(self.device):
+        with self._on_device:
             # What the caller has launched on the tensors comes first; the host waits for nothing.
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._issued_before.record(torch.cuda.current_stream(self.device))
+            self._stream.wait_event(self._issued_before)
             work.started.record(self._stream)
             # A group call of one operation costs the host time, and gains nothing.
             if len(real) == 1:
@@ -334,12 +338,12 @@ class NcclCommunicator(Communicator):
                 finally:
                     self._library.groupEnd()
             used = [tensor for one in launches for tensor in one.tensors]
-            with torch.cuda.stream(self._stream):
-                for one in launches:
-                    finish = one.operation.finish  # An abort may end the operation meanwhile.
-                    if finish is not None:
+            for one in launches:
+                finish = one.operation.finish  # An abort may end the operation meanwhile.
+                if finish is not None:
+                    with torch.cuda.stream(self._stream):
                         finish()
-                        used += finish.tensors
+                    used += finish.tensors
             # After `finish`: whoever waits for the work reads what that has written.
             work.ended.record(self._stream)
             # The allocator must not hand out what this stream still reads and writes, even if the

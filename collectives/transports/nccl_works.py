@@ -1,8 +1,9 @@
 """NCCL's works: when one counts as done, and the thread that follows them.
 
 A work is a pair of CUDA events on the communicator's own stream, around NCCL's kernel. One daemon
-thread, the watcher, follows the works in flight in the order of issue. It polls the events at
-growing intervals. When a work takes longer than half a second it also reads the store, where ranks
+thread, the watcher, follows the works in flight in the order of issue. It polls the events every
+millisecond, and more often for a work that has callbacks; a thread that waits on the host polls by
+itself. When a work takes longer than half a second it also reads the store, where ranks
 leave their positions and errors (liveness.py).
 
 **An abort completes events, too**, so a completed event alone proves nothing:
@@ -38,8 +39,9 @@ from .liveness import LOOK_S, RollCall, StorePosition, look_s, position_after, p
 
 TRUST_S = 0.05
 ABORT_AFTER_S = 0.1  # longer than TRUST_S, for threads that wake late
-FIRST_PAUSE_S = 0.00005  # between two queries of an event; doubles up to LONGEST_PAUSE_S
+FIRST_PAUSE_S = 0.00005  # between two queries of an event, if somebody waits; it grows
 LONGEST_PAUSE_S = 0.001
+YIELD_S = 0.0002  # in which a thread that waits only yields: shorter than a sleep comes back
 ANSWER_S = 2.5  # for a live rank to answer a roll call: several reads of the store
 
 
@@ -95,6 +97,13 @@ class NcclWork(PendingWork):
 
     def _block_host(self) -> None:
         super()._block()
+
+    def _wait_until_done(self) -> None:
+        began_at = time.monotonic()
+        while not self.done:
+            self.settle_ended()
+            waited_s = time.monotonic() - began_at
+            time.sleep(0 if waited_s < YIELD_S else min(waited_s / 4, LONGEST_PAUSE_S))
 
     def is_completed(self) -> bool:
         if not self.done:
@@ -187,16 +196,18 @@ class Watcher:
                 followed = None  # It keeps the caller's tensors.
                 self._wait_for_work()
                 continue
-            # A new work is looked at often again: most are over within a few queries.
+            # Most works are over within a few queries. Without callbacks nobody waits for this
+            # thread, which would only take Python's lock from those that compute.
             if head is not followed:
                 followed, pause_s = head, FIRST_PAUSE_S
             now = time.monotonic()
             if now - max(looked_at, head.operation.issued_at) >= look_s(head.operation):
                 looked_at = now
                 self._look(head)
+            is_awaited = bool(head.callbacks)
             # While this thread sleeps, it must not keep tensors of the caller alive.
             del head
-            time.sleep(pause_s)
+            time.sleep(pause_s if is_awaited else LONGEST_PAUSE_S)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _wait_for_work(self) -> None:
