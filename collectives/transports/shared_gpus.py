@@ -14,7 +14,7 @@ its GPU for itself, and in a session from the first group on:
   ranks have agreed on them (graph/connect.cc, ncclTopoPostset).
 - NCCL reads a variable once in a process, and a rank that shares the GPU may come later.
 
-Read in the sources of NCCL 2.28.9 and 2.30.7; not yet run on a GPU.
+Read in the sources of NCCL 2.28.9 and 2.30.7; seen with 2.28.9 on an H100.
 """
 
 from __future__ import annotations
