@@ -49,11 +49,46 @@ def replaces_gradients(model, optimizer, batch, number):
     optimizer.zero_grad()
 
 
+def adds_in_no_sync(model, optimizer, batch, number):
+    loss_of(model, batch).backward()
+    if number >= 2:
+        with model.no_sync():
+            loss_of(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adds_in_no_sync_after_two(model, optimizer, batch, number):
+    with model.no_sync():
+        loss_of(model, batch).backward()
+    loss_of(model, batch).backward()
+    loss_of(model, batch).backward()
+    if number >= 2:
+        with model.no_sync():
+            loss_of(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clips_after_several(model, optimizer, batch, number):
+    loss_of(model, batch).backward()
+    with model.no_sync():
+        loss_of(model, batch).backward()
+    loss_of(model, batch).backward()
+    if number >= 2:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 BODIES: dict[Body, str] = {
     steps_twice: "step() needs gradients that were reduced since the last step",
     steps_before_a_pass: "outside no_sync()",
     thaws: "trainable now (2.weight, 2.bias)",
     clips: "write ZeroRedundancyOptimizer(..., max_norm=",
+    clips_after_several: "write ZeroRedundancyOptimizer(..., max_norm=",
+    adds_in_no_sync: "a backward pass in no_sync() has added to the gradient of a parameter",
+    adds_in_no_sync_after_two: "a backward pass in no_sync() has added to the gradient",
     replaces_gradients: "(0.bias) was changed after the backward pass",
 }
 

@@ -55,7 +55,7 @@ from ...process.leftovers import ABSENT, HANDS_IN_NOW, LeftoverVote, belongs, se
 from ...process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .earlier_passes import EarlierPasses, Pass, check_passes
-from .gradient_bucket import GradientBucket, Gradients, why_not_changed
+from .gradient_bucket import GradientBucket, Gradients, why_not_after, why_not_changed
 from .held_gradients import HeldGradients
 from .local_steps import LocalSteps
 from .micro_batch_sums import SumPhase
@@ -410,6 +410,7 @@ class Reducer:
     def _keep_for_later(self) -> None:
         """`step()` will send the buckets of a sharded step, as they are now."""
         self.has_more = self.has_begun
+        self.has_leftover = False  # What no_sync has left is sent with it.
         for bucket in self.buckets:
             bucket.launched_version = bucket.flat._version
 
@@ -697,7 +698,9 @@ class Reducer:
     def why_changed(self) -> str:
         """Says what `check_unchanged` raises; empty if nothing was changed."""
         changed = self.gradients.why_changed()
-        return why_not_changed(changed) if changed else ""
+        if not changed:
+            return ""
+        return why_not_after(changed) if self.has_leftover else why_not_changed(changed)
 
     # -- steps of several micro-batches (model_steps.py) ------------------------------------------
 
