@@ -921,7 +921,7 @@ class ModelEngine:
         self.reducer.has_stepped(optimizer, groups)
         # In a step of ctx.steps `.grad` is the mean, without a pass that sends it.
         if self.steps.plan is None:
-            self._unreduced.note(optimizer, self.reducer.num_passes, self.group)
+            self._unreduced.note(optimizer, self.reducer)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The plain optimizers with parameters of this model that have stepped on this rank."""

@@ -1,12 +1,12 @@
 """Finds a program whose plain optimizer steps with gradients that nothing has reduced.
 
 torch.autograd.grad runs no hook of a parameter: what a program computes by it and puts into `.grad`
-is this rank's own, and so is what its passes in no_sync bring. The copies of the parameters drift
-apart. No collective and no vote comes in
-such a program. Nor may a step wait for other ranks, which may average these gradients themselves.
-So at the first step without a backward pass each rank leaves a digest of its gradients in the store
-where the group has met, and looks in later steps whether those of the others are there. That is
-over as soon as they are: it costs steps with a backward pass nothing, and others a few look-ups.
+is this rank's own, and so is what its passes in no_sync bring, alone or after a pass that was
+reduced. The copies of the parameters drift apart. No collective and no vote comes in such a step.
+Nor may it wait for other ranks, which may average these gradients themselves. So at the first such
+step each rank leaves a digest of its gradients in the store where the group has met, and looks in
+later ones whether those of the others are there. That is over as soon as they are: other steps cost
+nothing, and these a few look-ups.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import weakref
 
 import torch
 
-from chorusline.collectives import Group, PrefixStore
+from chorusline.collectives import PrefixStore
 from chorusline.collectives.contract.call_site import users_level
 
 from .gradients.gradient_bucket import Gradients
+from .gradients.reducer import Reducer
 from .same_model import sums_of_bits
 
 _MANY = 32  # Looks in a row; after these, in steps whose number is a power of two.
@@ -38,14 +39,15 @@ class UnreducedSteps:
         self._num_steps = 0
         self._is_over = False
 
-    def note(self, optimizer: torch.optim.Optimizer, num_passes: int, group: Group) -> None:
-        """`optimizer` has stepped with gradients. num_passes: that the model has reduced so far."""
+    def note(self, optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
+        """`optimizer` has stepped with the gradients of the model."""
+        num_passes, group = reducer.num_passes, reducer.group
         if self._is_over:
             return
         before = self._passes.get(optimizer, 0)
         self._passes[optimizer] = num_passes
-        if before != num_passes:
-            return  # A pass has come since its last step, and reduced the gradients.
+        if before != num_passes and not reducer.has_leftover:
+            return  # A pass has come since its last step, and reduced all that `.grad` holds.
         self._num_steps += 1
         number, store = self._num_steps, PrefixStore(self._key, group._store)
         if number == 1:

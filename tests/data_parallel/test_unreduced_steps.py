@@ -44,6 +44,11 @@ def several_in_no_sync(model, batch, group):
     in_no_sync(model, batch, group)
 
 
+def in_no_sync_after_another(model, batch, group):
+    loss_of(model, batch).backward()
+    in_no_sync(model, batch, group)
+
+
 def in_no_sync_then_averaged(model, batch, group):
     in_no_sync(model, batch, group)
     for p in model.parameters():
@@ -86,6 +91,7 @@ def twice_by_one_backward(model, batch, group):
 DRIFT = [
     in_no_sync,
     several_in_no_sync,
+    in_no_sync_after_another,
     its_own,
     of_the_bare_module,
     of_the_last_layer,
