@@ -501,6 +501,7 @@ class _ModelHook(JoinHook):
         model = self._model
         assert model._join is not None
         model._engine.reduce_unfrozen()
+        model._engine.reduce_grown()
         model._reducer.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -870,7 +871,8 @@ class ModelEngine:
         """Reduce the parameters too that the module has got since it was wrapped. Collective, if
         there are any: every rank grows its module before the same forward pass.
 
-        Raises RuntimeError inside a Join, and if a sharded optimizer has not got them.
+        Raises RuntimeError inside a Join where step_along lists no function that may make them,
+        and if a sharded optimizer has not got them.
         """
         num_registrations = between_runs().num_registrations
         # Nothing in this process was registered: the usual case, in each forward pass.
@@ -900,11 +902,12 @@ class ModelEngine:
                 "optimizer.add_param_group({'params': [...]}) on all ranks before the next "
                 "forward pass"
             )
-        if self.wrapper._join is not None:
+        join = self.wrapper._join
+        if join is not None and not join.runs_functions:
             raise RuntimeError(
                 f"the module has new parameters ({names}) inside a Join, but a rank that has run "
-                "out of data does not run the code that makes them. Add them outside of the "
-                "Join, on all ranks"
+                "out of data does not run the code that makes them. Make them in a function that "
+                "the body calls and step_along lists, or outside of the Join, on all ranks"
             )
         self.reduce_also(list(grown.values()))
         self._num_registrations = num_registrations

@@ -55,6 +55,50 @@ def test_layers_added_after_wrapping_are_trained_as_in_one_process(ranks_of, kin
         assert largest_difference(parameters, list(model.parameters())) < 1e-14
 
 
+def train_unevenly(group: cl.Group, kind: str, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    """A function that step_along lists adds a layer after the second step."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer: Any
+        if kind == "plain":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        else:
+            optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        steps = iter(range(max(lengths)))
+
+        def grow_after_two() -> None:
+            if next(steps) == 1:
+                grow(model.module, optimizer, seed=own.rank)
+
+        along = [optimizer, grow_after_two] if kind == "plain" else [grow_after_two]
+        joined = [model] if kind == "plain" else [model, optimizer]
+        with cl.Join(joined, step_along=along, skew_warning=None):
+            for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                grow_after_two()
+        return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (1, 4), (0, 4), (4, 2)])
+@pytest.mark.parametrize("kind", ["plain", "zero"])
+def test_a_rank_without_data_adds_the_layers_that_step_along_makes(ranks_of, kind, lengths):
+    model = make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = [batches_of(rank, length, torch.float64) for rank, length in enumerate(lengths)]
+    for step in range(max(lengths)):
+        if step == 2:
+            grow(model, optimizer, seed=0)
+        for batches in data:
+            if step < len(batches):
+                (model(batches[step]).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameters in ranks_of(2).run(train_unevenly, kind, lengths):
+        assert largest_difference(parameters, list(model.parameters())) < 1e-14
+
+
 def grow_where_it_cannot_be(group: cl.Group, kind: str) -> str:
     with another_group(group) as own:
         model = cl.DistributedDataParallel(make_model(torch.float64), own)
