@@ -1,5 +1,6 @@
 """Several backward passes for one step, with uneven inputs: as in one process, or refused."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -395,3 +396,48 @@ def test_where_a_rank_has_no_data_gradients_that_the_program_sets_are_refused(
     for _, told in ranks_of(2).run(set_before_the_pass, (4, 2), how):
         assert "the program has set .grad to tensors of its own" in told
         assert "ranks [1] have run out of data" in told and "step_along=[function]" in told
+
+
+def step_along(
+    group: cl.Group, lengths: tuple[int, ...], passes: list[int], follows_remedy: bool
+) -> Any:
+    """A step has passes[number] of them. Returns the parameters, or what was raised."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        try:
+            with cl.Join([model], step_along=[optimizer], skew_warning=None):
+                data = batches_of(own.rank, lengths[own.rank], torch.float64)
+                for number, batch in enumerate(data):
+                    for left in reversed(range(passes[number])):
+                        alone = follows_remedy and left
+                        with model.no_sync() if alone else contextlib.nullcontext():
+                            model(batch).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except cl.CollectiveMismatch as error:
+            return str(error)
+        return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "passes"),
+    [((0, 3), [2, 2, 2]), ((3, 0), [3, 3, 3]), ((1, 4), [1, 2, 2, 2]), ((2, 4), [2, 2, 3, 1])],
+)
+def test_a_number_of_passes_that_a_rank_without_data_cannot_know_is_told_with_what_helps(
+    ranks_of, lengths, passes
+):
+    for told in ranks_of(2).run(step_along, lengths, passes, False):
+        assert isinstance(told, str) and "all passes of a step but the last one" in told, told
+        assert "in the very first step after one" in told
+    model = make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = [batches_of(rank, length, torch.float64) for rank, length in enumerate(lengths)]
+    for number in range(max(lengths)):
+        for batches in data:
+            if number < len(batches):
+                (model(batches[number]).square().mean() * passes[number] / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for parameters in ranks_of(2).run(step_along, lengths, passes, True):
+        assert largest_difference(parameters, list(model.parameters())) < 1e-12

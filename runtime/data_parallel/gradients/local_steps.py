@@ -33,6 +33,7 @@ from chorusline.collectives.objects.blocking import all_gather_object, all_gathe
 
 from ...process.agreement import Agreement
 from ...process.option_numbers import plain
+from .gradient_bucket import Gradients
 
 _MOST = (1 << 24) - 1  # A vote in float32 counts to 2^24.
 
@@ -47,10 +48,11 @@ _SAME_OPTIONS = (
 )
 _SAME_STEPS = (
     "Every rank must step the same optimizers after each backward pass. Inside Join a rank "
-    "without data steps what step_along lists, once after the passes of a step: a batch without "
-    "a backward pass must take no step either, or clear the gradients first "
-    "(optimizer.zero_grad()), so that the step changes nothing. With a ZeroRedundancyOptimizer "
-    "ranks without data need not know it."
+    "without data steps what step_along lists, once after as many passes as the step before had, "
+    "and in the very first step after one: run all passes of a step but the last one in "
+    "model.no_sync(); and a batch without a backward pass must take no step either, or clear the "
+    "gradients first (optimizer.zero_grad()), so that the step changes nothing. With a "
+    "ZeroRedundancyOptimizer ranks without data need not know it."
 )
 _SAME_SCALE = (
     "Make the GradScaler with the same settings on every rank, and let each rank use it as often. "
@@ -96,6 +98,11 @@ class _Steps:
         and as they were in each step."""
         return type(self.optimizer).__name__, self.unsent, self.count, self.options(), self.used
 
+    def parameters(self) -> set[int]:
+        """By id(), those in these groups."""
+        groups = self.optimizer.param_groups
+        return {id(one) for number in self.groups for one in groups[number]["params"]}
+
     def options(self) -> dict[str, Any]:
         optimizer = self.optimizer
         name, has_several = type(optimizer).__name__, len(optimizer.param_groups) > 1
@@ -111,11 +118,13 @@ class _Steps:
 class LocalSteps:
     """Of one model on one rank, since its last vote.
 
+    gradients: of the model.
     have_been_seen: whether an optimizer of its parameters has ever stepped.
     scaler: by which one has stepped last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients = gradients
         self.have_been_seen = False
         self.scaler: torch.amp.GradScaler | None = None  # None: none in the last step
         self._scale_before: torch.Tensor | None = None  # at the vote before
@@ -237,6 +246,8 @@ class LocalSteps:
         _compare(self._steps, [digest for (digest,) in digests], group, everybody)
 
     def _digest_now(self) -> int:
+        if len(self._steps) > 1:
+            self._steps = self._in_one_order()
         raw = [value for steps in self._steps for value in steps.values()]
         before = self._raw
         # Most often these are the very same objects as at the vote before.
@@ -252,6 +263,29 @@ class LocalSteps:
         self._raw, self._is_fixed = raw, not any(isinstance(value, _CHANGING) for value in raw)
         self._digest = zlib.crc32(",".join(self._texts).encode()) % _MOST + 1
         return self._digest
+
+    def _in_one_order(self) -> list[_Steps]:
+        """Optimizers without a common parameter lead to the same in any order, so a rank need not
+        keep to that of the others: their steps are compared in the order of the parameters."""
+        numbers = {id(one): number for number, one in enumerate(self._gradients.parameters)}
+        waiting = [(one, one.parameters()) for one in self._steps]
+        ordered: list[_Steps] = []
+        while waiting:
+            # What steps a parameter after another one does, waits for that one.
+            free = [
+                place
+                for place, (_, own) in enumerate(waiting)
+                if all(own.isdisjoint(before) for _, before in waiting[:place])
+            ]
+            first = [min((numbers.get(one, -1) for one in waiting[n][1]), default=-1) for n in free]
+            steps, _ = waiting.pop(free[first.index(min(first))])
+            last = ordered[-1] if ordered else None
+            if last and last.optimizer is steps.optimizer and last.unsent == steps.unsent:
+                last.count += steps.count
+                last.used += steps.used
+            else:
+                ordered.append(steps)
+        return ordered
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

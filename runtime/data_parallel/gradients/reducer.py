@@ -144,7 +144,7 @@ class Reducer:
         self._sent_at = self.held.counts
         """What `held` counted when this rank launched the buckets."""
         self.earlier = EarlierPasses(self.gradients)
-        self.local_steps = LocalSteps()
+        self.local_steps = LocalSteps(self.gradients)
         self._pass = Pass.NONE
         self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
