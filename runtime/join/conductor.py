@@ -54,6 +54,7 @@ class Conductor:
 
     groups: the groups that are followed, all of the same ranks.
     on_batch: called on every rank when a batch begins, with the ranks that have data for it.
+    channel: the group of the announcements; by default the first of `groups`.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class Conductor:
         groups: Sequence[Group],
         ledger: JoinLedger,
         on_batch: Callable[[tuple[int, ...]], None],
+        channel: Group | None = None,
     ) -> None:
         self._groups = list(groups)
-        self._channel = groups[0]
+        self._channel = channel or groups[0]
         self._ledger = ledger
         self._on_batch = on_batch
         self._all_ranks = tuple(range(self._channel.size))
@@ -89,25 +91,35 @@ class Conductor:
         self._begin_batch(number, has_data=True)
 
     def _begin_batch(self, number: int | None, *, has_data: bool) -> None:
-        if self._some_rank_is_out:
+        if self.some_rank_is_out:
             self._announce(Next.BATCH, -1 if number is None else number)
         self._find_live(number, has_data)
 
-    def begin_hook(self, number: int) -> None:
-        """Joinable `number` begins its part of the step."""
-        if self._some_rank_is_out and not self._is_quiet:
-            self._announce(Next.HOOK, number)
+    def begin_hook(self, number: int, *details: int) -> None:
+        """Joinable `number` begins its part of the step, or the part of it that `details` say."""
+        if self.is_announcing:
+            self._announce(Next.HOOK, number, *details)
+
+    @property
+    def is_announcing(self) -> bool:
+        """Whether ranks without data have to be told what this rank does now."""
+        return self.some_rank_is_out and not self._is_quiet
+
+    def tell(self, numbers: Sequence[int]) -> None:
+        """More about what was announced; ranks without data know how many numbers to `hear`."""
+        with self._quietly():
+            self._channel.broadcast(self._on_device(numbers), min(self.live)).wait()
 
     def stop(self) -> None:
         """All ranks have agreed to stop, and this rank is at the end of its loop's body. Followers
         take part in everything that the body does after its step, so they are released only here.
         """
-        if self._some_rank_is_out and not self._is_quiet:
+        if self.is_announcing:
             self._announce(Next.STOP)
 
     def _operation(self, group: int, kind: Kind, numel: int, dtype: int, detail: int) -> None:
         # With all ranks in the loop nobody follows, and an announcement would cost a broadcast.
-        if self._is_quiet or not self._some_rank_is_out:
+        if not self.is_announcing:
             return
         absent = [rank for rank in self._all_ranks if rank not in self.live]
         reason = why_not_without(kind, detail, absent)
@@ -121,21 +133,22 @@ class Conductor:
 
     # -- a rank without data ---------------------------------------------------------------------
 
-    def follow(self, batch: int | None, run_hook: Callable[[int], None]) -> None:
+    def follow(self, batch: int | None, run_hook: Callable[..., None]) -> None:
         """Take part in what other ranks do, until no rank has a batch, or all ranks stop.
 
-        batch: the number of the coming batch, if known. run_hook: runs the main hook of a joinable.
+        batch: the number of the coming batch, if known. run_hook: runs the main hook of a joinable,
+            or the part of it that the numbers behind the joinable's say.
         """
         self._begin_batch(batch, has_data=False)
         # What this rank issues to take part was announced already.
         self._is_quiet = True
         try:
             while self.live:
-                what, number, *operation = self._hear()
+                what, number, *operation = self.hear()
                 if what == Next.BATCH:
                     self._find_live(None if number < 0 else number, has_data=False)
                 elif what == Next.HOOK:
-                    run_hook(number)
+                    run_hook(number, *operation)
                 elif what == Next.STOP:
                     break
                 else:
@@ -149,7 +162,8 @@ class Conductor:
     # --------------------------------------------------------------------------------------------
 
     @property
-    def _some_rank_is_out(self) -> bool:
+    def some_rank_is_out(self) -> bool:
+        """Whether a rank has no data for the current batch."""
         return len(self.live) < len(self._all_ranks)
 
     def _find_live(self, batch: int | None, has_data: bool) -> None:
@@ -167,15 +181,28 @@ class Conductor:
     def _announce(self, *numbers: int) -> None:
         """A rank with data tells what comes next; what the conductor tells counts. On a GPU it
         does not wait until that has arrived: only ranks without data have to read it."""
-        mine = [*numbers, *[0] * (_NUMBERS - len(numbers))]
-        with self._quietly():
-            self._channel.broadcast(self._on_device(mine), min(self.live)).wait()
+        self.tell([*numbers, *[0] * (_NUMBERS - len(numbers))])
 
-    def _hear(self) -> list[int]:
-        """What the conductor announces, for a rank without data."""
+    def hear(self, count: int = _NUMBERS) -> list[int]:
+        """What the conductor announces or tells, for a rank without data."""
+        return self.from_rank(min(self.live), [0] * count)
+
+    def hear_hook(self) -> list[int]:
+        """The details of a joinable's part of the step; [-1] if something else is announced."""
+        what, _, *details = self.hear()
+        return details if what == Next.HOOK else [-1]
+
+    def from_rank(self, rank: int, numbers: Sequence[int]) -> list[int]:
+        """The numbers of one rank, on all of them."""
         with self._quietly():
-            there = self._on_device([0] * _NUMBERS)
-            return self._channel.broadcast_and_read(there, min(self.live)).tolist()
+            there = self._on_device(numbers)
+            return self._channel.broadcast_and_read(there, rank).tolist()
+
+    def count(self, counts: bool) -> int:
+        """On how many ranks `counts` is true."""
+        with self._quietly():
+            mine = self._on_device([int(counts)])
+            return int(self._channel.all_reduce_and_read(mine).tolist()[0])
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         return device_numbers(numbers, torch.int64, self._channel.device)

@@ -17,6 +17,8 @@ the rules of conductor.py.
 
 from __future__ import annotations
 
+import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -136,6 +138,23 @@ class Joinable(ABC):
         """The joinable's groups whose collectives differ from step to step."""
         return ()
 
+    def _channel(self) -> Group | None:
+        """The group on which a joinable announces all parts of its steps; None: it does not."""
+        return None
+
+    def _attach(self) -> None:
+        """A Join begins."""
+
+    def _detach(self) -> None:
+        """A Join ends, or `_attach` has failed."""
+
+    def _shadowed(self) -> None:
+        """All ranks have run out of data, and this one has shadowed what it announces."""
+
+    def shadow(self, *details: int) -> None:
+        """Do the part of a step that was announced with these numbers."""
+        raise NotImplementedError
+
     def _check_joined_with(self, joinables: Sequence[Joinable]) -> None:
         """Raise ValueError if this joinable cannot be shadowed without another one."""
 
@@ -242,6 +261,7 @@ class Join:
             raise TypeError(not_a_list(joinables))
         if len(joinables) == 0:
             raise ValueError("The join context manager requires at least one joinable")
+        joinables = [_of_fully_shard(joinable) for joinable in joinables]
         for number, joinable in enumerate(joinables):
             if not isinstance(joinable, Joinable):
                 raise TypeError(not_joinable(number, joinable))
@@ -251,6 +271,11 @@ class Join:
             check_range("skew_warning", skew_warning, 0, 1)
         for joinable in joinables:
             joinable._check_joined_with(joinables)
+            if joinable._channel() is not None and len(joinables) > 1:
+                raise ValueError(
+                    "a model of fully_shard is the only joinable of its Join: make several models "
+                    "parts of one module, and apply fully_shard to that"
+                )
         self._enable = enable
         self._engine = JoinEngine(
             joinables,
@@ -304,6 +329,15 @@ class Join:
         return joinable._join.notified(joinable) if joinable._join is not None else None
 
 
+def _of_fully_shard(given: Any) -> Any:
+    """The joinable of a model of fully_shard; anything else as it is."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # Its import takes longer than a Join.
+    if fsdp is None or not isinstance(given, fsdp.FSDPModule):
+        return given
+    # fully_sharded.py is built on this file.
+    return importlib.import_module(".fully_sharded", __package__).FullyShardedModel(given)
+
+
 class JoinEngine:
     """A Join on one rank, as joinables, iterations over shards and recovery see it."""
 
@@ -336,7 +370,9 @@ class JoinEngine:
         """Whether a joined rank calls functions that may read or write parameters."""
         self._skew_warning = skew_warning
         carries = [joinable._carries_agreement() for joinable in joinables]
-        self._needs_header = not followed and not all(carries)
+        channel = joinables[0]._channel()
+        follows = bool(followed) or channel is not None
+        self._needs_header = not follows and not all(carries)
         # Several joinables may end the same step, and one of them counts it. With a header, the
         # header counts the steps.
         self._counts_steps = next(
@@ -364,7 +400,9 @@ class JoinEngine:
             if self._counts_steps._pattern is None:
                 self._counts_steps._pattern = PassPattern()
             self.ledger.pattern = self._counts_steps._pattern
-        self._conductor = Conductor(self._followed, self.ledger, self._begun) if followed else None
+        self._conductor = (
+            Conductor(self._followed, self.ledger, self._begun, channel) if follows else None
+        )
         self._follows_evaluation = bool(groups)
 
     def told_by(self, joinable: Joinable) -> int:
@@ -409,6 +447,12 @@ class JoinEngine:
         self._turn, self._pacemaker = 0, None
         if self._conductor:
             self._conductor.attach()
+        try:
+            for joinable in self._joinables:
+                joinable._attach()
+        except BaseException:
+            self._end()
+            raise
         self._boundary = boundary()
         self._boundary.joins.append(self)
         self.ledger.pattern.begin()
@@ -434,10 +478,14 @@ class JoinEngine:
                 raise
         finally:
             self._boundary.joins.remove(self)
-            if self._conductor:
-                self._conductor.detach()
-            for joinable in self._joinables:
-                joinable._join = None
+            self._end()
+
+    def _end(self) -> None:
+        if self._conductor:
+            self._conductor.detach()
+        for joinable in self._joinables:
+            joinable._detach()
+            joinable._join = None
 
     def _explain(self, error: BaseException) -> None:
         has_several = len(self._models) > 1
@@ -477,6 +525,8 @@ class JoinEngine:
             # The collectives differ from step to step: do what the conductor announces. After that
             # no rank has data, and the loop below shadows at most the blind step at the end.
             self._conductor.follow(ledger.known_batch, self._run_announced_hooks)
+            for joinable in self._joinables:
+                joinable._shadowed()
             bound.stop_if_agreed()
         # A header asks all ranks before each step; agreements of the last step say it in advance.
         while self._header() if self._needs_header else self._comes_next():
@@ -492,10 +542,13 @@ class JoinEngine:
         ledger.live = True
         ledger.has_next = True
 
-    def _run_announced_hooks(self, number: int) -> None:
+    def _run_announced_hooks(self, number: int, *details: int) -> None:
         """Joinable `number` has begun its part of a step: run its hook, and the hooks of the next
-        joinables, up to one that announces its own."""
+        joinables, up to one that announces its own. details: see `Joinable.shadow`."""
         boundary().steps.has_joined = True
+        if self._joinables[number]._channel() is not None:
+            self._joinables[number].shadow(*details)
+            return
         self._hooks[number].main_hook()
         for behind in range(number + 1, len(self._hooks)):
             if self._joinables[behind]._announces_hook():
@@ -507,9 +560,13 @@ class JoinEngine:
         if self.last_step_live:  # In the blind step at the end no rank had data: nothing is due.
             if not self.ledger.pattern.expects_step:
                 return  # The ranks with data run another pass for this step first.
-            self._step_followers()
-            if self.at_boundary is not None:
-                self.at_boundary()
+            self.step_along()
+
+    def step_along(self) -> None:
+        """Do what the body does once in a step, on a rank without data."""
+        self._step_followers()
+        if self.at_boundary is not None:
+            self.at_boundary()
 
     def _step_followers(self) -> None:
         steps = boundary().steps
