@@ -23,6 +23,7 @@ from chorusline.collectives.contract.errors import (
     CollectiveTimeout,
     GroupAborted,
     PeerLost,
+    name_ranks,
 )
 
 from .errors import RESUMES, RankFailed, WorkerLost
@@ -159,11 +160,11 @@ def raise_failure(failed: RunFailed, step: int = 0) -> NoReturn:
     if failed.story:
         error.add_note(failed.story)
     if failed.returned:
-        error.add_note(f"ranks {list(failed.returned)} had returned from the function by then")
+        error.add_note(f"{name_ranks(failed.returned)} had returned from the function by then")
     if failed.stuck:
         error.add_note(
-            f"ranks {list(failed.stuck)} did not stop when they were asked to; their workers are "
-            "replaced before the next run"
+            f"{name_ranks(failed.stuck)} did not stop in time after the request to stop; a new "
+            "worker is started in the place of each before the next run"
         )
     raise error
 

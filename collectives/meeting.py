@@ -16,7 +16,7 @@ import torch
 
 from .contract.communicator import Communicator
 from .contract.deadlines import Seconds
-from .contract.errors import SecretMismatch, StoreTimeout, named
+from .contract.errors import SecretMismatch, StoreTimeout, name_ranks, named
 from .stores.signed_store import Seal, looks_signed, new_nonce
 from .stores.store import Data, PrefixStore, Store
 from .transports.backends import Backend
@@ -127,6 +127,8 @@ def meet(
             absent = [other for other in sorted(keys) if other not in tired] or tired
             _compare_backends(place, backend, rank, absent[:_MOST_COMPARED])
             who = f"ranks [{named(absent)}]" if absent else "some ranks"
+            if len(absent) == 1:
+                who = name_ranks(absent)
             raise StoreTimeout(
                 [keys[other] for other in absent] or error.keys,
                 timeout_s,

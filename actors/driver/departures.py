@@ -41,10 +41,9 @@ class Departures:
         self._notices[who] = why
         self._num_ready = num_ready
 
-    def fewest(self, members: Sequence[WorkerInfo], fewest: int) -> int:
-        """With how many ranks the run continues, where `fewest` are asked for: those that leave,
-        and
-        whose seats others take at once, are not missed. members: by rank."""
+    def num_required(self, members: Sequence[WorkerInfo], fewest: int) -> int:
+        """How many ranks have to stay: `fewest`, less those leaving ranks that spare workers
+        replace at once. At least one. members: by rank."""
         num_leaving = sum(self.why(one) is not None for one in members)
         return max(1, fewest - min(self._num_ready, num_leaving))
 
@@ -54,7 +53,7 @@ class Departures:
 
         who: id of the node or worker that the notice names.
         members: by rank.
-        fewest: ranks with which the run continues (as in `fewest`).
+        fewest: ranks with which the run continues (as `num_required` gives them).
         """
         leaving = [one for one in members if self.why(one) is not None]
         is_here = any(who in (one.worker_id, one.node_id) for one in members)
@@ -81,7 +80,7 @@ class Departures:
 
         members: by rank.
         frozen, lost: as in Regeneration, of a complete round.
-        fewest: ranks with which the run continues (as in `fewest`).
+        fewest: ranks with which the run continues (as `num_required` gives them).
         restarts: the functions run again from the top.
         """
         leaving = [rank for rank in sorted(frozen) if self.why(members[rank]) is not None]

@@ -445,7 +445,9 @@ class Membership:
         if run.phase is not Phase.RUNNING or not notice.can_end:
             return []
         # Too few would be left, a hand-over is under way, or it was tried often enough.
-        if not run.departures.is_due(notice.who, infos, run.departures.fewest(infos, run.fewest)):
+        if not run.departures.is_due(
+            notice.who, infos, run.departures.num_required(infos, run.fewest)
+        ):
             return []
         leave = GroupAborted(self._generation, [], f"ranks leave: {notice.why}")
         return self._open_round(run, leave)

@@ -9,6 +9,8 @@ import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from chorusline.collectives.contract.errors import name_ranks
+
 from ..messages import Frozen, MemberState, OptimizerProgress
 from .arrivals import DryRuns
 from .regeneration import what_counts
@@ -84,9 +86,9 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
     # In place all ranks must wait in a step; from the top all functions must be able to run again.
     if unparked and not can_restart:
         return _hopeless(
-            f"ranks {unparked} were outside a step of a sharded optimizer, or inside a Join "
-            "that follows groups, and their function cannot be run again in the middle, "
-            f"because {missing_in(frozen)}"
+            f"{name_ranks(unparked, 'was', 'were')} outside a step of a sharded optimizer, or "
+            "inside a Join that follows groups, and the function cannot be run again in the "
+            f"middle, because {missing_in(frozen)}"
         )
     # A newcomer begins at the top of the function, and the others have to go there, too; unless it
     # can make their dry run first, and they can do without it until then.
@@ -96,7 +98,7 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
         newcomers = []
     restarts = bool(unparked or newcomers)
     infos = [member.info for member in run.members]
-    fewest = run.departures.fewest(infos, run.fewest)
+    fewest = run.departures.num_required(infos, run.fewest)
     leavers, handing = run.departures.leavers(
         infos, frozen, run.round.lost, fewest, restarts=restarts
     )

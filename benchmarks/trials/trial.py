@@ -32,8 +32,11 @@ _LEFT_S = 10.0
 
 @dataclass(frozen=True)
 class Size:
-    """Of every training of a table. patience_s: without a step, until a training hangs. keep: a
-    folder for what the trainings print, and for what their ranks log."""
+    """The size of each training of a table.
+
+    patience_s: a training that takes no step for this long counts as hung.
+    keep: a folder for the output of the trainings, and for the logs of their ranks.
+    """
 
     workers: int = 3
     samples: int = 1200
@@ -43,9 +46,14 @@ class Size:
 
 @dataclass
 class Trial:
-    """What came of one training. seconds: from the first step to the last. next_s: by fault.
-    is_told: it ended with the exception that was planted. is_cut: its time was over, as a storm's.
-    said: the last line of its output, if it ended with an error."""
+    """The result of one training.
+
+    seconds: from the first step to the last.
+    next_s: by fault, the seconds to the next new step.
+    is_told: the training ended with the exception that was planted.
+    is_cut: it was stopped when its time was over, as in a storm.
+    said: the last line of its output, if it ended with an error.
+    """
 
     seed: int
     ending: Ending | None = None

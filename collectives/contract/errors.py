@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 
 
@@ -57,6 +57,12 @@ def named(items: Sequence[object], most: int = 16) -> str:
     """A list as a sentence has it: the first `most` of its items, and how many more there are."""
     more = len(items) - most
     return ", ".join(map(str, items[:most])) + (f" and {more:,} more" if more > 0 else "")
+
+
+def name_ranks(ranks: Collection[int], one: str = "", many: str = "") -> str:
+    """`rank 2` or `ranks [0, 2]`, with the verb that fits: `one` for a single rank, else `many`."""
+    who = f"rank {next(iter(ranks))}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+    return " ".join(filter(None, [who, one if len(ranks) == 1 else many]))
 
 
 @dataclass(eq=False, repr=False)
@@ -201,7 +207,7 @@ class CollectiveTimeout(CollectiveError):
     def __str__(self) -> str:
         where = f"; {self.whereabouts}" if self.whereabouts else ""
         late = (
-            f"ranks {self.ranks} did not arrive within {self.timeout_s:g} s"
+            f"{name_ranks(self.ranks)} did not arrive within {self.timeout_s:g} s"
             if self.ranks
             else f"it did not end within {self.timeout_s:g} s"
         )
@@ -225,7 +231,7 @@ class CollectiveMismatch(CollectiveError):
     remedy: str = SAME_ORDER
 
     def __str__(self) -> str:
-        differs = f"does not match on ranks {self.ranks}" if self.ranks else "does not match"
+        differs = f"does not match on {name_ranks(self.ranks)}" if self.ranks else "does not match"
         return (
             f"{self.operation} in generation {self.generation} {differs}: {self.detail}. "
             f"{self.remedy}"
@@ -253,9 +259,9 @@ class PeerLost(CollectiveError):
     detail: str
 
     def __str__(self) -> str:
-        gone = f"ranks {self.ranks}" if self.ranks else "other ranks"
+        gone = name_ranks(self.ranks, "is", "are") if self.ranks else "other ranks are"
         return (
-            f"{self.operation} in generation {self.generation}: {gone} are gone ({self.detail}). "
+            f"{self.operation} in generation {self.generation}: {gone} gone ({self.detail}). "
             "This group can no longer be used; make a new one of the ranks that are left."
         )
 
@@ -279,7 +285,7 @@ class GroupAborted(CollectiveError):
     traceback: str = ""
 
     def __str__(self) -> str:
-        by = f" by ranks {self.ranks}" if self.ranks else ""
+        by = f" by {name_ranks(self.ranks)}" if self.ranks else ""
         text = f"generation {self.generation} was aborted{by}: {self.reason}"
         return f"{text}\n\n{self.traceback}" if self.traceback else text
 

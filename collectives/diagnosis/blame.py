@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
-from ..contract.errors import CollectiveMismatch
+from ..contract.errors import CollectiveMismatch, name_ranks
 
 Said = TypeVar("Said")
 
@@ -46,7 +46,7 @@ def to_blame(
 def tell_waits(waits_for: Mapping[int, Collection[int]], late: Collection[int]) -> str:
     """`; rank 2 waits for rank 0` for each rank of `late` that waits; empty if none does."""
     return "".join(
-        f"; rank {rank} waits for {_ranks(sorted(waits_for[rank]))}"
+        f"; rank {rank} waits for {name_ranks(sorted(waits_for[rank]))}"
         for rank in sorted(late)
         if waits_for.get(rank)
     )
@@ -65,9 +65,9 @@ def usual_and_blamed(said: Sequence[Said]) -> tuple[Said, list[int]]:
 
 
 def tell_issued(said: Sequence[object]) -> str:
-    """For example `ranks [0, 2] issued all_reduce #3 (8 float32), ranks [1] issued barrier #3`."""
+    """For example `ranks [0, 2] issued all_reduce #3 (8 float32), rank 1 issued barrier #3`."""
     return ", ".join(
-        f"ranks {[r for r, other in enumerate(said) if other == what]} issued {what}"
+        f"{name_ranks([r for r, other in enumerate(said) if other == what])} issued {what}"
         for rank, what in enumerate(said)
         if said.index(what) == rank
     )
@@ -83,7 +83,3 @@ def check_like_rank_0(
     unlike = [rank for rank, what in enumerate(said) if what != said[0]]
     if unlike:
         raise CollectiveMismatch(operation, generation, unlike, detail, remedy)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from ..contract.call_site import is_users_file, line_of, users_frame
+from ..contract.errors import name_ranks
 from ..contract.operation import DTYPE_BYTES, Operation, State, named
 
 CAPACITY = 512
@@ -205,7 +206,7 @@ def tell_positions(places: Mapping[int, str], late: Sequence[int]) -> str:
         elif len(ranks) == len(places):
             who = "all ranks"
         else:
-            who = "the others" if last else f"ranks {ranks}"
+            who = "the others" if last else name_ranks(ranks)
         # The verb of the first clause holds for all: `rank 2 is at …, the others at …`.
         verb = "" if number else " is" if len(ranks) == 1 else " are"
         clauses.append(f"{who}{verb} at {place}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
+from ..contract.errors import name_ranks
 from ..contract.operation import Operation
 from .debug import logger
 
@@ -38,12 +39,12 @@ class Lateness:
             return
         at = f" at {site}" if (site := operation.site()) else ""
         logger.warning(
-            "%s%s has waited %.0f s for ranks %s: %s. After %g s (timeout_s) it fails. If your "
+            "%s%s has waited %.0f s for %s: %s. After %g s (timeout_s) it fails. If your "
             "steps are only slow, ignore this; it is logged once",
             operation,
             at,
             time.monotonic() - operation.issued_at,
-            sorted(late),
+            name_ranks(sorted(late)),
             whereabouts,
             operation.timeout_s,
         )

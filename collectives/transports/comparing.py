@@ -18,7 +18,13 @@ import torch
 from ..contract.call_site import encoded
 from ..contract.communicator import Communicator
 from ..contract.dtypes import DTYPE_INDEX
-from ..contract.errors import CollectiveError, CollectiveMismatch, GroupAborted, StoreTimeout
+from ..contract.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    GroupAborted,
+    StoreTimeout,
+    name_ranks,
+)
 from ..contract.operation import Kind, OnBehalf, Operation, named
 from ..contract.wrapping import WrappingCommunicator
 from ..diagnosis.blame import tell_issued, usual_and_blamed
@@ -51,7 +57,7 @@ class ComparingCommunicator(WrappingCommunicator):
             inner.close()
             absent = sorted({int(key.rsplit("/", 1)[-1]) for key in error.keys})
             detail = (
-                f"ranks {absent} of {self.size} did not take part in the comparison of "
+                f"{name_ranks(absent)} of {self.size} did not take part in the comparison of "
                 "operations. Check that the debug level DETAIL is set on all ranks or on none"
             )
             raise StoreTimeout(error.keys, error.waited_s, detail) from error

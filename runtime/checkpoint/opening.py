@@ -12,6 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from chorusline.collectives import Group
+from chorusline.collectives.contract.errors import name_ranks
 from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
 
 from .format import catalog
@@ -90,8 +91,8 @@ def probe(storage: Storage, group: Group, run: str, *, has_trained: bool) -> boo
         hosts = sorted({probes[rank][1] for rank in unseen})
         raise CheckpointPlaceUnusable(
             storage.path,
-            f"rank 0 on {probes[0][1]} does not see what ranks {unseen} on {', '.join(hosts)} "
-            "write there, so the path names a different place for each",
+            f"rank 0 on {probes[0][1]} does not see what {name_ranks(unseen)} on "
+            f"{', '.join(hosts)} write there, so the path names a different place for each",
         )
     return True
 

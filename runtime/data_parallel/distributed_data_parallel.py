@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from chorusline.actors.errors import ends_a_generation
 from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.contract.argument_kinds import check_kinds
-from chorusline.collectives.contract.errors import named
+from chorusline.collectives.contract.errors import name_ranks, named
 from chorusline.collectives.contract.plain_numbers import real
 from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import is_informing
@@ -462,10 +462,10 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         absent = [rank for rank in range(self.group.size) if rank not in join.last_step_live]
         if join.last_step_live and absent:
             raise RuntimeError(
-                f"a second backward pass before optimizer.step(), but ranks {absent} have run out "
-                "of data, and take part in only one pass per step of an optimizer that is "
-                "sharded by whole parameters. Run all passes of a step except the last in "
-                "model.no_sync()"
+                "a second backward pass before optimizer.step(), but "
+                f"{name_ranks(absent, 'has', 'have')} run out of data, and a rank without data "
+                "takes part in only one pass per step of an optimizer that is sharded by whole "
+                "parameters. Run all passes of a step except the last in model.no_sync()"
             )
 
     def _on_backward_end(self) -> None:
@@ -573,8 +573,8 @@ class _ModelHook(JoinHook):
             "Join",
             model.group.generation,
             unlike,
-            f"{name} differs between rank {rank} and ranks {unlike}"
-            + (f"; ranks {joined} had no data for the last step" if joined else ""),
+            f"{name} differs between rank {rank} and {name_ranks(unlike)}"
+            + (f"; {name_ranks(joined)} had no data for the last step" if joined else ""),
             "What changes parameters, gradients, or an optimizer's state must do the same on all "
             "ranks. Ranks that have run out of data do not run the loop's body (clipping, clamping "
             "weights, optimizer.state.clear()), but only what step_along lists: put it in a "
@@ -634,8 +634,9 @@ class _ModelHook(JoinHook):
                 "Join",
                 group.generation,
                 unknown,
-                f"the optimizer of this model steps by a GradScaler, and ranks {unknown} had no "
-                "batch to use theirs, so their scale would be another one from now on",
+                "the optimizer of this model steps by a GradScaler, and "
+                f"{name_ranks(unknown)} had no batch to use theirs, so their scale would be "
+                "another one from now on",
                 "Give every rank a batch, or use a ZeroRedundancyOptimizer and "
                 "chorusline.GradScaler, whose steps ranks without data take too.",
             )
@@ -980,10 +981,13 @@ class ModelEngine:
         return self.buffers.sync(root, self.group, on_host=on_host)
 
     @property
-    def has_whole_gradients(self) -> bool:
-        """Whether the operations have succeeded on whose results this rank's gradients may depend:
-        statistics of layers, and what the program itself communicates. Asked when a generation
-        has ended: on a GPU the passes went through, even if one was stopped and left anything."""
+    def has_valid_gradients(self) -> bool:
+        """Whether this rank's gradients may be used: whether every operation that they may depend
+        on has succeeded (statistics of layers, and collectives of the program itself).
+
+        Asked when a generation has ended. On a GPU a backward pass runs to its end even if one of
+        these operations was stopped and left arbitrary values.
+        """
         norms = [layer for layer in self.module.modules() if isinstance(layer, SyncBatchNorm)]
         groups = [self.group, *(norm.group for norm in norms if norm.group is not None)]
         return not any(group.has_misled for group in groups)

@@ -19,6 +19,7 @@ import torch
 
 from chorusline.collectives import PrefixStore
 from chorusline.collectives.contract.call_site import users_level
+from chorusline.collectives.contract.errors import name_ranks
 
 from .gradients.gradient_bucket import Gradients
 from .gradients.reducer import Reducer
@@ -77,9 +78,9 @@ class UnreducedSteps:
                 warnings.warn(
                     "optimizer.step() has used gradients that no backward pass of the "
                     "DistributedDataParallel has reduced, and they are not the same on all ranks: "
-                    f"that of parameter {name} differs between rank 0 and ranks {unlike}, so the "
-                    "parameters of the ranks drift apart. What torch.autograd.grad returns, and "
-                    "what a backward pass in no_sync() brings, is the rank's own. Call "
+                    f"that of parameter {name} differs between rank 0 and {name_ranks(unlike)}, so "
+                    "the parameters of the ranks drift apart. What torch.autograd.grad returns, "
+                    "and what a backward pass in no_sync() brings, is the rank's own. Call "
                     "loss.backward() on an output of the model, the last time in each step outside "
                     "no_sync(), or average before the step: parameter.grad = "
                     "ctx.reduce(parameter.grad)",

@@ -27,6 +27,7 @@ from functools import partial
 import torch
 
 from chorusline.collectives import Group
+from chorusline.collectives.contract.errors import name_ranks
 from chorusline.collectives.contract.operation import Kind, describe
 from chorusline.collectives.neutral import take_part, why_not_without
 from chorusline.collectives.operations.host_reads import device_numbers
@@ -126,8 +127,9 @@ class Conductor:
         if reason is not None:
             of = self._groups[group]
             raise RuntimeError(
-                f"{describe(kind, of.describe().operations, numel, dtype)} inside Join, but ranks "
-                f"{absent} have run out of data and cannot take part in it: {reason}"
+                f"{describe(kind, of.describe().operations, numel, dtype)} inside Join, but "
+                f"{name_ranks(absent, 'has', 'have')} run out of data and cannot take part in it: "
+                f"{reason}"
             )
         self._announce(Next.OPERATION, group, kind, numel, dtype, detail)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from chorusline.collectives import CollectiveMismatch, CollectiveTimeout
 from chorusline.collectives.contract.call_site import users_level
-from chorusline.collectives.contract.errors import ALL_ARRIVE, SAME_ORDER
+from chorusline.collectives.contract.errors import ALL_ARRIVE, SAME_ORDER, name_ranks
 from chorusline.collectives.diagnosis.blame import check_like_rank_0
 
 IN_JOIN, DIVIDES_BY_ALL, THROWS = 1, 2, 4
@@ -71,12 +71,12 @@ def explain(
     """
     # An error with a remedy of its own knows more than this function.
     if isinstance(error, CollectiveMismatch) and error.remedy == SAME_ORDER:
-        who = f"ranks {list(absent)}, which have" if absent else "a rank that has"
         error.remedy = (
-            f"This was inside Join(): {who} run out of data, take part in the steps of the listed "
-            "joinables and in nothing else. If the loop's body issues other collectives (such as "
-            "ctx.reduce, ctx.broadcast or a barrier), issue them on a group that Join follows: "
-            "beside = ctx.group.new_group(range(ctx.world_size)), Join([...], groups=[beside]), "
+            f"This was inside Join(): {name_ranks(absent, 'has', 'have')} run out of data, and "
+            "ranks without data take part in the steps of the listed joinables and in nothing "
+            "else. If the loop's body issues other collectives (such as ctx.reduce, ctx.broadcast "
+            "or a barrier), issue them on a group that Join follows: beside = "
+            "ctx.group.new_group(range(ctx.world_size)), Join([...], groups=[beside]), "
             "beside.all_reduce(...); or after the Join. A body that thaws parameters does it in a "
             "function in step_along."
             if absent
@@ -110,7 +110,7 @@ def explain(
 def why_not_skipped(absent: Sequence[int], *, has_several: bool) -> str:
     """absent: the ranks that have run out of data, and stepped what is in step_along; empty where
     all have data again by now. has_several: whether the Join lists several models."""
-    who = f"ranks {list(absent)}" if absent else "ranks"
+    who = name_ranks(absent) if absent else "ranks"
     # What several sharded optimizers need is a group, too, unless each has one step in a batch.
     remedy = (
         "use a ZeroRedundancyOptimizer for each model in place of step_along, and give Join a "
@@ -140,7 +140,7 @@ def why_not_one_more(so_far: int) -> str:
 
 def why_exhausted(absent: Sequence[int]) -> str:
     return (
-        f"Detected at least one rank that exhausted inputs: ranks {list(absent)}. Every rank "
+        f"Detected at least one rank that exhausted inputs: {name_ranks(absent)}. Every rank "
         "raises this at the same step, because throw_on_early_termination is set"
     )
 

@@ -1,16 +1,18 @@
-"""How many agreements a batch and a step of one joinable have: what a rank may expect to come.
+"""Predicts how many agreements come in a batch, and after which of them the optimizer steps.
 
-A rank that looks ahead knows its last batch, but not how often the loop's body will still step in
-it. And where each backward pass ends with an agreement, a rank without data does not see after
-which of them the others step their optimizers. Bodies repeat, so the batches and steps before say
-it. Where that turns out wrong, later agreements show it.
+A rank that looks ahead knows which batch is its last one, but not how many more steps the loop's
+body takes in it. A rank without data takes part in the agreement at the end of each backward pass,
+but does not see after which passes the other ranks step their optimizers. The loop's body does the
+same in every batch, so both are predicted from the batches before. A wrong prediction is noticed in
+a later agreement.
 """
 
 from __future__ import annotations
 
 
 class PassPattern:
-    """Of one joinable on one rank; it outlives the Joins.
+    """The pattern of passes and steps of one joinable on one rank. It is kept from one Join to the
+    next.
 
     of_batch: number of agreements in the current batch so far.
     """

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from chorusline.collectives.contract.errors import name_ranks
+
 _MOST_EDITS = 15
 _MOST_CALLS = 1 << 16  # A vote in float32 counts to 2^24.
 
@@ -116,7 +118,7 @@ def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
     if edited:
         raise RuntimeError(
             f"rank {rank} has run out of data, and holds gradients that no step has used. Since "
-            f"then ranks {edited} have changed some of their gradients between two backward "
+            f"then {name_ranks(edited, 'has', 'have')} changed some gradients between two backward "
             "passes, and the same change cannot be made on a rank without data. Clear all "
             "gradients of the model (zero_grad()), or change them after the last pass of a step"
         )

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from chorusline.collectives.contract.deadlines import Seconds
+from chorusline.collectives.contract.errors import name_ranks
 from chorusline.collectives.contract.torch_hints import TOO_FEW, TOO_MANY, says
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
@@ -185,8 +186,8 @@ class Context:
             stay.put(name, make())
         elif lost:
             raise RuntimeError(
-                f"ranks {lost} do not keep {name!r}, but the other ranks do: the workers of ranks "
-                f"{lost} were replaced, or failed while they made it. {_BEGIN_ANEW}"
+                f"{name_ranks(lost, 'has', 'have')} no object {name!r}, but the other ranks do: a "
+                f"worker was replaced, or failed while it made the object. {_BEGIN_ANEW}"
             )
         elif len({steps for _, steps, _ in ages}) > 1 or any(torn for _, _, torn in ages):
             raise RuntimeError(

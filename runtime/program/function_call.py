@@ -21,7 +21,7 @@ from chorusline.actors.journal import Journal
 from chorusline.actors.messages import Assignment, Report
 from chorusline.actors.parcels.pickling import pickled
 from chorusline.collectives.contract.call_site import users_level
-from chorusline.collectives.contract.errors import GroupAborted, fresh_copy
+from chorusline.collectives.contract.errors import GroupAborted, fresh_copy, name_ranks
 from chorusline.collectives.diagnosis.debug import logger
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import broadcast_object
@@ -139,10 +139,11 @@ class FunctionCall:
         absent = join.absent_ranks if join is not None else []
         if absent:
             raise RuntimeError(
-                f"{call} inside Join, but ranks {absent} have run out of data and do not run the "
-                "loop's body. Call it after the Join; or make a group for the collectives of the "
-                "body, beside = ctx.group.new_group(range(ctx.world_size)), let the Join follow "
-                "it, Join([...], groups=[beside]), and write beside.all_reduce(tensor).wait()"
+                f"{call} inside Join, but {name_ranks(absent, 'has', 'have')} run out of data, and "
+                "ranks without data do not run the loop's body. Call it after the Join; or make a "
+                "group for the collectives of the body, beside = "
+                "ctx.group.new_group(range(ctx.world_size)), let the Join follow it, Join([...], "
+                "groups=[beside]), and write beside.all_reduce(tensor).wait()"
             )
 
     def broadcast(self, value: T, root: int = 0) -> T:
@@ -198,9 +199,9 @@ class FunctionCall:
         join = active_join()
         if join is not None and (joined := join.absent_ranks):
             raise RuntimeError(
-                f"ctx.save() inside Join, but ranks {joined} have run out of data and no longer "
-                "run the loop's body; call ctx.save() after the Join, or set "
-                "CheckpointConfig(every_n_steps=...), which saves on those ranks too"
+                f"ctx.save() inside Join, but {name_ranks(joined, 'has', 'have')} run out of data, "
+                "and ranks without data no longer run the loop's body; call ctx.save() after the "
+                "Join, or set CheckpointConfig(every_n_steps=...), which saves on those ranks too"
             )
         return self.checkpoints.save(path, self.step, range(self.world_size))
 

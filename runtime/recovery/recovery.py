@@ -28,6 +28,7 @@ from chorusline.actors.fault_plan import Instant
 from chorusline.actors.messages import NOWHERE, Resumption
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import Group, GroupAborted, GroupClosed
+from chorusline.collectives.contract.errors import name_ranks
 
 from ..data_parallel.distributed_data_parallel import ModelEngine
 from ..process.registry import Registered
@@ -241,7 +242,8 @@ class Recovery:
                 # A generation only for handing over: the leaving ranks are still in it, so none may
                 # enter it.
                 self.in_place.hand_over(resumption)
-                reason = f"ranks {list(resumption.leaving)} have handed over their state, and leave"
+                leavers = name_ranks(resumption.leaving, "has", "have")
+                reason = f"{leavers} handed over the optimizer state, to leave"
                 error: BaseException = GroupAborted(resumption.assignment.generation, [], reason)
             except Exception as failure:
                 # A further loss repeats all of it; what has been received is kept for the next

@@ -453,7 +453,7 @@ class Session:
                 if client is not None:
                     outcome = await self._outcome_at(client, program, audience)
                 else:
-                    outcome = await self._holding.outcome(program, audience)
+                    outcome = await self._holding.run(program, audience)
             if isinstance(outcome, RunFailed):
                 raise_failure(outcome, await self._last_step(outcome))
         except BaseException as raised:

@@ -41,6 +41,7 @@ from chorusline.actors.messages import OptimizerProgress
 from chorusline.collectives import CollectiveError, CollectiveMismatch, Group
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 from chorusline.collectives.contract.call_site import users_level
+from chorusline.collectives.contract.errors import name_ranks
 from chorusline.collectives.contract.plain_numbers import whole
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
@@ -678,8 +679,8 @@ class OptimizerEngine:
             except Exception as error:
                 if self._recovery is None or not ends_a_generation(error):
                     raise
-                if not self.step_counts and self.model and not self.model.has_whole_gradients:
-                    raise  # The function has to run again from the top, with gradients that are.
+                if not self.step_counts and self.model and not self.model.has_valid_gradients:
+                    raise  # The function has to run again from the top, and compute them again.
                 # If some rank has seen this step's ballot, the step is taken in here (`catch_up`),
                 # and the loop ends; if none has, the buckets are reduced again, and it continues.
                 self._recovery.recover(error, self)
@@ -752,7 +753,7 @@ class OptimizerEngine:
             told = all_gather_object(self.group, self._why_not)
             why = next(filter(None, told))
             ranks = [rank for rank, one in enumerate(told) if one == why]
-            raise RuntimeError(f"on ranks {ranks}: {why}")
+            raise RuntimeError(f"on {name_ranks(ranks)}: {why}")
         if self.reducer is not None and (standings := self._ballot.sends_again(payload)):
             # A rank ran more passes since the launch, or it now knows what its leftovers belong
             # to. All send again, with these, and vote again.
@@ -900,9 +901,10 @@ class OptimizerEngine:
             self.group.generation,
             list(late),
             f"the loop's body has written {f'parameter {name}' if name else 'parameters'} since "
-            f"the last step on rank {newest}, but not on ranks {list(late)}, which have run out of "
-            "data, and where functions of step_along, or hooks before the step, may have read "
-            "the parameters as they were",
+            f"the last step on rank {newest}, but not on "
+            f"{name_ranks(late, '(which has', '(which have')} run out of data), and where "
+            "functions of step_along, or hooks before the step, may have read the parameters as "
+            "they were",
             "What the body writes after optimizer.step() belongs in step_along too, in a function "
             "that the body calls, listed in the order of the body; what it writes before the step "
             "belongs in a hook, optimizer.register_step_pre_hook(lambda *_: function()).",
@@ -1115,7 +1117,8 @@ class OptimizerEngine:
                 self.group.generation,
                 unlike,
                 f"the gradient of a parameter of shape {tuple(used[number].shape)} differs "
-                f"between rank 0 and ranks {unlike}, and no DistributedDataParallel reduces it",
+                f"between rank 0 and {name_ranks(unlike)}, and no DistributedDataParallel reduces "
+                "it",
                 f"{_OF_THE_MODEL} If your own code makes the gradients equal, it must do so before "
                 "step().",
             )

@@ -149,7 +149,7 @@ async def test_run_says_who_is_behind_at_which_line_with_its_stack(session: Sess
             load(ctx.group)
         ctx.group.all_reduce(part, timeout_s=1).wait()
 
-    with pytest.raises(CollectiveTimeout, match=r"ranks \[2\] did not arrive") as caught:
+    with pytest.raises(CollectiveTimeout, match=r"rank 2 did not arrive") as caught:
         await session.run(train)
     first = train.__code__.co_firstlineno
     gather, reduce = (
@@ -176,7 +176,7 @@ async def test_a_timeout_in_a_subgroup_is_told_with_the_sessions_ranks(session: 
         ctx.group.barrier().wait()
 
     # Rank 1 raises it as the pair counts; that rank 0 hears of it and raises first is possible.
-    with pytest.raises(CollectiveTimeout, match=r"ranks \[(0|2)\] did not arrive") as caught:
+    with pytest.raises(CollectiveTimeout, match=r"rank (0|2) did not arrive") as caught:
         await session.run(train)
     first = train.__code__.co_firstlineno
     barrier, reduce = (
@@ -203,7 +203,7 @@ async def test_a_suspended_coroutine_has_a_stack_too(session: Session) -> None:
             await fetch()
         await ctx.group.barrier(timeout_s=1)
 
-    with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] did not arrive") as caught:
+    with pytest.raises(CollectiveTimeout, match=r"rank 1 did not arrive") as caught:
         await session.run(train)
     told = notes_of(caught.value)
     assert "rank 1 has issued nothing; its Python stack:" in told
@@ -259,7 +259,7 @@ async def test_a_stopped_process_is_told_as_silent(cluster: None) -> None:
     async with Session(num_workers=2, timeout_s=30) as session:
         pids: list[Any] = await session.run(lambda ctx: os.getpid())
         try:
-            with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] did not arrive") as caught:
+            with pytest.raises(CollectiveTimeout, match=r"rank 1 did not arrive") as caught:
                 await session.run(train)
         finally:
             os.kill(pids[1], signal.SIGCONT)

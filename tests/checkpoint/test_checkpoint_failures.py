@@ -211,7 +211,7 @@ def test_a_place_that_ranks_do_not_share_is_found_out_before_training(ranks_of):
     config = cl.CheckpointConfig("memory://not-shared")
     for step, (word,) in ranks_of(2).run(resume_and_listen, config):
         assert step == -1
-        assert "what ranks [1] on " in word and "the path names a different place for each" in word
+        assert "what rank 1 on " in word and "the path names a different place for each" in word
 
 
 def _fill_the_disk(group: cl.Group, place: Path) -> tuple[list[str], int]:

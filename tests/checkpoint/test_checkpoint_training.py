@@ -173,7 +173,7 @@ def _save_inside_join(group: cl.Group, place: str) -> str:
 
 def test_a_save_that_joined_ranks_would_miss_is_refused(ranks_of, tmp_path):
     told = ranks_of(2).run(_save_inside_join, str(tmp_path))
-    assert told[1].startswith("ctx.save() inside Join, but ranks [0] have run out of data")
+    assert told[1].startswith("ctx.save() inside Join, but rank 0 has run out of data")
     assert "CheckpointConfig(every_n_steps=...)" in told[1]
 
 

@@ -30,7 +30,7 @@ from chorusline.collectives.stores.store import HashStore
 COLLECTIVE_ERRORS: list[CollectiveError] = [
     CollectiveTimeout("all_reduce #118 (4 float32)", 3, [2], 30.0, "rank 2 is at barrier #7"),
     CollectiveTimeout("barrier #0", 0, (0, 1), 0.5),
-    CollectiveMismatch("barrier #4", 1, [1], "ranks [0, 2] issued this, ranks [1] issued that"),
+    CollectiveMismatch("barrier #4", 1, [1], "ranks [0, 2] issued this, rank 1 issued that"),
     PeerLost("all_gather #9 (8 int64)", 2, [0, 3], "process 41 ended"),
     GroupAborted(5, [1], "ValueError: grüß\n", "Traceback …\n  in explode"),
     GroupAborted(5, [], "the driver said so"),
@@ -96,7 +96,7 @@ def test_every_collective_error_says_operation_generation_and_ranks() -> None:
 
 def test_a_timeout_names_ranks_whereabouts_and_remedy() -> None:
     assert str(COLLECTIVE_ERRORS[0]) == (
-        "all_reduce #118 (4 float32) in generation 3: ranks [2] did not arrive within 30 s; rank 2 "
+        "all_reduce #118 (4 float32) in generation 3: rank 2 did not arrive within 30 s; rank 2 "
         "is at barrier #7. If ranks may run out of data at different steps, put the loop inside "
         "Join(); if steps are only slow, raise the timeout (timeout_s)."
     )

@@ -168,7 +168,7 @@ def test_ranks_in_different_object_collectives_are_told_both_sides(
         assert isinstance(error, CollectiveMismatch)
         assert error.ranks == [1]
         assert "ranks [0, 2] issued broadcast_object_list of 2 objects with root 0" in str(error)
-        assert "ranks [1] issued gather_object with root 1" in str(error)
+        assert "rank 1 issued gather_object with root 1" in str(error)
 
 
 def cancel_an_object(rank: Rank) -> Any:

@@ -51,7 +51,7 @@ def meet_without_pidfd(rank: Rank, whose: str) -> str:
 @pytest.mark.parametrize("whose", REFUSALS)
 def test_ranks_notice_a_death_without_pidfds(whose: str, tmp_path: Path) -> None:
     with Ranks(meet_without_pidfd, 2, tmp_path, SHARED_MEMORY, whose) as ranks:
-        assert "ranks [1] are gone" in ranks.results(ranks=[0])[0]
+        assert "rank 1 is gone" in ranks.results(ranks=[0])[0]
 
 
 def test_a_rank_that_died_before_the_others_looked_is_lost_without_pidfds_too(

@@ -432,7 +432,7 @@ def test_a_session_ends_the_meeting_while_nccl_connects() -> None:
 def test_an_error_of_nccl_while_it_connects_ends_the_meeting_of_all_ranks() -> None:
     with StandInRanks(2) as ranks:
         for told in ranks.run(meet_without, {1: fail_in_nccl}, "GroupAborted"):
-            assert "by ranks [1]: connecting by NCCL failed: NCCL could not connect" in told
+            assert "by rank 1: connecting by NCCL failed: NCCL could not connect" in told
             assert "NCCL_ERROR_SYSTEM_ERROR: stand-in (NCCL 2.32.3)" in told
 
 
@@ -449,7 +449,7 @@ def test_an_error_of_nccl_before_it_connects_is_one_of_all_ranks() -> None:
     """As with an NCCL_SOCKET_IFNAME that names no interface."""
     with StandInRanks(2) as ranks:
         for told in ranks.run(fail_at_an_id):
-            assert told.startswith("GroupAborted: ") and "by ranks [0]" in told
+            assert told.startswith("GroupAborted: ") and "by rank 0" in told
             assert "NCCL_ERROR_SYSTEM_ERROR: stand-in (NCCL 2.32.3)" in told
 
 

@@ -266,7 +266,7 @@ def other_hook(group):
 
 def test_ranks_with_different_hooks_are_told_before_the_first_step(ranks_of):
     for told in ranks_of(3).run(other_hook):
-        assert "ranks [1]" in told and "{0: 'mean', 1: 'nothing', 2: 'mean'}" in told
+        assert "rank 1" in told and "{0: 'mean', 1: 'nothing', 2: 'mean'}" in told
 
 
 def mean_in_callback(group, bucket):

@@ -356,7 +356,7 @@ def throw_early(group, lengths, looks_ahead):
 @pytest.mark.parametrize("looks_ahead", [True, False], ids=["shard", "list"])
 def test_early_termination_raises_on_all_ranks_before_any_statistics(ranks_of, looks_ahead):
     for steps, told in ranks_of(2).run(throw_early, (4, 2), looks_ahead):
-        assert steps == 2 and "exhausted inputs: ranks [1]" in told
+        assert steps == 2 and "exhausted inputs: rank 1" in told
 
 
 def train_on_gpu(rank):

@@ -130,7 +130,7 @@ def test_gradients_that_nothing_reduces_are_named_once(ranks_of, makes_gradients
     assert others == [] and len(told) == 1, "one rank tells it, once"
     text, path = told[0]
     name = "2.weight" if makes_gradients is of_the_last_layer else "0.weight"
-    assert f"that of parameter {name} differs between rank 0 and ranks [1]" in text
+    assert f"that of parameter {name} differs between rank 0 and rank 1" in text
     assert "parameter.grad = ctx.reduce(parameter.grad)" in text and "loss.backward()" in text
     assert path == __file__
 

@@ -171,4 +171,4 @@ def test_a_majority_of_the_ranks_is_right(said, usual, blamed) -> None:
 
 
 def test_what_was_issued_is_told_once_with_its_ranks() -> None:
-    assert tell_issued(["a", "b", "a"]) == "ranks [0, 2] issued a, ranks [1] issued b"
+    assert tell_issued(["a", "b", "a"]) == "ranks [0, 2] issued a, rank 1 issued b"

@@ -83,7 +83,7 @@ def test_a_sharded_optimizer_has_them_from_ranks_with_data_if_it_is_not_listed(r
 
 def test_with_a_plain_one_the_end_of_the_join_says_so_on_all_ranks(ranks_of):
     for told, ranks in ranks_of(2).run(train_clamped, "plain", False):
-        assert ranks == [1] and "ranks [0] had no data for the last step" in told
+        assert ranks == [1] and "rank 0 had no data for the last step" in told
         assert "step_along=[function]" in told
 
 
@@ -123,10 +123,10 @@ def test_what_a_joined_rank_has_read_before_such_a_write_is_named(ranks_of, how)
     for every in (1, 2):  # With 2 the last batch does not write.
         for told in ranks_of(2).run(read_along, how, every):
             if how == "average":
-                assert "of the average in step_along differs between rank 0 and ranks [1]" in told
+                assert "of the average in step_along differs between rank 0 and rank 1" in told
             else:
                 assert "the loop's body has written parameter 0.weight" in told
-                assert "but not on ranks [0], which have run out of data" in told
+                assert "but not on rank 0 (which has run out of data" in told
                 assert "optimizer.register_step_pre_hook(lambda *_: function())" in told
 
 

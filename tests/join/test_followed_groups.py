@@ -198,8 +198,8 @@ def test_what_has_no_neutral_element_is_refused_and_frees_the_ranks_that_wait(
     ranks_of, what, reason
 ):
     waiting, told = ranks_of(2).run(refused, what)
-    assert "inside Join, but ranks [0] have run out of data" in told and reason in told
-    assert "by ranks [1]" in waiting and reason in waiting
+    assert "inside Join, but rank 0 has run out of data" in told and reason in told
+    assert "by rank 1" in waiting and reason in waiting
 
 
 def test_what_is_refused_depends_on_who_is_out():
@@ -383,5 +383,5 @@ def raise_while_somebody_follows(group):
 
 def test_an_exception_frees_a_rank_that_follows(ranks_of):
     waiting, culprit = ranks_of(2).run(raise_while_somebody_follows)
-    assert "by ranks [1]" in waiting and "no such column" in waiting
+    assert "by rank 1" in waiting and "no such column" in waiting
     assert "no such column" in culprit

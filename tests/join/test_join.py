@@ -178,7 +178,7 @@ def test_an_exception_in_the_body_frees_the_peers_at_once_with_its_traceback(ran
     (peer, told, seconds), (culprit, _, _) = ranks_of(2).run(raise_in_body)
     assert culprit == "KeyError"
     assert peer == "GroupAborted"
-    assert "by ranks [1]" in told
+    assert "by rank 1" in told
     assert "no such column" in told and "raise_in_body" in told
     assert seconds < 10
 
@@ -214,7 +214,7 @@ def test_an_exception_in_a_hook_frees_the_peers_at_once_with_its_traceback(ranks
     (culprit, _, _), (peer, told, seconds) = ranks_of(2).run(raise_in_hook)
     assert culprit == "OSError"
     assert peer == "GroupAborted"
-    assert "by ranks [0]" in told
+    assert "by rank 0" in told
     assert "the log is full" in told and "in stumble" in told
     assert seconds < 10
 
@@ -237,7 +237,7 @@ def throw_early(group, lengths):
 def test_early_termination_raises_on_every_rank_at_the_same_step(ranks_of):
     results = ranks_of(2).run(throw_early, (3, 5))
     assert [steps for steps, _ in results] == [3, 3]
-    assert all("exhausted inputs: ranks [0]" in told for _, told in results)
+    assert all("exhausted inputs: rank 0" in told for _, told in results)
     assert ranks_of(2).run(throw_early, (4, 4)) == [(4, ""), (4, "")]
 
 
@@ -402,7 +402,7 @@ def join_inside_itself(group):
 def test_a_join_inside_a_join_of_the_same_joinables_is_refused(ranks_of):
     without_data, with_data = ranks_of(2).run(join_inside_itself)
     assert with_data.startswith("this Join is inside another one that lists the same joinables")
-    assert "aborted by ranks [1]: RuntimeError: this Join is inside another one" in without_data
+    assert "aborted by rank 1: RuntimeError: this Join is inside another one" in without_data
 
 
 def weigh_without_passes(group, sharded, looks):

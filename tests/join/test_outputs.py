@@ -195,7 +195,7 @@ def test_a_refused_pass_says_its_own_cause(ranks_of: Callable[[int], Any], how: 
     with_data, without = ranks_of(2).run(train, "dataclass", (4, 2), how)
     for text in CAUSES[how]:
         assert text in with_data, with_data
-    assert "ranks [1] have run out of data" in with_data
+    assert "rank 1 has run out of data" in with_data
     assert not any(text in with_data for other in CAUSES if other != how for text in CAUSES[other])
     assert "ranks []" not in with_data + str(without)
 

@@ -85,4 +85,4 @@ def test_scales_that_differ_from_the_start_are_named(ranks_of):
 
 def test_a_rank_that_has_never_used_its_scaler_is_told_at_the_end_of_the_join(ranks_of):
     told = ranks_of(2).run(train, (3, 0), 1)
-    assert all("ranks [1] had no batch to use theirs" in text for *_, text in told), told
+    assert all("rank 1 had no batch to use theirs" in text for *_, text in told), told

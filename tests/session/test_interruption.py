@@ -239,7 +239,7 @@ async def test_what_a_replaced_worker_has_lost_is_told_on_all_ranks(session: cl.
     with pytest.raises(cl.WorkerLost):
         await session.run(die)
     for told in await session.run(kept_or_told):
-        assert told.startswith("ranks [1] do not keep 'answer', but the other ranks do")
+        assert told.startswith("rank 1 has no object 'answer', but the other ranks do")
         assert "ctx.forget() on all ranks" in told
     await session.run(lambda ctx: ctx.forget("answer"))
     assert await session.run(kept_or_told) == ["made by rank 0", "made by rank 1"]

@@ -88,7 +88,7 @@ def test_a_rank_killed_under_stock_ddp_is_named_and_the_others_train_on(tmp_path
         ranks.wait_for("ready")
         ranks.signal(VICTIM, signal.SIGKILL)
         for told, late_s, agrees in ranks.results(ranks=[0, 2]):
-            assert f"ranks [{VICTIM}] are gone" in told
+            assert f"rank {VICTIM} is gone" in told
             assert "all_reduce" in told
             assert late_s < 10
             assert agrees
@@ -104,13 +104,13 @@ def rank_of_groups(rank):
     rank.say("ready")
     tensor = torch.ones(1)
     if rank.rank == 0:
-        with pytest.raises(cl.PeerLost, match=r"ranks \[1\] are gone"):
+        with pytest.raises(cl.PeerLost, match=r"rank 1 is gone"):
             dist.all_reduce(tensor)
         rank.store.wait(["said/told/2"], 30)  # To end now would be a death of its own.
     began_at = time.monotonic()
     if rank.rank == 2:
         # Rank 0 has been told, and will not come.
-        with pytest.raises(cl.GroupAborted, match=r"ranks \[1\] are gone"):
+        with pytest.raises(cl.GroupAborted, match=r"rank 1 is gone"):
             dist.all_reduce(tensor, group=pair)
         rank.say("told")
     return time.monotonic() - began_at
@@ -129,7 +129,7 @@ def rank_that_aborts(rank):
         dist.distributed_c10d._abort_process_group()
         assert not dist.is_initialized()
     else:
-        with pytest.raises(cl.GroupAborted, match=r"by ranks \[0\]: the process group was aborted"):
+        with pytest.raises(cl.GroupAborted, match=r"by rank 0: the process group was aborted"):
             dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
     init(rank.rank, rank.size, rank.store, "second")

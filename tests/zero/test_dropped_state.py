@@ -178,4 +178,4 @@ def drop_on_one(group: cl.Group) -> str:
 
 def test_state_that_one_rank_drops_is_named(ranks_of):
     for told in ranks_of(2).run(drop_on_one):
-        assert "on ranks [1]" in told and "4 dropped, 0 loaded on rank 1" in told, told
+        assert "on rank 1" in told and "4 dropped, 0 loaded on rank 1" in told, told

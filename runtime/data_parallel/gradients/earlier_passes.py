@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from chorusline.collectives.contract.errors import named
+from chorusline.collectives.contract.errors import name_ranks, named
 
 from ...process.agreement import Agreement, Note
 from .gradient_bucket import Gradients
@@ -54,8 +54,8 @@ _REPLACED = (
     "distinguished from gradients that an earlier pass had reduced already"
 )
 _CHANGE_LAST = (
-    "Add to the loss what the gradients shall have more, or change the gradients after the last "
-    "pass of a step, in a function that calls optimizer.step() too and is in "
+    "Add a term to the loss for what the gradients shall also contain, or change them after the "
+    "last pass of a step, in a function that calls optimizer.step() too and is in "
     "Join(..., step_along=[function])"
 )
 _CALL_MODEL = (
@@ -199,20 +199,24 @@ def check_passes(agreement: Agreement, num_ranks: int, names: Sequence[str]) -> 
     # zero_grad() on some ranks only: their means would be of one pass, and those of others of two.
     if 0 < (continuing := agreement.says(Note.CONTINUES)) < len(live):
         raise RuntimeError(
-            f"{continuing} of the ranks {live} add this backward pass to the gradients of the pass "
-            "before, and the others have cleared theirs, so their gradients would differ. All "
-            "ranks with data must call zero_grad() between the same two passes"
+            f"{continuing} of the ranks {live} did not clear their gradients before this backward "
+            "pass, and the others did, so their gradients would differ. All ranks with data must "
+            "call zero_grad() between the same two passes"
         )
     if unlike := [number for number, ranks in enumerate(agreement.kept) if 0 < ranks < len(live)]:
         raise RuntimeError(
-            f"some of the ranks {live} add this backward pass to the gradients of the pass before, "
-            f"and others have cleared theirs, of {_named(unlike, names)}. All ranks with data must "
-            "clear the same gradients between the same two passes"
+            f"some of the ranks {live} did not clear the gradients of {_named(unlike, names)} "
+            "before this backward pass, and others did. All ranks with data must clear the same "
+            "gradients between the same two passes"
         )
     # A mean that is reduced once more stays the mean, if all ranks have it, and as much weight.
     if agreement.says(Note.MIXES) and (agreement.weight or len(live) < num_ranks):
         absent = [rank for rank in range(num_ranks) if rank not in live]
-        why = f"ranks {absent} have run out of data" if absent else "losses are weighted"
+        why = (
+            f"{name_ranks(absent, 'has', 'have')} run out of data"
+            if absent
+            else "losses are weighted"
+        )
         what, remedy = _IN_NO_SYNC, _OUTSIDE_LAST
         if agreement.says(Note.BEGINS_INSIDE):
             what, remedy = _INSIDE, _CALL_MODEL

@@ -29,6 +29,7 @@ import torch
 
 from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.contract.call_site import users_level
+from chorusline.collectives.contract.errors import name_ranks
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from ...process.agreement import Agreement
@@ -379,8 +380,8 @@ def _difference(
             alone = [rank for rank, told in compared.items() if told[number][1]]
             return (
                 f"{name} has stepped with gradients of a backward pass in no_sync() that were not "
-                f"reduced on ranks {alone}, and with reduced ones on the others, so the parameters "
-                "of the ranks drift apart",
+                f"reduced on {name_ranks(alone)}, and with reduced ones on the others, so the "
+                "parameters of the ranks drift apart",
                 _SAME_PASSES,
             )
         # A group may have an option on one of the ranks alone.

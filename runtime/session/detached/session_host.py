@@ -273,7 +273,7 @@ class SessionHost:
     ) -> None:
         audience = Audience(None, None, None, has_output=False, record=run.history.add)
         try:
-            run.ending = await self._holding.outcome(program, audience, begun)
+            run.ending = await self._holding.run(program, audience, begun)
         except asyncio.CancelledError:
             run.ending = GroupAborted(await self._generation(), [], run.why or "it was cancelled")
         except Exception as error:

@@ -126,21 +126,24 @@ class Holding:
     ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]:
         return await self.crew.whereabouts(timeout_s) if self.crew is not None else {}
 
-    async def outcome(
+    async def run(
         self, program: Parcel | None, audience: Audience, begun: RunRequest | None = None
     ) -> RunSucceeded | RunFailed:
-        """Have a function run. begun: a run that workers are in already, or have ended, in a
-        session host that was started again."""
+        """Run a function on all ranks, and return how the run ended.
+
+        begun: a run that workers are in already, or have ended, in a session host that was started
+            again.
+        """
         # Numbers of runs do not repeat: workers know a run by its number.
         if begun is not None:
             self._next_run = begun.run + 1
         self._is_running = True
         try:
-            return await self._outcome(program, audience, begun)
+            return await self._run(program, audience, begun)
         finally:
             self._is_running = False
 
-    async def _outcome(
+    async def _run(
         self, program: Parcel | None, audience: Audience, begun: RunRequest | None
     ) -> RunSucceeded | RunFailed:
         """1. Replace the workers that are missing since the last run. 2. Run, and hand on reports

@@ -8,7 +8,7 @@ of one group where they can only be lost together.
 Inside a Ray Tune trial the first seats are bundles of the trial's own group (`Borrowed`), and there
 are no later ones: the trial holds what the session may use, and gives it back.
 
-The seats of the reserve come last. When a worker in reserve takes an empty seat, the two seats
+The seats of spare workers come last. When a spare worker takes an empty seat, the two seats
 exchange their places; so a *place* is the number that a seat began with.
 """
 
