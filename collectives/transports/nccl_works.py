@@ -2,9 +2,9 @@
 
 A work is a pair of CUDA events on the communicator's own stream, around NCCL's kernel. One daemon
 thread, the watcher, follows the works in flight in the order of issue. It polls the events every
-millisecond, and more often for a work that has callbacks; a thread that waits on the host polls by
-itself. When a work takes longer than half a second it also reads the store, where ranks
-leave their positions and errors (liveness.py).
+millisecond, and more often for a work that has callbacks or that a thread waits for on the host,
+which polls as well. When a work takes longer than half a second it also reads the store, where
+ranks leave their positions and errors (liveness.py).
 
 **An abort completes events, too**, so a completed event alone proves nothing:
 
@@ -51,6 +51,7 @@ class NcclWork(PendingWork):
     is_launched: the events are recorded; before that they say nothing.
     started: this rank's GPU has reached the work. ended: the work is over, or NCCL was aborted.
     waited_for: a stream waits for the work, so `close` lets it finish.
+    is_awaited: a thread waits for it on the host.
     blocks_host: the work contains a barrier.
     before: the operations of a coalesced block that precede the last one, which is `operation`.
     """
@@ -69,6 +70,7 @@ class NcclWork(PendingWork):
         self.started = torch.cuda.Event()
         self.ended = torch.cuda.Event()
         self.waited_for = False
+        self.is_awaited = False
         self.blocks_host = operation.kind is Kind.BARRIER
         self.before: Sequence[Operation] = ()
 
@@ -99,6 +101,7 @@ class NcclWork(PendingWork):
         super()._block()
 
     def _wait_until_done(self) -> None:
+        self.is_awaited = True
         began_at = time.monotonic()
         while not self.done:
             self.settle_ended()
@@ -196,15 +199,15 @@ class Watcher:
                 followed = None  # It keeps the caller's tensors.
                 self._wait_for_work()
                 continue
-            # Most works are over within a few queries. Without callbacks nobody waits for this
-            # thread, which would only take Python's lock from those that compute.
+            # Most works are over within a few queries. Where nobody waits, this thread would only
+            # take Python's lock from those that compute.
             if head is not followed:
                 followed, pause_s = head, FIRST_PAUSE_S
             now = time.monotonic()
             if now - max(looked_at, head.operation.issued_at) >= look_s(head.operation):
                 looked_at = now
                 self._look(head)
-            is_awaited = bool(head.callbacks)
+            is_awaited = head.is_awaited or bool(head.callbacks)
             # While this thread sleeps, it must not keep tensors of the caller alive.
             del head
             time.sleep(pause_s if is_awaited else LONGEST_PAUSE_S)

@@ -139,7 +139,7 @@ class Conductor:
         """Take part in what other ranks do, until no rank has a batch, or all ranks stop.
 
         batch: the number of the coming batch, if known. run_hook: runs the main hook of a joinable,
-            or the part of it that the numbers behind the joinable's say.
+            or the part of it that the numbers after the joinable's say.
         """
         self._begin_batch(batch, has_data=False)
         # What this rank issues to take part was announced already.

@@ -305,7 +305,7 @@ class FullyShardedModel(Joinable):
                 self._last_writes = self._conductor.hear(len(self._sharded))
         return heard
 
-    def shadow(self, *details: int) -> None:
+    def _shadow(self, *details: int) -> None:
         """Do what was announced: a member of _Event, and its numbers."""
         event, *numbers = details
         if event == _Event.GATHER:

@@ -151,7 +151,7 @@ class Joinable(ABC):
     def _shadowed(self) -> None:
         """All ranks have run out of data, and this one has shadowed what it announces."""
 
-    def shadow(self, *details: int) -> None:
+    def _shadow(self, *details: int) -> None:
         """Do the part of a step that was announced with these numbers."""
         raise NotImplementedError
 
@@ -544,10 +544,10 @@ class JoinEngine:
 
     def _run_announced_hooks(self, number: int, *details: int) -> None:
         """Joinable `number` has begun its part of a step: run its hook, and the hooks of the next
-        joinables, up to one that announces its own. details: see `Joinable.shadow`."""
+        joinables, up to one that announces its own. details: see `Joinable._shadow`."""
         boundary().steps.has_joined = True
         if self._joinables[number]._channel() is not None:
-            self._joinables[number].shadow(*details)
+            self._joinables[number]._shadow(*details)
             return
         self._hooks[number].main_hook()
         for behind in range(number + 1, len(self._hooks)):

@@ -456,6 +456,9 @@ def test_an_error_of_nccl_before_it_connects_is_one_of_all_ranks() -> None:
 def fail_at_a_launch(rank: Rank) -> str:
     group = rank.group()
     group.barrier().wait_on_host()
+    # The barrier of the other rank is over when that has read that nothing was aborted.
+    rank.say("through")
+    rank.store.wait([f"said/through/{other}" for other in range(rank.size)], 60)
     nccl.NcclCommunicator.launch = lambda self, calls: fail_in_nccl(rank.rank)  # type: ignore
     work = group.all_reduce(torch.ones(3, device=group.device))
     return str(error_of(work.wait_on_host))

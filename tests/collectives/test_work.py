@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from chorusline.collectives.contract.errors import CollectiveTimeout, GroupAborted, GroupClosed
+from chorusline.collectives.contract.errors import (
+    CollectiveTimeout,
+    GroupAborted,
+    GroupClosed,
+    name_ranks,
+)
 from chorusline.collectives.group import Group
 from tests.harness.ranks import GLOO, Rank, error_of, run_ranks, transports
 
@@ -69,7 +74,7 @@ def test_a_monitored_barrier_names_the_missing(
     for error in errors[::2]:
         assert isinstance(error, CollectiveTimeout)
         assert error.ranks == missing
-        assert f"ranks {missing} did not arrive" in str(error)
+        assert f"{name_ranks(missing)} did not arrive" in str(error)
 
 
 def wait_in_a_callback(rank: Rank) -> list[float]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from chorusline.collectives.contract.errors import name_ranks
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
@@ -115,4 +116,4 @@ def test_a_step_that_a_rank_cannot_take_is_refused_by_all_ranks_in_one_sentence(
         assert told[0] == told[1], told
         needs = 0 if body is steps_before_a_pass else 2
         ranks = [rank for rank, length in enumerate(lengths) if length > needs]
-        assert told[0].startswith(f"on ranks {ranks}: ") and BODIES[body] in told[0], told[0]
+        assert told[0].startswith(f"on {name_ranks(ranks)}: ") and BODIES[body] in told[0], told[0]
