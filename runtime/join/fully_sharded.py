@@ -223,33 +223,33 @@ class FullyShardedModel(Joinable):
                 group.gradient_divide_factor = factor
         for one in group.fsdp_params:
             self._note(one.sharded_param)
-            if conductor.some_rank_is_out:
+            # A function in step_along may change gradients, too: then sums say nothing.
+            if conductor.some_rank_is_out and not self._join.runs_functions:
                 self._sums[id(one.sharded_param)] = _sums(one.sharded_param.grad)
 
     def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """The hook before each step of any optimizer."""
         mine = {id(parameter) for parameter in self._sharded}
         steps = (id(one) in mine for group in optimizer.param_groups for one in group["params"])
-        if any(steps):
-            if self._some_rank_follows and getattr(optimizer, "grad_scale", None) is not None:
+        if not any(steps):
+            return
+        if self._some_rank_follows:
+            if getattr(optimizer, "grad_scale", None) is not None:
                 raise RuntimeError(
                     "a GradScaler hands its scale to a fused optimizer, and ranks "
                     f"{self._absent} that have run out of data do not know it. Train in "
                     "bfloat16, which needs no scaler, or give the optimizer fused=False"
                 )
-            if self._some_rank_follows:
-                self._check_unchanged()
-            self._happens(_Event.STEP, _digest(optimizer), writes=self._all_writes())
+            self._check_unchanged()
+        self._happens(_Event.STEP, _digest(optimizer), writes=self._all_writes())
 
     def _check_unchanged(self) -> None:
         """Raises RuntimeError if the body has changed what was reduced, and nothing in step_along
         can have done so. Operations over lists of DTensors are not counted as writes."""
-        assert self._join is not None
         sums, self._sums = self._sums, {}
-        if self._join.runs_functions:
-            return
         for one in self._sharded:
-            if one.grad is not None and sums.get(id(one), _sums(one.grad)) != _sums(one.grad):
+            was = sums.get(id(one))
+            if was is not None and one.grad is not None and was != _sums(one.grad):
                 raise RuntimeError(self._why_changed())
 
     def _collective(self, kind: Kind, numel: int, dtype: int, detail: int) -> None:
@@ -324,7 +324,7 @@ class FullyShardedModel(Joinable):
 
     def _reduce_zeros(self, group: Any, writes: Sequence[int]) -> None:
         held = any(map(_has_gradient, group.fsdp_params))
-        reduced = [(one, n) for one, n in zip(group.fsdp_params, writes, strict=True)]
+        reduced = list(zip(group.fsdp_params, writes, strict=True))
         for one, number in reduced:
             if number != _NOT_REDUCED and not _has_gradient(one):
                 one.unsharded_param.grad = torch.zeros_like(one.unsharded_param)

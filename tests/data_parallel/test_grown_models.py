@@ -21,14 +21,16 @@ def grow(module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, seed:
         optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.05})
 
 
+def model_and_optimizer(group: cl.Group, kind: str) -> tuple[cl.DistributedDataParallel, Any]:
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    if kind == "plain":
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
 def train(group: cl.Group, kind: str) -> list[torch.Tensor]:
     with another_group(group) as own:
-        model = cl.DistributedDataParallel(make_model(torch.float64), own)
-        optimizer: Any
-        if kind == "plain":
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        else:
-            optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        model, optimizer = model_and_optimizer(own, kind)
         for step, batch in enumerate(batches_of(own.rank, 6, torch.float64)):
             if step == 2:
                 grow(model.module, optimizer, seed=own.rank)
@@ -58,12 +60,7 @@ def test_layers_added_after_wrapping_are_trained_as_in_one_process(ranks_of, kin
 def train_unevenly(group: cl.Group, kind: str, lengths: tuple[int, ...]) -> list[torch.Tensor]:
     """A function that step_along lists adds a layer after the second step."""
     with another_group(group) as own:
-        model = cl.DistributedDataParallel(make_model(torch.float64), own)
-        optimizer: Any
-        if kind == "plain":
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        else:
-            optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+        model, optimizer = model_and_optimizer(own, kind)
         steps = iter(range(max(lengths)))
 
         def grow_after_two() -> None:
