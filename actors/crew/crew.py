@@ -264,7 +264,7 @@ class Crew:
         for number, said in sorted((await answers(calls, _ANSWER_S)).items()):
             seat, worker = workers[number]
             if isinstance(said, WorkerSnapshot):
-                seat = said.info.seat  # One of the reserve may sit elsewhere than it began.
+                seat = said.info.seat  # A spare worker may sit elsewhere than it began.
             if isinstance(said, ActorGone) or seat in self._seats.reserve or seat in self._workers:
                 ray.kill(worker)
                 continue
@@ -498,7 +498,7 @@ class Crew:
         return made.remote(seat, self._use_gpu, self.name, self._detached is not None, in_reserve)
 
     async def _take_from_reserve(self, seat: int) -> Actor | None:
-        """Seat a worker of the reserve in the place of the one that was there; None if there is
+        """Seat a spare worker in the place of the one that was there; None if there is
         none."""
         worker = await self._reserve.take(seat)
         if worker is not None:

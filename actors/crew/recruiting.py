@@ -42,7 +42,8 @@ class Recruiter:
 
     workers: by seat; the crew's own mapping, as it changes.
     start: makes a worker in a seat, in the place of the one that was there.
-    reserve: of the crew. take: has a worker of it take a seat, if there is one.
+    reserve: the crew's spare workers.
+    take: gives one of them a seat, if there is one.
     starting: seats whose workers have not answered yet; the crew's own set.
     has_started: called with the seat when that worker has answered.
     program: a reference to the run's Parcel.
@@ -200,9 +201,9 @@ class Recruiter:
                 self._tell(f"a new worker is ready, but the function cannot admit it: {why}")
 
     async def _newcomer(self, seat: int) -> tuple[Actor, bool]:
-        """A worker of the reserve; or, if there is room for the seat before one is ready, a new
+        """A spare worker; or, if there is room for the seat before one is ready, a new
         worker. And whether it has opened the program."""
-        # To wait here for a worker of the reserve that is starting was tried: of three workers, one
+        # To wait here for a spare worker that is starting was tried: of three workers, one
         # process fewer was on its way when the next kill came, and the third seat stayed empty.
         while (spare := await self._take(seat)) is None:
             if await self._has_room_first(seat):

@@ -46,7 +46,7 @@ class Reserve:
 
     @asynccontextmanager
     async def kept(self, program: Any) -> AsyncIterator[None]:
-        """While the body runs, see that a worker waits in every seat of the reserve, and has opened
+        """While the body runs, see that a worker waits in every spare seat, and has opened
         the program. Those that wait at the end wait on."""
 
         async def keep(seat: int) -> None:

@@ -37,7 +37,7 @@ class Departures:
         self._num_ready = 0
 
     def note(self, who: str, why: str, num_ready: int = 0) -> None:
-        """num_ready: workers of the reserve that could take the seats of those that leave."""
+        """num_ready: spare workers that could take the seats of those that leave."""
         self._notices[who] = why
         self._num_ready = num_ready
 

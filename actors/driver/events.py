@@ -104,7 +104,7 @@ class Leaving:
     who: id of a node or of a worker.
     why: what is known of the reason.
     can_end: the ranks were asked, and would survive the end of their generation now.
-    num_ready: workers of the reserve that could take their seats now.
+    num_ready: spare workers that could take their seats now.
     """
 
     who: str

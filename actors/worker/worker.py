@@ -431,7 +431,7 @@ class Worker:
         if group is not None:
             await asyncio.to_thread(group.close)
 
-    # ── Control loop: a worker of the reserve takes a seat (crew/reserve.py) ──────────────────────
+    # ── Control loop: a spare worker takes a seat (crew/reserve.py) ───────────────────────────────
 
     @ray.method(concurrency_group="control")
     async def prepare(self, program: Parcel) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import ray
 
 import chorusline as cl
+from chorusline.collectives.contract.errors import name_ranks
 from chorusline.runtime.session.holding.waiting import beside
 
 from . import chaos_kinds
@@ -240,7 +241,7 @@ async def play(plan: Plan) -> Round:
     else:
         one.wrong += chaos_kinds.complaints(plan.kind, told)
         if missing := {result.rank for result in told} - done:
-            one.wrong.append(f"the last reports of ranks {sorted(missing)} did not arrive")
+            one.wrong.append(f"the last reports of {name_ranks(sorted(missing))} did not arrive")
     closing_at = time.monotonic()
     await session.close()
     if stream is not None:

@@ -26,6 +26,7 @@ from torch import nn
 import chorusline as cl
 from benchmarks.faults.chaos_faults import FAULTS, PHASES, Fault, append, entries_of
 from benchmarks.faults.chaos_training import seat_here
+from chorusline.collectives.contract.errors import name_ranks
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 
@@ -402,7 +403,9 @@ def complaints(
     for name in ("num_steps", "parameters", "noise", "rates"):
         differ = [one.rank for one in told if getattr(one, name) != getattr(alone, name)]
         if differ:
-            wrong.append(f"{name} of ranks {differ} of {len(told)} are not those of one worker")
+            wrong.append(
+                f"{name} of {name_ranks(differ)} of {len(told)} are not those of one worker"
+            )
     states = {one.state for one in told} - {""}
     if states != {alone.state}:
         wrong.append("the optimizer's state is not that of one worker")

@@ -36,7 +36,7 @@ PARAMETERS_BYTES = 20e9
 FABRIC_BYTES_S = 50e9
 """Of the link of one GPU: 400 Gb/s."""
 SPARE_S = 60.0
-"""Until a worker in reserve has taken the seat; then the others take it in by another change."""
+"""Until a spare worker has taken the seat; then the others take it in by another change."""
 SAVE_S = 10.0
 RESTART_S = {"a restart of 10 min": 600.0, "a restart of 2 min": 120.0}
 

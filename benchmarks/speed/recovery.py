@@ -8,7 +8,7 @@ is killed at an instant that the seed draws, too; before the next trial there ar
 
 Ours: the time until a survivor has taken a step in the generation without the victim, also with
 other numbers of workers (--also). And, for a function that can run again, the time until a step is
-taken by four ranks again: without and with a worker in reserve (`Session(spares=1)`), in steps of a
+taken by four ranks again: without and with a spare worker (`Session(spares=1)`), in steps of a
 rank's own batch, where all functions run again, and of a fixed global batch (`ctx.steps`), where
 the others go on where they are. The three that are left take steps meanwhile. What the arrival of
 the fourth costs them is the longest time between two steps, from their first one of three to the
@@ -307,7 +307,7 @@ FULL_SIZE: dict[str, tuple[int, Callable[..., int]]] = {
     "ctx.steps, with a spare": (1, train_in_steps),
     f"ctx.steps of {LONG_STEP_S} s, with a spare": (1, partial(train_in_steps, step_s=LONG_STEP_S)),
 }
-"""Ways to get to four ranks again: workers in reserve, and the function."""
+"""Ways to get to four ranks again: spare workers, and the function."""
 
 
 def summary(results: list[dict[str, float]], name: str) -> dict[str, float]:

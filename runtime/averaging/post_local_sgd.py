@@ -22,6 +22,7 @@ import torch
 
 from chorusline.collectives import Group, ReduceOp
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
+from chorusline.collectives.contract.errors import name_ranks
 from chorusline.collectives.objects.blocking import all_gather_object
 from chorusline.collectives.transports.host import host_identity
 
@@ -184,13 +185,13 @@ def _check_shards(optim: ZeroRedundancyOptimizer, averager: ModelAverager) -> No
     everybody = all_gather_object(optim.group, mine)
     if any(theirs != mine for theirs in everybody):
         raise ValueError(
-            f"a ZeroRedundancyOptimizer keeps the parameters of ranks {list(optim.group.ranks)} "
+            f"a ZeroRedundancyOptimizer keeps the parameters of {name_ranks(optim.group.ranks)} "
             "equal, but the averager would mix different parameters into them; average over groups "
             "that have equally many ranks of each subgroup"
         )
     if all(len(shares) == 1 for shares in mine):
         raise ValueError(
-            f"a ZeroRedundancyOptimizer keeps the parameters of ranks {list(optim.group.ranks)} "
+            f"a ZeroRedundancyOptimizer keeps the parameters of {name_ranks(optim.group.ranks)} "
             "equal, so an average over them changes nothing. Give the model and the optimizer a "
             "subgroup (group=…, of the ranks of one host, say), and the averager all ranks"
         )

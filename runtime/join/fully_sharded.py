@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from chorusline.collectives import Group
+from chorusline.collectives.contract.errors import name_ranks
 from chorusline.collectives.contract.operation import Kind
 from chorusline.collectives.torch_backend.process_group import ChoruslineProcessGroup
 
@@ -360,8 +361,8 @@ class FullyShardedModel(Joinable):
                 else f"issue {Kind(heard[1]).name.lower()} on the model's process group"
             )
             raise RuntimeError(
-                f"the ranks with data {does}, and step_along does not, so ranks {self._absent} "
-                f"that have run out of data cannot. {_REMEDY}"
+                f"the ranks with data {does}, and step_along does not, so "
+                f"{name_ranks(self._absent)} without data cannot. {_REMEDY}"
             )
 
     def _shadowed(self) -> None:
@@ -399,8 +400,7 @@ class FullyShardedModel(Joinable):
     def _why_changed(self) -> str:
         return (
             "the ranks with data change gradients between the backward pass and optimizer.step(), "
-            f"or clear them by zeros, and ranks {self._absent}, which have run out of data, do "
-            f"not. {_REMEDY}"
+            f"or clear them by zeros, and {name_ranks(self._absent)} without data cannot. {_REMEDY}"
         )
 
 

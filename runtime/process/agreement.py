@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from chorusline.collectives import Group
+from chorusline.collectives.contract.errors import name_ranks
 
 from .leftovers import HANDS_IN_NOW, LeftoverVote, read_standings
 
@@ -234,7 +235,7 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         )
     if live and num_weighing and not weight > 0:
         raise RuntimeError(
-            f"the weights of the ranks {list(live)} add up to {weight:g}; the sum must be above 0"
+            f"the weights of {name_ranks(live)} add up to {weight:g}; the sum must be above 0"
         )
     numbers = values[len(values) - 2 * num_cursors * num_ranks :] if num_cursors else []
     halves = zip(numbers[::2], numbers[1::2], strict=True)

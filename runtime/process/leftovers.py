@@ -107,12 +107,13 @@ def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
     if len(cleared) == len(live):
         return False
     if cleared:
+        kept = [number for number in live if number not in cleared]
         raise RuntimeError(
             f"rank {rank} has run out of data, and holds gradients that no step has used. Since "
-            f"its last batch, of the ranks with data {cleared} have cleared their gradients, and "
-            f"{[number for number in live if number not in cleared]} have not, so it is not known "
-            "whether these gradients are part of the step. Call zero_grad() in the same places of "
-            "the loop's body on all ranks"
+            f"its last batch, {name_ranks(cleared, 'has', 'have')} cleared the gradients, and "
+            f"{name_ranks(kept, 'has', 'have')} not, so it is not known whether these gradients "
+            "are part of the step. Call zero_grad() in the same places of the loop's body on all "
+            "ranks"
         )
     edited = [number for number in live if standings[number].edits != own.edits]
     if edited:

@@ -1,4 +1,4 @@
-"""What a worker in reserve does so that the ranks do not feel it."""
+"""What a spare worker does so that the ranks do not feel it."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from chorusline.runtime.process.leftovers import LeftoverVote, belongs
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
@@ -133,3 +134,18 @@ def test_a_critic_that_steps_twice_is_told_of_groups_to_follow_and_they_help(ran
         assert "once each" in told and "groups=[" in told and "belong inside Join()" not in told
     most = max(lengths)
     assert ranks_of(2).run(train_a_gan, lengths, True) == [[2 * most, most]] * 2
+
+
+@pytest.mark.parametrize(
+    ("cleared", "who"),
+    [
+        ((1,), "rank 1 has cleared the gradients, and ranks [2, 3] have not"),
+        ((1, 3), "ranks [1, 3] have cleared the gradients, and rank 2 has not"),
+    ],
+)
+def test_gradients_that_some_ranks_have_cleared_name_both_kinds_of_ranks(cleared, who):
+    out_of_data = LeftoverVote(is_live=False, passes=1, holds=True)
+    votes = [LeftoverVote(is_live=True, calls=rank in cleared) for rank in (1, 2, 3)]
+    with pytest.raises(RuntimeError, match="rank 0 has run out of data") as raised:
+        belongs([out_of_data, *votes], 0)
+    assert who in str(raised.value)

@@ -160,7 +160,7 @@ def body(rank, size, kind):
         ("clipped norm", "where the ranks with data do COLLECTIVE"),
         ("own collective", "where the ranks with data do COLLECTIVE"),
         ("clipped values", "the ranks with data change gradients"),
-        ("zeros", "clear them by zeros"),
+        ("zeros", "clear them by zeros, and rank 0 without data cannot"),
         ("learning rate", "the options of an optimizer differ on this rank 0"),
     ],
 )

@@ -93,8 +93,8 @@ def shows_its_group_late(generation: int, folder: Path, rank: int) -> Iterator[N
 
 
 def train(ctx: cl.Context, folder: Path) -> tuple[int, int, list[list[float]]]:
-    """Rank 2 is killed before the third step, when a worker is in reserve, which comes when the two
-    that are left have made the group of the next generation."""
+    """Rank 2 is killed before the third step, when a spare worker is ready. It comes when the two
+    others have made the group of the next generation."""
     torch.manual_seed(0)
     model = cl.DistributedDataParallel(torch.nn.Linear(4, 2))
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1, replicas=2)
@@ -132,6 +132,6 @@ async def test_a_generation_that_ends_when_its_ranks_have_just_met_is_left_by_al
         await in_reserve(session, 1)
         (tmp_path / "in_reserve").touch()
         told = await asyncio.wait_for(run, 45)  # Well below the deadline of 60 s.
-    assert [size for size, _, _ in told] == [3, 3, 3], "the worker in reserve has come"
+    assert [size for size, _, _ in told] == [3, 3, 3], "the spare worker has come"
     assert len({steps for _, steps, _ in told}) == 1
     assert all(weight == told[0][2] for _, _, weight in told)

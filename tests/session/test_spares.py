@@ -1,4 +1,4 @@
-"""Workers in reserve: a lost worker's seat is taken by one that has started before."""
+"""Spare workers: a lost worker's seat is taken by one that has started before."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Told = tuple[int, int, torch.Tensor]
 
 
 def train(ctx: cl.Context, folder: Path, dies: bool) -> Told:
-    """Six steps; with `dies`, rank 1 is killed before its fourth, when a worker is in reserve."""
+    """Six steps; with `dies`, rank 1 is killed before its fourth, when a spare worker is ready."""
     torch.manual_seed(0)
     model = cl.DistributedDataParallel(torch.nn.Linear(4, 2))
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1, replicas=2)
@@ -116,7 +116,7 @@ async def test_the_reserve_is_filled_again_also_between_runs_and_leaves_nothing_
         run = asyncio.create_task(session.run(wait, folder=tmp_path))
         await in_reserve(session, 2)
         first = await pids_in_reserve(session)
-        for pid in first:  # Those in reserve die: others take their places.
+        for pid in first:  # The spare workers die: others take their places.
             os.kill(pid, signal.SIGKILL)
         give_up_at = time.monotonic() + 60
         while len(await pids_in_reserve(session) - first) < 2:

@@ -96,7 +96,7 @@ def test_a_difference_in_anything_is_told(tmp_path: Path) -> None:
     for name, other in (("parameters", "x"), ("noise", "x"), ("rates", [0.2]), ("num_steps", 11)):
         told = [ALONE, dataclasses.replace(ALONE, rank=1, pid=18, state="", **{name: other})]
         [wrong] = complaints(told, ALONE, folder, deal)
-        assert wrong == f"{name} of ranks [1] of 2 are not those of one worker"
+        assert wrong == f"{name} of rank 1 of 2 are not those of one worker"
     [wrong] = complaints([dataclasses.replace(ALONE, state="x")], ALONE, folder, deal)
     assert wrong == "the optimizer's state is not that of one worker"
 

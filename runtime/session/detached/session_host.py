@@ -1,9 +1,9 @@
 """The actor that holds a detached session, as a program holds any other session.
 
 It has the same `Holding` as a session of a program, on its own event loop: recruiting, seats, the
-next driver after one that died, the reserve. It never imports the user's code: functions come, and
-results go, as bytes. Whoever starts or attaches to the session has a client (client.py), which
-asks the session host. Clients may come and go.
+next driver after one that died, spare workers. It never imports the user's code: functions come,
+and results go, as bytes. A program that starts the session or attaches to it has a client
+(client.py), which asks the session host. Clients may come and go.
 
 If the session host dies, Ray starts it again; meanwhile the ranks train on. It finds its workers,
 ends the driver, which had answered to the session host before, and a new driver asks the ranks how

@@ -50,7 +50,7 @@ class PlacedSeats:
     first: the groups of the first seats, already placed: one of all, or one of each; or bundles of
         another's group.
     most: the most seats of workers.
-    spares: the number of seats in reserve.
+    spares: the number of spare workers.
 
     With STRICT_SPREAD each later group names the nodes that it must avoid. It cannot name the
     nodes of other pending groups, so only one group is pending at a time. When a node dies and Ray
