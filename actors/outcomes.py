@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
@@ -23,6 +23,7 @@ from chorusline.collectives.contract.errors import (
     CollectiveTimeout,
     GroupAborted,
     PeerLost,
+    chain_of,
     name_ranks,
 )
 
@@ -92,7 +93,7 @@ def failure(
         except Exception:
             exception = None  # The caller gets RankFailed, with `reason` and `traceback`.
     asks_all = any(
-        isinstance(link, CollectiveTimeout | CollectiveMismatch) for link in _chain(error)
+        isinstance(link, CollectiveTimeout | CollectiveMismatch) for link in chain_of(error)
     )
     return Failure(rank, exception, reason, text, culprits, is_echo, asks_all)
 
@@ -102,22 +103,12 @@ def _of_group(
 ) -> CollectiveError | None:
     """The group's error that another rank caused and that led to this one, even where the user's
     code has raised an error of its own from it."""
-    for link in _chain(error):
+    for link in chain_of(error):
         if isinstance(link, CollectiveTimeout | CollectiveMismatch | GroupAborted | PeerLost):
             counted = as_counted(link)
             if rank not in counted.ranks:
                 return counted
     return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it was raised from or during."""
-    link: BaseException | None = error
-    seen = set()
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
 def _users_part(error: BaseException) -> TracebackType | None:

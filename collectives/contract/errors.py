@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 
@@ -57,6 +57,16 @@ def named(items: Sequence[object], most: int = 16) -> str:
     """A list as a sentence has it: the first `most` of its items, and how many more there are."""
     more = len(items) - most
     return ", ".join(map(str, items[:most])) + (f" and {more:,} more" if more > 0 else "")
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it was raised from or during."""
+    link: BaseException | None = error
+    seen = set()  # A program can make a circle of causes.
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
 def name_ranks(ranks: Collection[int], one: str = "", many: str = "") -> str:

@@ -40,6 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from chorusline.actors.actor_store import ActorStore
 from chorusline.collectives import Group, PeerLost, PrefixStore, SignedStore, Store
 from chorusline.collectives.contract.argument_kinds import check_kinds
+from chorusline.collectives.contract.errors import chain_of
 
 from ..process import torch_distributed
 from ..process.random_state import RandomState
@@ -298,12 +299,7 @@ def _why_none(holdings: Mapping[int, HeldStep]) -> str:
 
 def _lost(error: BaseException, group: Group) -> set[int] | None:
     """The ranks whose loss has ended the script here; None if it has ended by something else."""
-    link: BaseException | None = error
-    seen: list[BaseException] = []
-    while link is not None and link not in seen:
-        seen.append(link)
-        link = link.__cause__ or link.__context__
-    for one in (*seen, group.failure()):
+    for one in (*chain_of(error), group.failure()):
         if isinstance(one, PeerLost):
             return {*one.ranks}
     return None

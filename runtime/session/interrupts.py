@@ -11,7 +11,7 @@ from types import TracebackType
 from chorusline.actors.errors import NoCluster
 from chorusline.actors.outcomes import RemoteTraceback
 from chorusline.collectives.contract.call_site import users_traceback
-from chorusline.collectives.contract.errors import ChoruslineError
+from chorusline.collectives.contract.errors import ChoruslineError, chain_of
 
 
 def show_in_one_line() -> None:
@@ -26,7 +26,7 @@ def show_in_one_line() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt) and _came_from_a_session(error):
-            notes = [note for one in _chain(error) for note in getattr(one, "__notes__", ())]
+            notes = [note for one in chain_of(error) for note in getattr(one, "__notes__", ())]
             line = f"Interrupted. {notes[0]}" if notes else "Interrupted: all ranks were stopped."
             print(line, file=sys.stderr)  # noqa: T201
             # Python's own end by SIGINT is lost where an exit handler, such as Ray's, evaluates
@@ -52,17 +52,10 @@ def users_frames(error: BaseException, trace: TracebackType | None) -> Traceback
 
 
 def _came_from_a_session(error: BaseException) -> bool:
+    # asyncio.run raises a KeyboardInterrupt of its own during the handling of a cancelled task.
     # By names of modules: files have another path where chorusline/ links to the three folders.
     ours = "chorusline.runtime."
-    return any(name.startswith(ours) for one in _chain(error) for name in _modules(one))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those during whose handling it was raised: asyncio.run raises its own
-    KeyboardInterrupt when its task has been cancelled."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    return any(name.startswith(ours) for one in chain_of(error) for name in _modules(one))
 
 
 def _modules(error: BaseException) -> Iterator[str]:
