@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import reprlib
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,8 +56,9 @@ def check_kinds(function: Callable[..., Any], given: Mapping[str, object]) -> No
             raise TypeError(
                 f"{name} must be {kinds}, got {type(value).__name__} {reprlib.repr(value)}"
             )
-        if (number := real(value)) is not None and not math.isfinite(number):
-            raise ValueError(f"{name} must be a finite number, got {number}")
+        # Some ints are more than any float.
+        if (number := real(value)) is not None and not abs(number) <= sys.float_info.max:
+            raise ValueError(f"{name} must be a finite number, got {reprlib.repr(number)}")
         if isinstance(value, str | Path) and not _fits(b"", hint):
             # A path may have bytes in it that are no characters, which Python has as surrogates.
             check_text(name, str(value), "surrogateescape")

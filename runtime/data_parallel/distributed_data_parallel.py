@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,6 @@ from chorusline.actors.errors import ends_a_generation
 from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.errors import name_ranks, named
-from chorusline.collectives.contract.plain_numbers import real
 from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import is_informing
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
@@ -34,6 +32,7 @@ from ..join.join_hook import JoinHook
 from ..join.pass_pattern import PassPattern
 from ..process.agreement import Agreement
 from ..process.between_runs import between_runs
+from ..process.option_numbers import weight_of
 from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary
 from .buffers import Buffers
@@ -364,7 +363,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self._reducer.is_syncing = before
 
     @_disable_dynamo
-    def weigh(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
+    def weigh(self, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
         """`loss * weight`; the sum over all ranks is then divided by the sum of all weights.
 
         loss: a mean over a number of samples or tokens that may differ between ranks.
@@ -375,16 +374,16 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         Raises TypeError for a weight that is no number; ValueError for one that is negative or not
         finite; RuntimeError with a communication hook.
         """
-        number = _weight_of(weight)
-        if not 0 <= number < math.inf:
-            raise ValueError(f"weight must be a finite number of at least 0, got {weight}")
+        number = weight_of(
+            weight, "weigh() takes a number of samples or tokens, such as len(batch)"
+        )
         if self._reducer.hook is not None:
             raise RuntimeError(
                 "weigh() does not work with a communication hook: the hook divides the gradients "
                 "itself, by the number of ranks, before the weights of all ranks are known. Use "
                 "only one of the two"
             )
-        weighted = loss * weight
+        weighted = loss * (weight if isinstance(weight, torch.Tensor) else number)
         if weighted.requires_grad:
             held, waiting = self._reducer.held, [number]
 
@@ -654,16 +653,6 @@ class _ModelHook(JoinHook):
         newest = join.newest_rank(join.ledger.last_live)
         group.broadcast(has_stepped, newest).wait_on_host()  # It is read below.
         join.settle(bool(has_stepped))
-
-
-def _weight_of(weight: object) -> float:
-    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
-        return float(weight)
-    if (number := real(weight)) is None:
-        raise TypeError(
-            f"weigh() takes a number of samples or tokens, such as len(batch), got {weight!r}"
-        )
-    return number
 
 
 def _sync_norms(module: torch.nn.Module, group: Group, checks_at_once: bool) -> list[SyncBatchNorm]:

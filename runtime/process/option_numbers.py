@@ -1,4 +1,5 @@
-"""The options of an optimizer: copies, and the numbers among them, which travel with a vote.
+"""The options of an optimizer: copies, and the numbers among them, which travel with a vote; and
+the weights of losses and values.
 
 Numbers are Python's and numpy's, tensors and arrays of one element, and tuples and lists of these.
 """
@@ -6,6 +7,7 @@ Numbers are Python's and numpy's, tensors and arrays of one element, and tuples 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,7 +29,7 @@ def entries(value: Any) -> list[Any]:
 
 def is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
     if isinstance(value, np.ndarray):
         return value.size == 1 and value.dtype.kind in "biuf"
     return isinstance(value, int | float | np.number | np.bool_) and not np.iscomplexobj(value)
@@ -35,6 +37,22 @@ def is_number(value: Any) -> bool:
 
 def number_of(value: Any) -> float:
     return float(value.item()) if isinstance(value, torch.Tensor | np.ndarray) else float(value)
+
+
+def weight_of(given: object, takes: str) -> float:
+    """The weight of a rank's loss, or of its value in a mean. takes: what the text for something
+    else says first.
+
+    Raises TypeError for what is no number; ValueError for one that is negative or not finite."""
+    if isinstance(given, bool | np.bool_) or not is_number(given):
+        raise TypeError(f"{takes}, got {given!r}")
+    try:
+        weight = number_of(given)
+    except OverflowError:  # An int that no float holds.
+        weight = math.inf
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"weight must be a finite number of at least 0, got {weight}")
+    return weight
 
 
 def like(value: Any, number: float) -> Any:

@@ -30,7 +30,7 @@ from ..process.registry import Stateful
 from ..process.step_boundary import boundary
 from .function_call import FunctionCall
 from .hints import OF_A_LOADER, instead_of
-from .reducing import check_op, has_value, reduced
+from .reducing import checked_weight, has_value, reduced
 from .report_values import plain_values
 from .samples import batches_of, refuse_loaders_of_stream
 
@@ -568,11 +568,11 @@ class Context:
         stay this rank's own; OverflowError for an int of more than 64 bits, and for such a product.
         """
         op = "mean" if op == "avg" else op
-        check_op(op, weight)
+        number = checked_weight(op, weight)
         if not has_value(value):
             return value
         self._call.check_all_take_part("ctx.reduce()")
-        return reduced(group or self.group, value, op, weight)
+        return reduced(group or self.group, value, op, number)
 
     def init_torch_distributed(self, timeout_s: Seconds | None = None) -> None:
         """Initialise torch.distributed among the ranks of this run, with the backend "chorusline".

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -13,8 +12,9 @@ import torch
 from chorusline.collectives.contract.articles import with_article
 from chorusline.collectives.contract.dtypes import DTYPES
 from chorusline.collectives.contract.operation import ReduceOp
-from chorusline.collectives.contract.plain_numbers import real
 from chorusline.collectives.group import Group
+
+from ..process.option_numbers import weight_of
 
 _OPS = {
     "mean": ReduceOp.AVG,
@@ -28,18 +28,16 @@ _OPS = {
 _SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32)
 
 
-def check_op(op: str, weight: float | torch.Tensor | None) -> None:
+def checked_weight(op: str, weight: object) -> float | None:
     """Raises ValueError for an unknown op, and for a weight that does not fit; TypeError for one
     that is no number."""
-    if op not in _OPS:
+    if not isinstance(op, str) or op not in _OPS:
         raise ValueError(f"op must be one of {', '.join(map(repr, _OPS))}, got {op!r}")
-    if weight is not None and not isinstance(weight, torch.Tensor) and real(weight) is None:
-        raise TypeError(f"weight must be a number, got {weight!r}")
-    if weight is not None and (op != "mean" or not 0 <= weight < math.inf):
-        raise ValueError(
-            f"weight must be a finite number of at least 0, and needs op='mean'; got "
-            f"{weight!r}, op={op!r}"
-        )
+    if weight is None:
+        return None
+    if op != "mean":
+        raise ValueError(f"weight needs op='mean', got {weight!r}, op={op!r}")
+    return weight_of(weight, "weight must be a number")
 
 
 def has_value(value: object) -> bool:

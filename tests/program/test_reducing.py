@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import fractions
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.runtime.program.reducing import check_op, has_value, reduced
+from chorusline.runtime.program.reducing import checked_weight, has_value, reduced
 
 KINDS = (
     *("float16", "float32", "float64", "longdouble", "int8", "int16", "int32", "int64"),
@@ -127,7 +128,60 @@ def test_whole_numbers_of_more_than_64_bits_are_refused(alone: cl.Group, value: 
         reduced(alone, value, "sum", None)
 
 
-@pytest.mark.parametrize("weight", ["1", [1], 1j], ids=str)
-def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
+WEIGHTS = (
+    *(2, 2.0, numpy.float32(2), numpy.float16(2), numpy.int64(2), numpy.longdouble(2)),
+    *(numpy.array(2.0), numpy.array([2]), torch.tensor(2.0), torch.tensor([2]).cfloat().real),
+    *(torch.tensor([2.0], dtype=torch.bfloat16), torch.tensor(2.0, requires_grad=True)),
+)
+NO_NUMBERS = (
+    *("1", [1], True, 1j, decimal.Decimal(2), numpy.complex64(2), numpy.ones(2), torch.ones(2)),
+    *(torch.ones(0), torch.tensor(2 + 0j), torch.ones((), device="meta"), numpy.array([object()])),
+)
+NO_WEIGHTS = (-1, math.nan, math.inf, 10**400, torch.tensor(-1.0), numpy.array(math.nan))
+
+
+def weighed(group: cl.Group, weight: Any) -> tuple[float, float]:
+    """What a loss of 3 becomes, and its gradient after the division by the weights."""
+    model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), group)
+    torch.nn.init.zeros_(model.module.weight)
+    torch.nn.init.zeros_(model.module.bias)
+    weighted = model.weigh(3 + 5 * model(torch.ones(1, 1)).sum(), weight)
+    weighted.backward()
+    assert model.module.bias.grad is not None
+    return weighted.item(), model.module.bias.grad.item()
+
+
+def test_a_weight_is_any_real_number(alone: cl.Group) -> None:
+    for weight in WEIGHTS:
+        number = checked_weight("mean", weight)
+        assert number == 2 and type(number) is float, weight
+        assert weighed(alone, weight) == (6, 5), weight
+    assert checked_weight("mean", 2**70) == 2.0**70
+    assert weighed(alone, 2**70) == (3 * 2.0**70, 5)
+
+
+@pytest.mark.parametrize("weight", NO_NUMBERS, ids=repr)
+def test_a_weight_that_is_no_number_is_refused(weight: Any, alone: cl.Group) -> None:
     with pytest.raises(TypeError, match="weight must be a number, got"):
-        check_op("mean", weight)
+        checked_weight("mean", weight)
+    with pytest.raises(TypeError, match=r"takes a number of samples or tokens, .*, got"):
+        weighed(alone, weight)
+
+
+@pytest.mark.parametrize("weight", NO_WEIGHTS, ids=lambda weight: str(weight)[:9])
+def test_a_weight_that_no_mean_can_have_is_refused(weight: Any, alone: cl.Group) -> None:
+    with pytest.raises(ValueError, match="weight must be a finite number of at least 0, got"):
+        checked_weight("mean", weight)
+    with pytest.raises(ValueError, match="weight must be a finite number of at least 0, got"):
+        weighed(alone, weight)
+
+
+@pytest.mark.parametrize("op", [None, 1, ["mean"], {}, "median", cl.ReduceOp.SUM], ids=str)
+def test_an_op_that_is_none_is_refused(op: Any) -> None:
+    with pytest.raises(ValueError, match=r"op must be one of 'mean', 'sum', .*, got"):
+        checked_weight(op, None)
+
+
+def test_a_weight_needs_a_mean() -> None:
+    with pytest.raises(ValueError, match="weight needs op='mean', got 2, op='sum'"):
+        checked_weight("sum", 2)

@@ -27,7 +27,7 @@ from chorusline.runtime.data.fetching.options import FetchOptions
 NUMBERS = itertools.count()
 LONG = "x" * 10**6
 HOSTILE: list[object] = [
-    *(float("nan"), float("inf"), -1, 0, 10**9, 2**80, 0.5, True),
+    *(float("nan"), float("inf"), -1, 0, 10**9, 2**80, 10**400, 0.5, True),
     *("no", "", "a\0b", "\ud800", LONG, b"", None, [], {}, object()),
 ]
 
