@@ -1,6 +1,8 @@
 """Several models in one Join, in bodies that use them in turn, or one more often than another: as
 in one process, or refused by all ranks, in the same words."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -102,3 +104,77 @@ def test_an_adversarial_pair_is_exact_or_all_ranks_are_told_what_to_write(
                 assert "groups=[ctx.group.new_group(" in one or "ZeroRedundancyOptimizer" in one
                 assert "which does not need this" not in one
                 assert "belong inside Join()" not in one
+
+
+def make_chain(num_models):
+    torch.manual_seed(1)
+    return [torch.nn.Linear(7, 7).double() for _ in range(num_models)]
+
+
+def loss_through(models, batch, is_chain):
+    if not is_chain:
+        return sum((number + 1) * one(batch) for number, one in enumerate(models)).square().mean()
+    output = batch
+    for model in models:
+        output = model(output)
+    return (output - batch).square().mean()
+
+
+def one_pass_in_one_process(lengths, num_models, is_chain):
+    models = make_chain(num_models)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+    data = [batches_of(rank, n, torch.float64) for rank, n in enumerate(lengths)]
+    for number in range(max(lengths)):
+        for own in data:
+            if number < len(own):
+                (loss_through(models, own[number], is_chain) / len(lengths)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for model in models for p in model.parameters()]
+
+
+def one_pass_on_ranks(group, lengths, order, way, is_chain):
+    with another_group(group) as own:
+        models = [cl.DistributedDataParallel(each, own) for each in make_chain(len(order))]
+        kind, along = torch.optim.SGD, {}
+        listed = [[models[number]] for number in order]
+        if way == "zero":
+            optimizers = [cl.ZeroRedundancyOptimizer(model, kind, lr=LR) for model in models]
+            listed = [[models[number], optimizers[number]] for number in order]
+        else:
+            optimizers = [kind(model.parameters(), lr=LR) for model in models]
+            along = {"step_along": optimizers} if "along" in way else {}
+        try:
+            with cl.Join([one for each in listed for one in each], skew_warning=None, **along):
+                for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
+                    loss_through(models, batch, is_chain).backward()
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+        except cl.CollectiveMismatch as error:
+            return str(error)
+        return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+@pytest.mark.parametrize("is_chain", [True, False], ids=["in a row", "side by side"])
+@pytest.mark.parametrize("num_models", [2, 3])
+def test_models_in_one_pass_are_listed_in_the_order_that_the_error_names(
+    ranks_of, num_models, is_chain
+):
+    lengths = (2, 4)
+    expected = one_pass_in_one_process(lengths, num_models, is_chain)
+    for way in WAYS:
+        # Of the steps: the optimizers step forwards, a backward pass comes backwards.
+        right = tuple(range(num_models)) if way == "zero" else (*reversed(range(num_models)),)
+        for order in itertools.permutations(range(num_models)):
+            results = ranks_of(2).run(one_pass_on_ranks, lengths, order, way, is_chain)
+            if order == right:
+                for result in results:
+                    assert not isinstance(result, str), (way, order, result)
+                    assert largest_difference(result, expected) < 1e-12, (way, order)
+                continue
+            for told in results:
+                assert isinstance(told, str), (way, order)
+                assert "list them in the order of their steps. A ZeroRedundancyOptimizer" in told
+                assert "forward pass came last is the first, as in Join([decoder, enc" in told
