@@ -38,6 +38,31 @@ def not_joinable(number: int, given: object) -> str:
     return f"Join takes joinables, and number {number} of its list, {with_article(kind)}, {remedy}"
 
 
+def why_not_twice(first: int, again: int, given: object) -> str:
+    """given: the joinable at both places of the list."""
+    return (
+        f"Join lists one {type(given).__name__} at places {first} and {again}, and a rank without "
+        "data would shadow each step of it more than once. List it once; if the body steps it more "
+        "often than the others, give Join a group to follow, "
+        "groups=[ctx.group.new_group(range(ctx.world_size))]: then each step is announced"
+    )
+
+
+def why_not_along(number: int, given: object, *, is_listed: bool) -> str:
+    """given: the joinable at this place of step_along. is_listed: whether the Join lists it too."""
+    kind = type(given).__name__
+    remedy = (
+        "leave it out of step_along"
+        if is_listed
+        else f"list {with_article(kind)} among the joinables in place of step_along, after what it "
+        "belongs to: Join([model, optimizer, scaler])"
+    )
+    return (
+        f"step_along[{number}] is {with_article(kind)}, a joinable, whose steps a rank without "
+        f"data shadows by itself: {remedy}"
+    )
+
+
 def check_groups(groups: Sequence[Group], followed: Sequence[Group]) -> None:
     """Raises ValueError for groups that cannot be in one Join. groups: of the joinables."""
     first = groups[0]

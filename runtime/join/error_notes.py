@@ -140,6 +140,14 @@ def why_not_one_more(so_far: int) -> str:
     )
 
 
+def why_not_stepped_along(rank: int) -> str:
+    return (
+        f"a function in step_along calls step() of a ZeroRedundancyOptimizer on rank {rank}, which "
+        "has run out of data and takes the steps of the listed optimizers by itself. Call "
+        "optimizer.step() in the body alone, and leave it out of the function"
+    )
+
+
 def why_exhausted(absent: Sequence[int]) -> str:
     return (
         f"Detected at least one rank that exhausted inputs: {name_ranks(absent)}. Every rank "

@@ -36,7 +36,13 @@ from chorusline.collectives.operations.host_reads import device_numbers
 from ..process.agreement import Agreement, Note
 from ..process.running import Survival
 from ..process.step_boundary import boundary
-from .argument_errors import check_groups, not_a_list, not_joinable
+from .argument_errors import (
+    check_groups,
+    not_a_list,
+    not_joinable,
+    why_not_along,
+    why_not_twice,
+)
 from .conductor import Conductor
 from .error_notes import (
     DIVIDES_BY_ALL,
@@ -265,6 +271,14 @@ class Join:
         for number, joinable in enumerate(joinables):
             if not isinstance(joinable, Joinable):
                 raise TypeError(not_joinable(number, joinable))
+            first = next(place for place, one in enumerate(joinables) if one is joinable)
+            if first < number:
+                raise ValueError(why_not_twice(first, number, joinable))
+        for number, each in enumerate(step_along if isinstance(step_along, Sequence) else ()):
+            is_listed = any(each is joinable for joinable in joinables)
+            # One that a user writes and does not list may be stepped along.
+            if is_listed or isinstance(each, GroupJoinable):
+                raise ValueError(why_not_along(number, each, is_listed=is_listed))
         followers = followers_of(step_along, joinables)
         check_kinds(Join.__init__, locals())
         if skew_warning is not None:
@@ -368,6 +382,8 @@ class JoinEngine:
         self.averages = [each for each in step_along if isinstance(each, AveragedModel)]
         self.runs_functions = any(not isinstance(each, _KNOWN) for each in step_along)
         """Whether a joined rank calls functions that may read or write parameters."""
+        self.calls_functions = False
+        """Whether this rank, without data, is in what `step_along` lists."""
         self._skew_warning = skew_warning
         carries = [joinable._carries_agreement() for joinable in joinables]
         channel = joinables[0]._channel()
@@ -571,8 +587,10 @@ class JoinEngine:
     def _step_followers(self) -> None:
         steps = boundary().steps
         before, steps.has_joined = steps.has_joined, True
+        self.calls_functions = True
         for follow in self._followers:
             follow()
+        self.calls_functions = False
         steps.has_joined = before
 
     @property

@@ -61,6 +61,7 @@ from ..data_parallel.same_model import (
     forward_passes_that_write,
     unlike_values,
 )
+from ..join.error_notes import why_not_stepped_along
 from ..join.join import GroupJoinable, Joinable, JoinEngine
 from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement, Note
@@ -323,6 +324,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             with torch.enable_grad():
                 loss = closure()
         if self._join is not None:
+            if self._join.calls_functions:
+                raise RuntimeError(why_not_stepped_along(self.group.rank))
             self._join.check_may_begin(self)
             self._join.notified(self)
         engine = self._engine

@@ -1,0 +1,89 @@
+"""What a Join lists twice, or in step_along in place of the joinables: refused with the place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from tests.harness.standing_ranks import another_group
+from tests.references.training import batches_of, loss_of, make_model
+
+WRONG = {
+    # The joinables and step_along, by their letters; what the text says.
+    ("mm", ""): "Join lists one DistributedDataParallel at places 0 and 1",
+    ("mom", ""): "Join lists one DistributedDataParallel at places 0 and 2",
+    ("momo", ""): "Join lists one DistributedDataParallel at places 0 and 2",
+    ("moo", ""): "Join lists one ZeroRedundancyOptimizer at places 1 and 2",
+    ("moss", ""): "Join lists one GradScaler at places 2 and 3",
+    ("mocc", ""): "Join lists one Counter at places 2 and 3",
+    ("mo", "o"): r"step_along\[0\] is a ZeroRedundancyOptimizer, .*: leave it out",
+    ("mos", "hs"): r"step_along\[1\] is a GradScaler, .*: leave it out",
+    ("mo", "m"): r"step_along\[0\] is a DistributedDataParallel, .*: leave it out",
+    ("moc", "hc"): r"step_along\[1\] is a Counter, .*: leave it out",
+    ("m", "o"): r"step_along\[0\] is a ZeroR.*list a ZeroRedundancyOptimizer among the joinables",
+    ("mo", "s"): r"step_along\[0\] is a GradScaler.*list a GradScaler among the joinables",
+}
+
+
+class Counter(cl.Joinable):
+    def __init__(self, group: cl.Group) -> None:
+        self.group = group
+
+    join_group = property(lambda self: self.group)  # type: ignore[assignment]
+    join_device = property(lambda self: self.group.device)  # type: ignore[assignment]
+
+    def join_hook(self, **kwargs: Any) -> cl.JoinHook:
+        return cl.JoinHook()
+
+    def step(self) -> None: ...
+
+
+@pytest.mark.parametrize("listed", WRONG, ids=" along ".join)
+def test_a_joinable_has_one_place_in_a_join(listed: tuple[str, str], alone: cl.Group) -> None:
+    model = cl.DistributedDataParallel(make_model(torch.float32), alone)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    known = {
+        "m": model,
+        "o": optimizer,
+        "s": cl.GradScaler(optimizer),
+        "c": Counter(alone),
+        "h": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    }
+    joinables, along = ([known[letter] for letter in letters] for letters in listed)
+    with pytest.raises(ValueError, match=WRONG[listed]):
+        cl.Join(joinables, step_along=along)
+    if "leave it out" in WRONG[listed]:
+        cl.Join(joinables, step_along=along[:-1])
+
+
+def steps_in_a_function(group: cl.Group, lengths: tuple[int, int]) -> str:
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+
+        def step() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with (
+            pytest.raises((RuntimeError, cl.GroupAborted)) as raised,
+            cl.Join([model, optimizer], step_along=[step], skew_warning=None),
+        ):
+            for batch in batches_of(own.rank, lengths[own.rank], torch.float32):
+                loss_of(model, batch).backward()
+                step()
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("lengths", [(2, 4), (3, 0)])
+def test_a_function_that_steps_a_sharded_optimizer_is_refused_on_the_rank_without_data(
+    ranks_of: Callable[[int], Any], lengths: tuple[int, int]
+) -> None:
+    joined = lengths.index(min(lengths))
+    for told in ranks_of(2).run(steps_in_a_function, lengths):
+        assert f"calls step() of a ZeroRedundancyOptimizer on rank {joined}, which has run" in told
+        assert "needs gradients" not in told
