@@ -148,6 +148,15 @@ def why_not_stepped_along(rank: int) -> str:
     )
 
 
+def why_no_scale(rank: int) -> str:
+    return (
+        f"step_along steps by a GradScaler, which has no scale on rank {rank}: this rank has had "
+        "no batch so far, and a GradScaler gets its scale in its first scale(loss). Call "
+        "scaler.scale(torch.zeros((), device=...)) on all ranks before the Join, or use a "
+        "ZeroRedundancyOptimizer and chorusline.GradScaler"
+    )
+
+
 def why_exhausted(absent: Sequence[int]) -> str:
     return (
         f"Detected at least one rank that exhausted inputs: {name_ranks(absent)}. Every rank "

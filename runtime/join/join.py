@@ -54,6 +54,7 @@ from .error_notes import (
     explain,
     warn_of_skew,
     why_exhausted,
+    why_no_scale,
     why_not_one_more,
     why_not_skipped,
 )
@@ -589,7 +590,13 @@ class JoinEngine:
         before, steps.has_joined = steps.has_joined, True
         self.calls_functions = True
         for follow in self._followers:
-            follow()
+            try:
+                follow()
+            except AssertionError as error:
+                # torch's GradScaler makes its scale in its first scale(): never, without a batch.
+                if "_scale is None" not in str(error):
+                    raise
+                raise RuntimeError(why_no_scale(self._group.rank)) from error
         self.calls_functions = False
         steps.has_joined = before
 

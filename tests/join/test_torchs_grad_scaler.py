@@ -4,6 +4,8 @@ and ranks whose scales differ are told so."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -86,3 +88,51 @@ def test_scales_that_differ_from_the_start_are_named(ranks_of):
 def test_a_rank_that_has_never_used_its_scaler_is_told_at_the_end_of_the_join(ranks_of):
     told = ranks_of(2).run(train, (3, 0), 1)
     assert all("rank 1 had no batch to use theirs" in text for *_, text in told), told
+
+
+FORMS: dict[str, Callable[[torch.amp.GradScaler, torch.optim.Optimizer], list[Any]]] = {
+    "two functions": lambda scaler, optim: [lambda: scaler.step(optim), scaler.update],
+    "unscales first": lambda scaler, optim: [
+        lambda: (scaler.unscale_(optim), scaler.step(optim), scaler.update())
+    ],
+}
+
+
+def steps_along(group: cl.Group, form: str, lengths: tuple[int, int], begins: bool) -> Any:
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(DTYPE), own)
+        optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        if begins:  # The remedy of the text.
+            scaler.scale(torch.zeros((), device=own.device))
+        functions = FORMS[form](scaler, optim)
+        try:
+            for _ in range(2):
+                with cl.Join([model], step_along=functions, skew_warning=None):
+                    for batch in batches_of(own.rank, lengths[own.rank], DTYPE):
+                        optim.zero_grad()
+                        scaler.scale(loss_of(model, batch)).backward()
+                        for function in functions:
+                            function()
+        except (RuntimeError, cl.GroupAborted) as error:
+            return str(error)
+        return [p.detach().clone() for p in model.parameters()], scaler.get_scale()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("lengths", [(0, 3), (2, 0)])
+def test_a_rank_that_has_had_no_batch_is_told_how_its_scaler_gets_a_scale(ranks_of, form, lengths):
+    for told in ranks_of(2).run(steps_along, form, lengths, False):
+        assert f"has no scale on rank {lengths.index(0)}: this rank has had no batch" in told
+        assert "scaler.scale(torch.zeros((), device=...)) on all ranks before the Join" in told
+    model = make_model(DTYPE)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(2):
+        for batch in batches_of(1 - lengths.index(0), max(lengths), DTYPE):
+            optim.zero_grad()
+            (loss_of(model, batch) / 2).backward()
+            optim.step()
+    (first, one), (second, other) = ranks_of(2).run(steps_along, form, lengths, True)
+    assert one == other == 4.0 * 2.0 ** max(lengths)
+    for parameters in (first, second):
+        assert all(map(torch.allclose, parameters, model.parameters()))
