@@ -75,11 +75,30 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
         return self._optimizer.group
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer, which unscales, and skips the step on all ranks or on none."""
+        """Step the optimizer, which unscales, and skips the step on all ranks or on none.
+
+        Raises RuntimeError for another ZeroRedundancyOptimizer than this scaler's, and if a newer
+        GradScaler was made for it."""
+        if self.is_enabled() and isinstance(optimizer, ZeroRedundancyOptimizer):
+            self._check_scales(optimizer)
         result = super().step(optimizer, *args, **kwargs)
         if self.is_enabled() and optimizer is self._optimizer:
             self._take_agreement()
         return result
+
+    def _check_scales(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        if optimizer is not self._optimizer:
+            raise RuntimeError(
+                "this GradScaler scales the losses of another ZeroRedundancyOptimizer. Make one "
+                "for each, GradScaler(optimizer), and scale the loss of each model by its own; "
+                "where one loss trains several models, make them parts of one module, with one "
+                "DistributedDataParallel and one ZeroRedundancyOptimizer"
+            )
+        if optimizer._scaler_of_losses is not self:
+            raise RuntimeError(
+                "another GradScaler was made for this ZeroRedundancyOptimizer after this one, and "
+                "ranks without data follow the newest. Scale, step and update with that"
+            )
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises RuntimeError for this scaler's optimizer: clip with its `max_norm`."""

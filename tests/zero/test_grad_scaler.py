@@ -133,3 +133,34 @@ def test_the_default_dtype_of_a_program_does_not_matter():
             assert optimizer.num_steps == 2 and scaler.get_scale() == 2.0**15
     finally:
         torch.set_default_dtype(before)
+
+
+def steps_by_a_scaler_of_another(group, which):
+    with another_group(group) as own:
+        models = [cl.DistributedDataParallel(make_model(torch.float32), own) for _ in range(2)]
+        optimizers = [cl.ZeroRedundancyOptimizer(m, torch.optim.SGD, lr=0.1) for m in models]
+        scaler = cl.GradScaler(optimizers[0])
+        stepped = optimizers[which == "another optimizer"]
+        if which == "a newer scaler":
+            newer = cl.GradScaler(optimizers[0])
+        batch = torch.ones(2, 7)
+        scaler.scale(sum(loss_of(model, batch) for model in models)).backward()
+        told = str(error_of(lambda: scaler.step(stepped), RuntimeError))
+        if which == "a newer scaler":
+            newer.scale(torch.zeros(()))
+            newer.step(stepped)
+        return told, stepped.num_steps
+
+
+@pytest.mark.parametrize(
+    ("which", "says"),
+    [
+        ("another optimizer", "scales the losses of another ZeroRedundancyOptimizer. Make one for"),
+        ("a newer scaler", "another GradScaler was made for this ZeroRedundancyOptimizer after"),
+    ],
+)
+def test_a_scaler_steps_its_own_optimizer_only(ranks_of, which, says):
+    for told, num_steps in ranks_of(2).run(steps_by_a_scaler_of_another, which):
+        assert says in told
+        assert "local gradients" not in told
+        assert num_steps == (which == "a newer scaler")
