@@ -522,6 +522,8 @@ class _OptimizerHook(JoinHook):
             optimizer._engine.reducer.shadow()
         optimizer._engine.take_step(is_live=False)
         if optimizer._join.last_step_live:
+            # Of `step()`, for torch's schedules, which warn if they are stepped before it.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
             optimizer._run_post_hooks()
 
     def post_hook(self, is_last_joiner: bool) -> None:

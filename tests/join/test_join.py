@@ -1,6 +1,7 @@
 """Join: uneven inputs are exact, cost nothing, and an exception frees the peers."""
 
 import time
+import warnings
 
 import pytest
 import torch
@@ -520,6 +521,41 @@ def test_a_joined_rank_follows_the_schedule_of_the_live_ones(ranks_of):
     for parameters in (first, second):
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
     assert one == other == (scheduler.get_last_lr()[0], (0.9, 0.999), 0.5, 6)
+
+
+def warnings_of_schedules(group, way):
+    told = []
+    for make in SCHEDULES:
+        for lengths in ((0, 3), (3, 0)):
+            with another_group(group) as own, warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                model = cl.DistributedDataParallel(make_model(torch.float32), own)
+                optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+                schedule = make(optimizer)
+                along = {"listed": [schedule], "in a function": [lambda each=schedule: each.step()]}
+                with cl.Join([model, optimizer], step_along=along.get(way, []), skew_warning=None):
+                    for batch in batches_of(own.rank, lengths[own.rank], torch.float32):
+                        loss_of(model, batch).backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        if way in along:
+                            schedule.step()
+                if way not in along:
+                    schedule.step()
+            told += [str(one.message) for one in warned]
+    return told
+
+
+SCHEDULES = (
+    lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 10),
+    lambda optimizer: torch.optim.swa_utils.SWALR(optimizer, 0.05),
+)
+
+
+@pytest.mark.parametrize("way", ["listed", "in a function", "after the epoch"])
+def test_a_rank_without_any_data_is_not_told_that_its_schedule_comes_too_early(ranks_of, way):
+    assert ranks_of(2).run(warnings_of_schedules, way) == [[], []]
 
 
 def plain_and_scheduled(group, lengths):
