@@ -27,7 +27,7 @@ VARIABLE = "CHORUSLINE_FAULT_PLAN"
 
 
 class Instant(enum.Enum):
-    """Of the step of a ZeroRedundancyOptimizer, and of a recovery
+    """An instant in the step of a ZeroRedundancyOptimizer, or in a recovery
     (runtime/recovery/in_place.py)."""
 
     REDUCE = "reduce"

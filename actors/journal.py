@@ -16,7 +16,8 @@ from .run_status import RunStatus
 from .worker_logs import Output, Printed
 
 _MOST_NAMES = 256
-"""Of reported values that are remembered: a name that is made of a number would add up forever."""
+"""Names of reported values that are remembered. Names that contain a number would add up
+forever."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,8 +113,8 @@ def _of_group(
 
 def _users_part(error: BaseException) -> TracebackType | None:
     """The traceback from the user's first frame on: after the last frame of Chorusline that leads
-    there. Ray's and asyncio's stand before it. Of an error whose text says all, only frames of the
-    user's files."""
+    there. Frames of Ray and asyncio come before it. If the text of the error says all, only frames
+    of the user's files are kept."""
     users = part = error.__traceback__
     while part is not None:
         if part.tb_frame.f_globals.get(_MARK):

@@ -103,7 +103,7 @@ class Family:
 
     @property
     def has_misled(self) -> bool:
-        """Of its groups, as `Group.has_misled`."""
+        """Whether `Group.has_misled` is true of one of its groups."""
         return any(one.has_misled_here for one in self._known())
 
     def as_seen_from(self, target: Known, error: CollectiveError) -> CollectiveError:

@@ -1372,7 +1372,7 @@ class Group:
 
     @property
     def has_misled_here(self) -> bool:
-        """Of this group alone, as `has_misled`."""
+        """The same as `has_misled`, for this group alone."""
         return self._recorder.has_misled
 
     @property

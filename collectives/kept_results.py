@@ -18,10 +18,11 @@ from .contract.operation import Finish, Kind, Operation, elements, with_detail
 from .contract.wrapping import WrappingCommunicator
 
 MOST_BYTES = 16 << 20
-"""Of results that a rank keeps, and of all that a worker gets before it runs the function."""
+"""Bytes of the results that a rank keeps, and of all those that a worker gets before it runs the
+function."""
 
 _BYTES_OF_ONE = 256
-"""That a result counts for beside its elements."""
+"""Bytes that a result counts for in addition to its elements."""
 
 _SAME_EVERYWHERE = ("all_reduce", "broadcast", "all_gather")
 _NOT_ONE_RESULT = ("barrier", "exchange")

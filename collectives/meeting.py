@@ -61,8 +61,8 @@ class WatchedStore(PrefixStore):
 
 
 _MOST_COMPARED = 256
-"""Of so many ranks that did not come, this rank looks for another backend: one is enough to say it,
-and the deadline is over."""
+"""So many of the missing ranks are asked for their backend at most: one that differs is enough for
+the message, and the deadline is over."""
 
 
 class _GivenUp(Exception):

@@ -23,7 +23,7 @@ _ANSWER_S = 2.0
 
 @dataclass(slots=True)
 class Leavers:
-    """Who is to leave, second by second. Pure."""
+    """The workers that are to leave, second by second. Pure."""
 
     _by_seat: dict[int, str] = field(default_factory=dict)  # ids of the workers that were told
 

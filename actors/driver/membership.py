@@ -99,7 +99,7 @@ from .takeover import found_in
 
 
 class Membership:
-    """Who belongs to the session, in which generation, and how the run in progress stands."""
+    """The members of the session, their generation, and the state of the run in progress."""
 
     def __init__(self) -> None:
         self._members: dict[int, Member] = {}  # by seat

@@ -80,8 +80,8 @@ def _address(buffer: numpy.ndarray) -> int:
 
 
 def _mapping_of(first: int, last: int) -> tuple[int, int, int, int]:
-    """Of the shared mapping with the addresses from `first` to `last`: its own first address, that
-    address's offset in the file, and the file's device and inode. Raises ValueError."""
+    """The shared mapping that has the addresses from `first` to `last`: its first address, the
+    offset of this address in the file, and the file's device and inode. Raises ValueError."""
     for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
         addresses, rights, offset, device, inode, *_ = line.split()
         begin, end = (int(address, 16) for address in addresses.split("-"))

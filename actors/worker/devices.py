@@ -101,7 +101,7 @@ def choose_gpu(
         if lacking:
             raise NoGpu(
                 f"Ray has assigned GPU {_names(lacking)} to this worker, and {says} in it, which "
-                f"does not contain it. {_OF_THE_NODE}"
+                f"does not contain that GPU. {_OF_THE_NODE}"
             )
         places = {listed.index(str(one)): str(one) for one in assigned}
     own = [places[place] for place in sorted(places)]

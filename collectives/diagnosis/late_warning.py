@@ -17,7 +17,7 @@ TOLD_AFTER_S = 5.0
 
 
 class Lateness:
-    """Of one rank in one group: it warns of the first late arrival only, and only if it is the
+    """How often one rank warns in one group: of the first late arrival only, and only if it is the
     lowest rank that waits. A group whose ranks often wait for each other logs it once."""
 
     def __init__(self, rank: int, size: int) -> None:

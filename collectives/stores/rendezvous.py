@@ -9,11 +9,11 @@ shell starts do. The URLs have torch's forms:
 
 With tcp and env, rank 0 opens a port: at the address that the URL names, and at no other, unless
 the URL has the parameter listen=ADDRESS (0.0.0.0 for every interface). torch's server has no
-password. Whoever reaches the port can pass for a rank, and as ranks unpickle each other's objects,
-**may run code as this user**: every user of this host can, if the address is 127.0.0.1. A secret
-that all ranks have (`secret=`, or CHORUSLINE_SECRET) shuts them out; see signed_store.py. For ranks
-of one host, file:// needs no port. Under torchrun, the agent hosts the store already, and listens
-everywhere.
+password. A program that reaches the port can pass for a rank, and as ranks unpickle each other's
+objects, **may run code as this user**: every user of this host can, if the address is 127.0.0.1. A
+secret that all ranks have (`secret=`, or CHORUSLINE_SECRET) shuts them out; see signed_store.py.
+For ranks of one host, file:// needs no port. Under torchrun, the agent hosts the store already, and
+listens everywhere.
 """
 
 from __future__ import annotations

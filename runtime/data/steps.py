@@ -108,8 +108,8 @@ class StepsPlace:
 
 
 class AdmissionPoint(Protocol):
-    """Where a worker is admitted between two steps. What decides and what moves is recovery's
-    (recovery/arrivals.py); data know no recovery."""
+    """Where a worker is admitted between two steps. recovery/arrivals.py decides on it and moves
+    the state; this package imports nothing of recovery."""
 
     def begin(self, steps: Steps) -> None:
         """A pass over the steps of an epoch begins. On a worker that comes, return when it has come
@@ -323,8 +323,8 @@ class Steps(Dealt):
         seed_all(mixed(*self._noise, number, "end"))
 
     def _sizes_of(self, number: int) -> list[int]:
-        """Of the micro-batches of a step; empty after the last one."""
-        # Of a stream it costs a call of the reader, and is asked several times in a step.
+        """The sizes of the micro-batches of a step; empty after the last one."""
+        # They are asked for several times in a step, and a stream has to call its reader for them.
         if self._sizes is None or self._sizes[0] != number:
             self._sizes = number, self._sizes_ahead(number) if number < _OVER else []
         return self._sizes[1]

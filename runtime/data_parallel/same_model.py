@@ -178,8 +178,8 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of each tensor a whole number, on its device, which says by its difference that bits of two
-    tensors differ."""
+    """A whole number for each tensor, on its device: if the numbers of two tensors differ, so do
+    their bits."""
     plain = [_without_lazy_bits(t) for t in tensors]
     flat = [
         (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous() for t in plain

@@ -29,7 +29,10 @@ _MANY = 32  # Looks in a row; after these, in steps whose number is a power of t
 
 
 class UnreducedSteps:
-    """Of one model on one rank. number: of the model in its group, the same on all ranks."""
+    """The unreduced steps of one model on one rank.
+
+    number: the model's number in its group, the same on all ranks.
+    """
 
     def __init__(self, gradients: Gradients, number: int) -> None:
         self._gradients = gradients

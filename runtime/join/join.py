@@ -64,8 +64,8 @@ from .ledger import JoinLedger
 from .pass_pattern import PassPattern
 
 _KNOWN = (torch.optim.Optimizer, LRScheduler, AveragedModel)
-"""Of `step_along`: an average is compared at the end, and the others read no parameters beside a
-step."""
+"""Objects in `step_along` that need no comparison of parameters in a step: an average is compared
+at the end, and the others read no parameters beside a step."""
 
 
 class _Batches(Protocol):
@@ -406,10 +406,10 @@ class JoinEngine:
         """The iterations over shards inside this Join, the innermost last: several of them where
         their batches come together, as in a zip."""
         self._given_last: Sequence[_Batches] = ()
-        """Of `together`, the iterations that have given the last batch."""
+        """The iterations of `together` that have given their last batch."""
         self._num_around = -1
-        """Of `together`, how many are around the iteration that is under way, or that has run out;
-        -1: all but the last."""
+        """How many iterations of `together` are around the one that is under way, or that has run
+        out; -1: all but the last."""
         self.ledger = JoinLedger(
             self._group.size, bool(hook_arguments.get("divide_by_initial_world_size", True))
         )
@@ -740,7 +740,7 @@ class JoinEngine:
         return None
 
     def _may_begin_batch(self, joinable: Joinable) -> bool:
-        """Whether the body may have begun again with this joinable. Of a loop over a list nothing
+        """Whether the body may have begun again with this joinable. In a loop over a list nothing
         else says that a rank has another batch, and a body may use its models in any order, or in
         some batches only: each forward pass asks all ranks. A pass without gradients may be run by
         one rank alone, so of these only the passes of the model that ran first do."""

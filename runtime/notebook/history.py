@@ -60,7 +60,8 @@ class History:
 
     @property
     def names(self) -> list[str]:
-        """Of the curves: the loss first, then in the order in which they were reported first."""
+        """The names of the curves: the loss first, then in the order in which they were reported
+        first."""
         return sorted(self._curves, key=lambda name: name != "loss")
 
     def add(self, report: Report) -> None:

@@ -98,8 +98,8 @@ def plan_transfers(
         also be a file: it holds nothing, so all its ranges are sent.
     missing_ok: leave out ranges that no rank holds, instead of raising.
 
-    A range is cut where its set of holders changes. Of several holders, the one with the fewest
-    elements to send so far sends the range; of equal ones the lowest rank.
+    A range is cut where its set of holders changes. If several ranks hold it, the one with the
+    fewest elements to send so far sends it, or the lowest rank of those with equally few.
 
     Raises RangesLost naming every range that no rank holds.
     """

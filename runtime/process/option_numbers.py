@@ -16,7 +16,7 @@ import torch
 
 
 def copied_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each parameter group, all but its parameters."""
+    """A copy of each parameter group without its parameters."""
     return [
         {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         for group in groups

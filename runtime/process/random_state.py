@@ -80,7 +80,7 @@ class RankSeed:
 
 
 def digest_of_generators() -> int:
-    """Of torch's generators, those from which layers draw: a number from 1 to 2^23."""
+    """A digest, from 1 to 2^23, of the generators of torch from which layers draw."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())

@@ -1,4 +1,4 @@
-"""Whose argument a name is, for one who gives it to a session or to a train function."""
+"""Which call has an argument of a given name: for a user who gave it to another one."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from .live_objects import LiveObjects
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    """Of a sharded optimizer: its applied steps, and the options of its groups."""
+    """The applied steps of a sharded optimizer, and the options of its groups."""
 
     num_steps: int
     groups: list[dict[str, Any]]

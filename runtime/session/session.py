@@ -361,7 +361,7 @@ class Session:
         return self._progress if isinstance(self._progress, Progress) else Progress.of_places()
 
     def _audience_of(self, train: Callable[..., Any], kwargs: Mapping[str, Any]) -> Audience:
-        """Who hears of a call of the user's function."""
+        """The listeners of a call of the user's function."""
         if not self._trackers:
             return self._audience()
         name = getattr(train, "__name__", type(train).__name__)

@@ -243,7 +243,7 @@ class Ballot:
 
 
 GROWTH = ("growth_factor", "backoff_factor", "growth_interval")
-"""Of the GradScaler; 0 stands for none."""
+"""Options of the GradScaler; 0 stands for none."""
 OF_THE_STEP = ("max_norm", *GROWTH)
 """The last of the numbers that travel; 0 stands for None."""
 

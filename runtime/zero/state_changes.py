@@ -29,8 +29,11 @@ _IN_SHARDS = (
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Of one rank, since the last step. dropped: the numbers of the parameters whose state is gone.
-    num_loads: how often a whole state was loaded."""
+    """Changes of the state on one rank since the last step.
+
+    dropped: the numbers of the parameters whose state is gone.
+    num_loads: how often a whole state was loaded.
+    """
 
     dropped: frozenset[int] = frozenset()
     num_loads: int = 0

@@ -87,8 +87,8 @@ def test_what_ray_assigns_and_what_cuda_shows_make_one_gpu(
         ([0], 1, ALL, 0, r"sees no CUDA device \(CUDA_VISIBLE_DEVICES is not set\)"),
         ([0], 1, seen(""), 0, r"no CUDA device \(CUDA_VISIBLE_DEVICES is ''\)"),
         ([0], 1, seen("NoDevFiles"), 0, "is 'NoDevFiles'"),
-        ([3], 1, seen("0,1"), 2, "assigned GPU 3 .*'0,1' in it, which does not contain it"),
-        (["GPU-b"], 1, seen("GPU-a"), 1, "assigned GPU GPU-b .*does not contain it. Set it"),
+        ([3], 1, seen("0,1"), 2, "assigned GPU 3 .*'0,1' in it, which does not contain that GPU"),
+        (["GPU-b"], 1, seen("GPU-a"), 1, "assigned GPU GPU-b .*does not contain that GPU. Set it"),
         (
             ["0", "1", "2"],
             1,

@@ -22,7 +22,7 @@ Habits = tuple[int, int, int]
 
 
 class HeldGradients:
-    """Of one model on one rank.
+    """The gradients that one model holds on one rank.
 
     calls, passes, cleared_at, edits: as in LeftoverVote.
     cleared: the parameters whose means the program has cleared since the last pass.
@@ -42,7 +42,7 @@ class HeldGradients:
         self._weight: float | None = None  # None: no loss was weighted
         self._coming: float | None = None  # None: none was, in the coming pass
         self._versions = 0
-        """Of all parameters, at the first pass of a sharded step."""
+        """The sum of the versions of all parameters, at the first pass of a sharded step."""
 
     # -- the weights of the losses -----------------------------------------------------------------
 

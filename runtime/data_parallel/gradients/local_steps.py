@@ -117,11 +117,11 @@ class _Steps:
 
 
 class LocalSteps:
-    """Of one model on one rank, since its last vote.
+    """The steps of one model on one rank since its last vote.
 
-    gradients: of the model.
+    gradients: those of the model.
     have_been_seen: whether an optimizer of its parameters has ever stepped.
-    scaler: by which one has stepped last.
+    scaler: the one by which an optimizer has stepped last.
     """
 
     def __init__(self, gradients: Gradients) -> None:

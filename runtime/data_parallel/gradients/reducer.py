@@ -107,7 +107,7 @@ class Reducer:
         self.clock: StepClock | None = None
         """Times the steps; None below debug level INFO."""
         self.number = 0
-        """Of the model, among those of its group."""
+        """The number of the model among those of its group."""
         self._reduction: Reduction = AllReduce()
         self._failure: CollectiveError | None = None
         """The error of a launch that was parked, until `wait` raises it."""

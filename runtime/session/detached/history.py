@@ -1,8 +1,8 @@
 """What a run has said, kept in bounded memory for whoever looks later. Pure: no Ray, no clock.
 
-Of the reports, the newest are all there. Of the older ones every n-th step of each rank is kept,
-and n doubles whenever there are too many: so a curve goes back to the beginning of a run of any
-length. Of what the ranks have printed, the newest part is there.
+All of the newest reports are kept, and every n-th step of each rank among the older ones. n doubles
+whenever there are too many, so a curve goes back to the beginning of a run of any length. The
+newest part of what the ranks have printed is kept.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MOST_RECENT = 20_000
 MOST_OLDER = 10_000
 
 MOST_PRINTED_BYTES = 16 << 20
-"""Of output that is kept for those who look now and have not got it yet."""
+"""Bytes of output that are kept for programs that look now and have not received it yet."""
 
 TAIL_BYTES = 64 << 10
-"""Of output that is shown to one who begins to look."""
+"""Bytes of output that are shown to a program that begins to look."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from .history import Bookmark, RunHistory
 from .status import RESULTS_KEPT_S, DetachedStatus
 
 _LINES = 200
-"""Of the log that are kept for whoever waits for the start."""
+"""Lines of the log that are kept for a program that waits for the start."""
 
 _CLIENT_S = 15.0
 """Seconds after which a client that says nothing is gone."""
@@ -60,7 +60,7 @@ _NOT_TO_BE_FOUND = -1
 it has ended. A session host that is started again then ends."""
 
 _MOST_OUTCOME_BYTES = 1 << 20
-"""Of results that the cluster's head remembers for a session host that is started again."""
+"""Bytes of results that the cluster's head remembers for a session host that is started again."""
 
 Ending = RunSucceeded | RunFailed | BaseException
 

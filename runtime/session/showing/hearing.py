@@ -43,7 +43,7 @@ class Source(Protocol):
 
 
 class Audience:
-    """Who wants to hear of one run.
+    """The listeners of one run.
 
     on_report: the user's function. view: a notebook's. progress: on the terminal or in the log.
     has_output: whether the ranks' output is shown here.

@@ -48,14 +48,14 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parameters_digest(shard: ParameterShard) -> torch.Tensor:
-    """Of all parameters on this rank. The sum of what the owners have written."""
+    """The digest of all parameters on this rank: the sum of what their owners have written."""
     each = (bucket.flat[: bucket.plan.content] for bucket in shard.buckets)
     return total([digest(flat) for flat in each], shard.group.device)
 
 
 def ordered_digest(shard: ParameterShard) -> torch.Tensor:
-    """Of all parameters on this rank, and of their order as well: programs turn and sort weights,
-    which no flipped bit does. It reads the memory twice."""
+    """The digest of all parameters on this rank and of their order. Programs rotate and sort
+    weights, which no flipped bit does. It reads the memory twice."""
     each: list[torch.Tensor] = []
     for number, bucket in enumerate(shard.buckets):
         content = bucket.flat[: bucket.plan.content]
@@ -71,7 +71,7 @@ def ordered_digest(shard: ParameterShard) -> torch.Tensor:
 
 
 def written_digests(shard: ParameterShard) -> list[torch.Tensor]:
-    """Of the parameters in the ranges that this rank steps: of its own shard, then of replicas."""
+    """The digests of the parameters that this rank steps: of its own shard, then of replicas."""
     by_distance: list[list[torch.Tensor]] = [[] for _ in range(num_copies(shard))]
     for bucket in shard.buckets:
         for distance, kept in enumerate(bucket.ranges):
@@ -82,8 +82,8 @@ def written_digests(shard: ParameterShard) -> list[torch.Tensor]:
 
 
 def gradient_digests(shard: ParameterShard) -> list[torch.Tensor]:
-    """Of the reduced gradients, before they are divided: of this rank's shard, then of replicas;
-    zeros where gradients are read from `.grad`."""
+    """The digests of the reduced gradients, before they are divided: of this rank's shard, then of
+    replicas; zeros where gradients are read from `.grad`."""
     by_distance: list[list[torch.Tensor]] = [[] for _ in range(num_copies(shard))]
     for bucket in shard.buckets:
         for distance, kept in enumerate(bucket.ranges):

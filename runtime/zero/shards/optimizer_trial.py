@@ -40,8 +40,8 @@ _MAX_GROUPS = 4
 _SMALL = 16
 """Elements of a tensor among the options that is compared by its values."""
 _TOLERANCE = 1e-5
-"""Of the largest change, for flat pieces: the last bits may depend on where a vector begins and
-ends. The steps of whole parameters must be equal in each bit."""
+"""The tolerance for flat pieces, as a part of the largest change: the last bits may depend on where
+a vector begins and ends. The steps of whole parameters must be equal in each bit."""
 
 
 @dataclass(frozen=True, slots=True)

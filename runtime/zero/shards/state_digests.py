@@ -46,7 +46,7 @@ class _DigestedState:
 
 
 class StateDigests:
-    """Of the optimizer's state and the masters that one rank keeps."""
+    """Digests of the optimizer's state and of the masters that one rank keeps."""
 
     def __init__(self) -> None:
         self.forget()
@@ -58,7 +58,7 @@ class StateDigests:
         """The shard's num_rewritten, the number of pieces with state, and each one's state."""
 
     def of(self, shard: ParameterShard) -> list[torch.Tensor]:
-        """Of this rank's shard, then of its replicas."""
+        """The digests of this rank's shard, then of its replicas."""
         if not self._is_as_seen(shard):
             self.forget()
             lay_side_by_side(shard)
