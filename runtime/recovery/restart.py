@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from chorusline.actors.messages import OptimizerProgress
+from chorusline.actors.parcels.pickling import pickled
 from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
@@ -148,7 +149,8 @@ class RestartState:
         state = self.states.get(entry.name)
         # Each rank has kept its own, such as the place in its data; else the leader's counts.
         if not entry.per_rank:
-            state = copy.deepcopy(broadcast_object(group, state, leader))
+            # It may be of classes that only the script has.
+            state = copy.deepcopy(broadcast_object(group, state, leader, pickled))
         if state is None:
             return None
         made.load_state_dict(state)
@@ -163,7 +165,7 @@ class RestartState:
     ) -> int:
         mine = self.optimizers.get(name)
         own = (mine.progress, mine.num_steps, mine.options) if mine else None
-        progress, num_steps, options = broadcast_object(group, own, leader_of(summaries))
+        progress, num_steps, options = broadcast_object(group, own, leader_of(summaries), pickled)
         # A copy: a loss while it moves begins all of this again, from what was kept.
         held = ShardState() if mine is None else mine.held.copy()
         inventories = [one.held.get(name, Inventory()) for one in summaries]

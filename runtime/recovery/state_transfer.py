@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from chorusline.actors.messages import OptimizerProgress
+from chorusline.actors.parcels.pickling import pickled
 from chorusline.collectives import Group
 from chorusline.collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
 from chorusline.collectives.objects.blocking import broadcast_object
@@ -105,7 +105,7 @@ def replay_log_of(objects: LiveObjects, kept: KeptResults) -> tuple[bytes, str]:
         *kept.results(),
     )
     try:
-        payload = pickle.dumps(replay_log)
+        payload = pickled(replay_log)
     except Exception as error:
         return b"", f"a registered object's state cannot be pickled ({error})"
     # It travels through the driver, which answers all other calls of the run meanwhile.
@@ -192,7 +192,8 @@ def transfer_state(
     """All ranks of a generation that workers enter call it. root: a rank that was there before.
     is_new: this rank is such a worker."""
     mine = _transfer_of(objects, steps) if group.rank == root else None
-    transfer: StateTransfer = broadcast_object(group, mine, root)
+    # States may be of classes that only the script has.
+    transfer: StateTransfer = broadcast_object(group, mine, root, pickled)
     if is_new:
         _take(transfer, objects, steps)
     # All ranks call it, as in every collective; the others have these values already.

@@ -20,6 +20,7 @@ from chorusline.runtime.program.context import call_of
 from chorusline.runtime.program.program import Program
 from chorusline.runtime.recovery.state_transfer import digest_of
 from tests.harness.stand_in_gpu.runs import Driver, _Call, in_run
+from tests.references.script_values import ScriptState, told_after
 
 HEARD: list[Any] = []
 """What the function has heard in this process before its last first step."""
@@ -43,8 +44,11 @@ def train(ctx: cl.Context) -> tuple[list[Any], GivenReplayLog, ReadyToken]:
     model = cl.DistributedDataParallel(torch.nn.Linear(4, 2))
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1, replicas=2)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.5)
-    for name, one in (("model", model), ("optim", optim), ("schedule", schedule)):
+    script = ScriptState()
+    named = (("model", model), ("optim", optim), ("schedule", schedule), ("script", script))
+    for name, one in named:
         ctx.register(name, one)
+    HEARD.append(script.told())
     asked, passage = None, ""
     for epoch in ctx.epochs(2):
         HEARD.append((epoch, ctx.reduce(epoch + ctx.rank, "max"), schedule.last_epoch))
@@ -54,6 +58,7 @@ def train(ctx: cl.Context) -> tuple[list[Any], GivenReplayLog, ReadyToken]:
                 model(batch).square().mean().backward()
             optim.step()
             schedule.step()
+            script.change()
             optim.zero_grad()
             if (epoch, step.number) == (1, 1):
                 asked = recovery.arrivals.give_replay_log()
@@ -111,7 +116,7 @@ def test_a_rank_comes_to_the_step_of_the_others_by_itself(ranks_of: Any) -> None
     driver = begin_dry_run(train, replay_log.payload, 3)
     assert driver.token == token
     # What stands before the loop, and in the body of the epoch that is under way.
-    assert [*heard[:2], 5, (1, 2, 5)] == HEARD
+    assert [*heard[:2], 5, told_after(5), (1, 2, 5)] == HEARD
     assert heard[-1] == (1, 2, 3)
 
 

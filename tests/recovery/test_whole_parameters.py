@@ -21,6 +21,7 @@ from chorusline.actors.messages import MemberState
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import look_in_vain, one_thread
+from tests.references.script_values import ScriptState, told_after
 from tests.references.training_to_kill import NUM_SAMPLES, Samples, die
 
 NUM_STEPS, FAILS_IN = 7, 4
@@ -145,6 +146,7 @@ def train(
     )
     average = ctx.register("average", AveragedModel(model.module))
     log = ctx.register("log", Log())
+    script = ctx.register("script", ScriptState())
     if len(seats) == 1 and not optim.num_steps:
         acts.get(seat, lambda *_: None)(ctx, optim)
     while optim.num_steps < NUM_STEPS:
@@ -153,7 +155,9 @@ def train(
         optim.step()
         log.seats[optim.num_steps] = [one for one in range(3) if there & 1 << one]
         average.update_parameters(model.module)
+        script.change()
         optim.zero_grad()
+    assert script.told() == told_after(NUM_STEPS)
     return Told(
         len(seats),
         log.seats,

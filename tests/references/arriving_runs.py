@@ -15,6 +15,7 @@ import chorusline as cl
 from benchmarks.proofs.invariance_training import digest
 from chorusline.runtime.process.step_boundary import boundary
 from chorusline.runtime.program.context import call_of
+from tests.references.script_values import ScriptState, told_after
 from tests.references.stepped_training import MODELS, OPTIMIZERS
 from tests.references.training_to_kill import die
 
@@ -119,7 +120,9 @@ def train(
     else:
         optim = optimizer_class(model.parameters(), **options)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.999)
-    for name, one in (("model", model), ("optim", optim), ("schedule", schedule)):
+    script = ScriptState()
+    named = (("model", model), ("optim", optim), ("schedule", schedule), ("script", script))
+    for name, one in named:
         ctx.register(name, one)
     sizes: list[int] = []
     heard: list[object] = []
@@ -150,10 +153,12 @@ def train(
             if scenario == "a rank behind the vote" and seat == 2 and boundary().admits:
                 strike()
             schedule.step()
+            script.change()
             optim.zero_grad()
             sizes.append(ctx.world_size)
     if sharded:
         optim.consolidate_state_dict(0)
+    assert script.told() == told_after(schedule.last_epoch)
     state = digest(optim.state_dict()) if not sharded or ctx.rank == 0 else ""
     return Told(
         ctx.rank,
