@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from chorusline.collectives.contract.articles import with_article
+
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..process.registry import Registered
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .format.boxes import split_evenly
-from .format.manifest import can_hold
+from .format.manifest import can_hold, name_of
 from .format.pieces import Contents, Path, TensorRange
 from .format.plain_values import MOST_DEEP, is_deeper
 
@@ -52,14 +54,20 @@ def leaves_of(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
         yield path, value
 
 
-def _leaves_of_state(path: Path, state: Any) -> Iterator[tuple[Path, Any]]:
+def _leaves_of_state(path: Path, state: Any) -> list[tuple[Path, Any]]:
     """`leaves_of` a state that can be read again. Raises ValueError for another one."""
     if is_deeper(state, MOST_DEEP + 1 - len(path)):
         raise ValueError(
             f"the state of {path[0]!r} is nested more than {MOST_DEEP} deep, so it cannot be "
             "saved; return a flat dictionary from its state_dict()"
         )
-    return leaves_of(path, state)
+    try:
+        return [*leaves_of(path, state)]
+    except RecursionError:
+        raise ValueError(
+            f"the state of {path[0]!r} has a dictionary that contains itself, so it cannot be "
+            "saved; return a flat dictionary from its state_dict()"
+        ) from None
 
 
 def _has_tensors(value: dict[Any, Any]) -> bool:
@@ -88,6 +96,43 @@ def pickled(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def leaf_of(path: Path, value: Any) -> bytes:
+    """`value` pickled. Raises TypeError, naming the part of it, for what no other process can
+    read."""
+    try:
+        return pickled(value)
+    except Exception as error:
+        where, culprit = _not_pickled(path, value)
+        raise TypeError(
+            f"{name_of(where)}, {with_article(type(culprit))}, cannot be saved ({error}). Return "
+            "plain values from state_dict(): numbers, texts, tensors, and lists, tuples and "
+            "dictionaries of them; of an Enum its value, of a dataclass dataclasses.asdict(it), of "
+            "a namedtuple tuple(it)"
+        ) from error
+
+
+def _not_pickled(path: Path, value: Any) -> tuple[Path, Any]:
+    """The innermost part of `value` that cannot be pickled, with its path."""
+    entered = set[int]()  # A state may contain itself.
+    while id(value) not in entered:
+        entered.add(id(value))
+        is_container = isinstance(value, dict | list | tuple)
+        parts = value if isinstance(value, dict) else dict(enumerate(value if is_container else ()))
+        for key, part in parts.items():
+            if id(part) not in entered and not _can_be_pickled(part):
+                path, value = (*path, key), part
+                break
+    return path, value
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        pickled(value)
+    except Exception:
+        return False
+    return True
 
 
 def state_of(entry: Registered) -> dict[str, Any]:
@@ -146,7 +191,7 @@ def collect_replicated(
                 tensors.append((path, value.detach()))
             # Small values are equal on all ranks, and one of them writes them.
             elif rank == writers[0]:
-                found.leaves[path] = pickled(value)
+                found.leaves[path] = leaf_of(path, value)
     ranges = split_evenly(
         [(tensor.numel(), tensor.element_size()) for _, tensor in tensors],
         list(writers).index(rank),
@@ -181,7 +226,7 @@ def add_leaf(path: Path, value: Any, found: Contents) -> None:
     if is_dense(value):
         found.ranges.append(whole_of(path, value))
     else:
-        found.leaves[path] = pickled(value)
+        found.leaves[path] = leaf_of(path, value)
 
 
 def collect_own(path: Path, state: Any, found: Contents) -> None:

@@ -19,7 +19,7 @@ from ..partition.resharding import Range
 from ..zero.shards.optimizer_trial import Shardability
 from ..zero.shards.shard_state import MASTER, Layout, ShardState, is_per_element
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
-from .contents import add_leaf, pickled
+from .contents import add_leaf, leaf_of
 from .format.errors import CheckpointCorrupted, CheckpointMismatch
 from .format.manifest import ManifestEntry, name_of
 from .format.pieces import Contents, Path, TensorRange
@@ -88,8 +88,8 @@ class SavedOptimizer:
 
     def collect_leaves(self, num_steps: int, found: Contents) -> None:
         """Add the parameter groups and the step count, which are equal on all ranks."""
-        found.leaves[self.name, GROUPS] = pickled(self.groups)
-        found.leaves[self.name, NUM_STEPS] = pickled(num_steps)
+        found.leaves[self.name, GROUPS] = leaf_of((self.name, GROUPS), self.groups)
+        found.leaves[self.name, NUM_STEPS] = leaf_of((self.name, NUM_STEPS), num_steps)
 
     def read(
         self, reader: CheckpointReader, ranges: Sequence[Range], saved_names: Mapping[str, str]

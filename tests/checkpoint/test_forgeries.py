@@ -523,6 +523,14 @@ def test_a_state_is_saved_as_deep_as_it_can_be_read(alone, tmp_path, what, per_r
         _save_again(alone, tmp_path / "more", _nested_state(what, most + 1), per_rank)
 
 
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_a_dictionary_that_contains_itself_is_refused(alone, tmp_path, per_rank):
+    state: dict[str, Any] = {"one": 1}
+    state["below"] = {"again": state}
+    with pytest.raises(ValueError, match="the state of 'own' has a dictionary that contains its"):
+        _save_again(alone, tmp_path, state, per_rank)
+
+
 def test_depth_is_what_pickle_goes_into_and_each_part_is_entered_once():
     shallow_first: list[Any] = [[]]
     for _ in range(300):

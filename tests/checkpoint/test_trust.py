@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import chorusline as cl
 from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.program.function_call import FunctionCall
 from tests.references.checkpoint_runs import in_run
+from tests.references.script_values import Mode, Options, Point
 
 
 class Marker:
@@ -113,6 +115,41 @@ def test_other_objects_need_the_users_word_and_are_named_when_they_are_saved(ran
     trusting = cl.CheckpointConfig(tmp_path, weights_only=False)
     (([marker], num_made, _),) = ranks_of(1).run(_load, trusting, [])
     assert isinstance(marker, Marker) and num_made == 1
+
+
+LOOP: list[Any] = [1]
+LOOP.append(LOOP)
+
+SCRIPTS: dict[str, tuple[Any, str]] = {
+    "an enum": (Mode.EVAL, "holder.value, a Mode, "),
+    "a namedtuple": (Point(1, 2), "holder.value, a Point, "),
+    "a dataclass": (Options(0.1), "holder.value, an Options, "),
+    "a class": (Mode, "holder.value, an EnumType, "),
+    "a lock": (threading.Lock(), "holder.value, a lock, "),
+    "a lambda": (lambda: 1, "holder.value, a function, "),
+    "in a list": ({"deep": [1, (2, Mode.EVAL)]}, "holder.value.deep.1.1, a Mode, "),
+    "beside a tensor": ({"a": torch.ones(2), "b": {"c": Point(1, 2)}}, "holder.value.b.c, a Point"),
+    "in itself": ({"loop": LOOP, "call": lambda: 0}, "holder.value.call, a function"),
+}
+
+
+def _save_each(group: cl.Group, place: Path) -> dict[str, str]:
+    return {name: _refusal(group, place, value) for name, (value, _) in SCRIPTS.items()}
+
+
+def _refusal(group: cl.Group, place: Path, value: Any) -> str:
+    try:
+        _save(group, place, value)
+    except TypeError as error:
+        return str(error)
+    return "saved"
+
+
+def test_what_only_the_script_has_is_refused_by_its_place_in_the_state(ranks_of, tmp_path):
+    (told,) = ranks_of(1).run(_save_each, tmp_path)
+    for name, (_, says) in SCRIPTS.items():
+        assert told[name].startswith(says), told[name]
+        assert "cannot be saved (" in told[name] and "of an Enum its value" in told[name]
 
 
 def test_an_export_runs_no_code_and_names_what_it_leaves_out(ranks_of, tmp_path):
