@@ -168,8 +168,8 @@ def why_gone(error: RayError) -> str:
 def end_with_parent() -> None:
     """End this actor's process soon after its raylet has died, which is its parent.
 
-    Ray does not, as long as the actor is busy. To an actor without its raylet all others seem dead,
-    and what it then does to them would be a mistake.
+    Ray does not end it while it is busy. To an actor without its raylet all others seem dead, so
+    what it then does to them would be a mistake.
     """
     parent = os.getppid()
 

@@ -148,7 +148,7 @@ def picture(alone: Curve, struck: Curve) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         f'width="{_WIDTH}" height="{_HEIGHT}" role="img">',
-        "<title>The losses of two runs, one with four deaths: the curves lie on each other</title>",
+        "<title>The losses of two runs, of which one loses four workers: they coincide</title>",
         f"<style>{_STYLE}</style>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
     ]

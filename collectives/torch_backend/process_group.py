@@ -177,8 +177,8 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         raise UnsupportedOperation(
             "merge_remote_group",
             NAME,
-            "destroy the process groups and initialise a new one of all ranks, or reconfigure() "
-            "one, which torch 2.14 and newer can",
+            "destroy the process groups and initialise a new one of all ranks, or call "
+            "reconfigure() of one (torch 2.14 and newer)",
         )
 
     mergeRemoteGroup = merge_remote_group

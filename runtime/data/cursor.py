@@ -298,7 +298,7 @@ def _check_passage(passage: dict[str, Any], most: int) -> None:
         or type(passage.get("is_over")) is not bool
         or not is_count(passage.get("num_ids", 0))
     ):
-        raise ValueError("what a rank was given of its data is not said as a run says it")
+        raise ValueError("the samples that a rank was given are not listed as a run lists them")
     set_of(passage.get("ids"), most)
 
 

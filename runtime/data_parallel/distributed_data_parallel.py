@@ -131,7 +131,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "worker for each device (num_workers), and leave device_ids out"
             )
         precision = dtype_options(mixed_precision)
-        # Frozen ones get no gradient; if they are thawed later, they are added (`reduce_unfrozen`).
+        # Frozen ones get no gradient; `reduce_unfrozen` adds those that are unfrozen later.
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not named:
             raise ValueError(
@@ -841,20 +841,20 @@ class ModelEngine:
         if self._frozen and not self.reducer.is_sharded:
             self.reduce_also([p for p in self._frozen if p.requires_grad])
 
-    def why_thawed(self) -> str:
+    def why_unfrozen(self) -> str:
         """Names the parameters that are trainable, and that nothing reduces or steps; empty if the
         sharded optimizer has all that it steps next."""
-        thawed = {id(p) for p in self._frozen if p.requires_grad}
-        if not thawed:
+        unfrozen = {id(p) for p in self._frozen if p.requires_grad}
+        if not unfrozen:
             return ""
-        names = [name for name, p in self.module.named_parameters() if id(p) in thawed]
+        names = [name for name, p in self.module.named_parameters() if id(p) in unfrozen]
         return (
             "parameters that were frozen when the module was wrapped are trainable now "
             f"({named(names, 3)}), but the model's "
             "ZeroRedundancyOptimizer does not have them. Call optimizer.add_param_group("
-            "{'params': [...]}) on all ranks when you thaw them, or make the optimizer with all "
-            "parameters, ZeroRedundancyOptimizer(model.parameters(), ...): those that are frozen "
-            "are stepped when they are thawed"
+            "{'params': [...]}) on all ranks when you unfreeze them, or make the optimizer with "
+            "all parameters, ZeroRedundancyOptimizer(model.parameters(), ...): those that are "
+            "frozen are stepped when they are unfrozen"
         )
 
     def reduce_grown(self) -> None:

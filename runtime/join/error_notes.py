@@ -79,15 +79,15 @@ def explain(
             "else. If the loop's body issues other collectives (such as ctx.reduce, ctx.broadcast "
             "or a barrier), issue them on a group that Join follows: beside = "
             "ctx.group.new_group(range(ctx.world_size)), Join([...], groups=[beside]), "
-            "beside.all_reduce(...); or after the Join. A body that thaws parameters does it in a "
-            "function in step_along."
+            "beside.all_reduce(...); or after the Join. A body that unfreezes parameters does it "
+            "in a function in step_along."
             if absent
             else (
                 "This was inside Join(): if one of the ranks has run out of data, it takes part "
                 "in the steps of the listed joinables and in nothing else, so other collectives "
                 "of the loop's body need a group that Join follows, groups=[beside], and a body "
-                "that thaws parameters does it in a function in step_along. Ranks with data must "
-                "issue the same collectives in the same order."
+                "that unfreezes parameters does it in a function in step_along. Ranks with data "
+                "must issue the same collectives in the same order."
             )
         )
         # With several models the order of their steps may be what differs.

@@ -25,16 +25,16 @@ _MOST_CALLS = 1 << 16  # A vote in float32 counts to 2^24.
 
 @dataclass(frozen=True, slots=True)
 class LeftoverVote:
-    """What a rank's vote says about the gradients that it holds, since the last step, or where each
-    pass has a vote, since the last pass.
+    """The part of a rank's vote about the gradients that it holds: since the last step, or since
+    the last pass if each pass has a vote.
 
     is_live: it has data, and takes the step.
-    calls: of `zero_grad`.
-    passes: how many it has run, those in no_sync included.
+    calls: the number of calls of `zero_grad`.
+    passes: how many passes it has run, those in no_sync included.
     cleared_at: how many of them it had run when it last cleared all gradients; -1: it has not.
-    edits: since the last clear.
+    edits: changes of gradients since it last cleared them.
     holds: it has no data, and holds gradients.
-    hands_in: and it has contributed them to this sum.
+    hands_in: it holds such gradients, and has contributed them to this sum.
     """
 
     is_live: bool

@@ -705,7 +705,7 @@ class OptimizerEngine:
             )
         if self.reducer is None or self.model is None:
             return ""
-        return self.model.why_thawed() or self.reducer.why_changed()
+        return self.model.why_unfrozen() or self.reducer.why_changed()
 
     def _begin_ballot(self) -> None:
         """A step begins, which ends with the next ballot."""
@@ -1200,7 +1200,7 @@ class OptimizerEngine:
                 "the batches of each step"
             )
         self._take_up_waiting()
-        if self.model is not None and (why := self.model.why_thawed()):
+        if self.model is not None and (why := self.model.why_unfrozen()):
             raise RuntimeError(why)
         self._begin_ballot()
 

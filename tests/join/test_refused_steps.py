@@ -27,7 +27,7 @@ def steps_before_a_pass(model, optimizer, batch, number):
     optimizer.step()
 
 
-def thaws(model, optimizer, batch, number):
+def unfreezes(model, optimizer, batch, number):
     model.module[-1].requires_grad_(number >= 2)
     loss_of(model, batch).backward()
     optimizer.step()
@@ -85,7 +85,7 @@ def clips_after_several(model, optimizer, batch, number):
 BODIES: dict[Body, str] = {
     steps_twice: "step() needs gradients that were reduced since the last step",
     steps_before_a_pass: "outside no_sync()",
-    thaws: "trainable now (2.weight, 2.bias)",
+    unfreezes: "trainable now (2.weight, 2.bias)",
     clips: "write ZeroRedundancyOptimizer(..., max_norm=",
     clips_after_several: "write ZeroRedundancyOptimizer(..., max_norm=",
     adds_in_no_sync: "a backward pass in no_sync() has added to the gradient of a parameter",
@@ -97,7 +97,7 @@ BODIES: dict[Body, str] = {
 def train(group, lengths, body, several):
     with another_group(group) as own:
         module = make_model(torch.float64)
-        module[-1].requires_grad_(body is not thaws)
+        module[-1].requires_grad_(body is not unfreezes)
         model = cl.DistributedDataParallel(module, own, bucket_cap_mb=1e-4 if several else 25)
         optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
         with pytest.raises(RuntimeError) as raised, cl.Join([model, optimizer], skew_warning=None):

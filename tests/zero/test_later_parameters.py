@@ -1,4 +1,4 @@
-"""Groups that come later, parameters that are frozen and thawed: as a plain optimizer has it."""
+"""Groups that come later, parameters that are frozen and unfrozen: as a plain optimizer has it."""
 
 import time
 
@@ -38,7 +38,7 @@ def add_a_group(step, model, optimizer):
         optimizer.add_param_group({"params": list(model.deep.parameters()), "lr": 0.03})
 
 
-def freeze_and_thaw(step, model, optimizer):
+def freeze_and_unfreeze(step, model, optimizer):
     """All parameters are the optimizer's from the start; which are trainable changes."""
     if step == 2:
         model.deep.weight.requires_grad_(True)
@@ -49,7 +49,7 @@ def freeze_and_thaw(step, model, optimizer):
         model.head.requires_grad_(True)
 
 
-CHANGES = {"later group": add_a_group, "trainability": freeze_and_thaw}
+CHANGES = {"later group": add_a_group, "trainability": freeze_and_unfreeze}
 
 
 def first_parameters(model, change):
@@ -133,7 +133,7 @@ def test_later_parameters_are_stepped_as_the_plain_optimizer_does(
             assert torch.equal(state["state"][number][entry], value), (number, entry)
 
 
-def thaw_what_the_optimizer_lacks(group, in_join):
+def unfreeze_what_the_optimizer_lacks(group, in_join):
     """It was made with the model, of which `deep` was frozen."""
     module = Tower()
     with another_group(group) as own:
@@ -152,8 +152,8 @@ def thaw_what_the_optimizer_lacks(group, in_join):
 
 
 @pytest.mark.parametrize("in_join", [False, True])
-def test_a_thawed_parameter_that_the_optimizer_lacks_is_named_in_the_first_step(ranks_of, in_join):
-    for num_steps, told in ranks_of(2).run(thaw_what_the_optimizer_lacks, in_join):
+def test_an_unfrozen_parameter_that_the_optimizer_lacks_is_named_at_once(ranks_of, in_join):
+    for num_steps, told in ranks_of(2).run(unfreeze_what_the_optimizer_lacks, in_join):
         assert num_steps == 2 and "(deep.weight, deep.bias)" in told
         assert "add_param_group" in told and "model.parameters()" in told
 
@@ -163,7 +163,7 @@ def train_plain_optimizer(group):
     model = cl.DistributedDataParallel(module, group)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     for step in range(NUM_STEPS):
-        freeze_and_thaw(step, module, optimizer)
+        freeze_and_unfreeze(step, module, optimizer)
         loss_of(model, data_of(group.rank)[step]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -171,13 +171,13 @@ def train_plain_optimizer(group):
 
 
 def test_a_model_reduces_what_was_frozen_when_it_was_wrapped(ranks_of):
-    expected, _ = plain_run(3, "adamw", freeze_and_thaw)
+    expected, _ = plain_run(3, "adamw", freeze_and_unfreeze)
     for parameters in ranks_of(3).run(train_plain_optimizer):
         for ours, theirs in zip(parameters, expected, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-class Thaw:
+class Unfreeze:
     """What a loop's body does between steps, as an object that joined ranks step along."""
 
     def __init__(self, module):
@@ -190,7 +190,7 @@ class Thaw:
             self.module.deep.requires_grad_(True)
 
 
-def thaw_inside_join(group, sharded):
+def unfreeze_inside_join(group, sharded):
     module = Tower()
     model = cl.DistributedDataParallel(module, group)
     kind = cl.ZeroRedundancyOptimizer if sharded else torch.optim.AdamW
@@ -199,20 +199,20 @@ def thaw_inside_join(group, sharded):
         if sharded
         else kind(module.parameters(), lr=1e-2)
     )
-    thaw = Thaw(module)
+    unfreeze = Unfreeze(module)
     joinables = [model, optimizer] if sharded else [model]
-    along = [thaw] if sharded else [optimizer, thaw]
+    along = [unfreeze] if sharded else [optimizer, unfreeze]
     with cl.Join(joinables, step_along=along, skew_warning=None):
         for batch in data_of(group.rank)[: 1 + 3 * group.rank]:
             loss_of(model, batch).backward()
             optimizer.step()
-            thaw.step()
+            unfreeze.step()
             model.zero_grad()
     return [p.detach().clone() for p in module.parameters()]
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
-def test_a_rank_that_has_joined_takes_up_what_is_thawed_by_then(ranks_of, sharded):
+def test_a_rank_that_has_joined_takes_up_what_is_unfrozen_by_then(ranks_of, sharded):
     module = Tower()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     for step in range(4):
@@ -222,7 +222,7 @@ def test_a_rank_that_has_joined_takes_up_what_is_thawed_by_then(ranks_of, sharde
                 (loss_of(module, data_of(rank)[step]) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for parameters in ranks_of(2).run(thaw_inside_join, sharded):
+    for parameters in ranks_of(2).run(unfreeze_inside_join, sharded):
         for ours, theirs in zip(parameters, module.parameters(), strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 

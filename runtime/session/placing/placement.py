@@ -69,7 +69,7 @@ def check(resources: Mapping[str, float] | None, use_gpu: bool, strategy: str) -
     # The default CPU counts unless it was set to 0.
     if not use_gpu and not any({"CPU": 1.0, **resources}.values()):
         raise ValueError(
-            "resources_per_worker asks for nothing, and Ray cannot place nothing; ask for a small "
+            "resources_per_worker asks for nothing, and Ray places no such worker; ask for a small "
             "share, such as {'CPU': 0.01}"
         )
     if strategy not in STRATEGIES:
