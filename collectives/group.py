@@ -1351,6 +1351,20 @@ class Group:
             not self._closed and self._communicator.failure() is None,
         )
 
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """The group itself: a copy of a layer that holds it is of the same ranks."""
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a Group is the place of one process among the ranks, with memory and connections of "
+            "that process, and cannot be pickled; take it where it is used (in a train function "
+            "ctx.group), and leave it out of what is saved"
+        )
+
     def __repr__(self) -> str:
         return (
             f"Group({self.name!r}, rank={self.rank}, size={self.size}, "

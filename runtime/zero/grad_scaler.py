@@ -120,6 +120,12 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
         state = self._per_optimizer_states[id(self._optimizer)]
         state["found_inf_per_device"] = {found.device: found}
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a GradScaler belongs to its ZeroRedundancyOptimizer and cannot be copied or pickled; "
+            "save scaler.state_dict()"
+        )
+
     def join_hook(self, **kwargs: Any) -> JoinHook:
         return _ScalerHook(self)
 

@@ -114,6 +114,7 @@ class StateOfParameter:
         raise RuntimeError(_IN_SHARDS)
 
     __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+    __reduce_ex__ = _refuse
 
 
 class ShardedState(MutableMapping[torch.Tensor, Any]):
@@ -144,6 +145,9 @@ class ShardedState(MutableMapping[torch.Tensor, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise RuntimeError(_IN_SHARDS)
 
     def clear(self) -> None:
         self._drop(range(len(self._shard.parameters)))

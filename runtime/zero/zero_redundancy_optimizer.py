@@ -399,6 +399,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
 
     # -- state ---------------------------------------------------------------------------------
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            "a ZeroRedundancyOptimizer has this rank's shard of the state, and belongs to its "
+            "group: it cannot be copied or pickled, and no schedule of it can. Save its state: "
+            "ctx.register and a checkpoint, or consolidate_state_dict() on all ranks and then "
+            "state_dict() on one"
+        )
+
     @property  # type: ignore[override]
     def state(self) -> ShardedState:
         """The state by parameter, to drop it: `state.clear()`, `state.pop(parameter)`, on all ranks
