@@ -96,6 +96,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     first parameter that differs.
     """
 
+    @torch.inference_mode(False)  # Tensors that it makes are written later, outside of that mode.
+    @torch.no_grad()
     @says(
         process_group="write group=, with a chorusline Group",
         dim="batches are split before forward() is called; leave it out",

@@ -162,6 +162,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
 
     _step_supports_amp_scaling = True  # A GradScaler passes its scale on and does not decide.
 
+    @torch.inference_mode(False)  # Tensors that it makes are written later, outside of that mode.
+    @torch.no_grad()
     def __init__(
         self,
         params: DistributedDataParallel | Iterable[Any],
@@ -252,6 +254,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         """The group over which the state is sharded. It changes when the run's ranks change."""
         return self._engine.group
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch.optim; collective, between two steps.
 
@@ -302,6 +306,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         if self._engine.reducer is not None:
             self._engine.reducer.held.was_cleared()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, **kwargs: Any
@@ -457,6 +462,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         names, given = self._names(), [p for g in self.param_groups for p in g["params"]]
         return with_names(self._engine.consolidated, [parameter_name(p, names) for p in given])
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's part of a whole state, saved by this class or a plain torch optimizer.
