@@ -53,6 +53,7 @@ from .model_steps import ModelSteps, StepEnder
 from .outputs import tensors_of
 from .same_model import (
     broadcast_tensors,
+    check_device_of_each,
     check_devices,
     check_layouts,
     check_same_model,
@@ -140,7 +141,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "DistributedDataParallel is not needed when a module doesn't have any parameter "
                 "that requires a gradient."
             )
-        if any(map(torch.nn.parameter.is_lazy, module.parameters())):
+        if any(map(torch.nn.parameter.is_lazy, [*module.parameters(), *module.buffers()])):
             raise RuntimeError(
                 "Modules with uninitialized parameters can't be used with "
                 "`DistributedDataParallel`. Run a dummy forward pass to correctly initialize the "
@@ -152,8 +153,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         group = group if group is not None else current_group()
         check_devices(named, group)
         parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
-        check_layouts("parameter", parameters)
-        check_layouts("buffer", buffers)
+        for kind, tensors in (("parameter", parameters), ("buffer", buffers)):
+            check_device_of_each(kind, tensors, group)
+            check_layouts(kind, tensors)
         warn_of_forward_passes_that_write(module, group)
         if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
             cast_buffers(module, mixed_precision.buffer_dtype)

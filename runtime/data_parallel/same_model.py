@@ -48,14 +48,37 @@ def check_devices(named: Sequence[tuple[str, torch.nn.Parameter]], group: Group)
         if parameter.device != first.device:
             raise ValueError(
                 f"parameters are on several devices: {first_name} on {first.device}, {name} on "
-                f"{parameter.device}. A rank owns one device; move the module with "
-                f".to({str(group.device)!r})"
+                f"{parameter.device}. A rank owns one device; {_moved(parameter, group)}"
             )
     if first.device != group.device:
         raise ValueError(
             f"the module is on {first.device}, but this rank's group reduces on {group.device}; "
-            f"move the module with .to({str(group.device)!r}) (in a session: ctx.device)"
+            f"{_moved(first, group)}"
         )
+
+
+def check_device_of_each(
+    kind: str, named: Iterable[tuple[str, torch.Tensor]], group: Group
+) -> None:
+    """Raises ValueError for one that is on another device than the group, and so than the trained
+    parameters."""
+    for name, tensor in named:
+        if tensor.device != group.device:
+            raise ValueError(
+                f"{kind} {name} is on {tensor.device}, but this rank's group reduces on "
+                f"{group.device}, where the other tensors of the module are; "
+                f"{_moved(tensor, group)}"
+            )
+
+
+def _moved(tensor: torch.Tensor, group: Group) -> str:
+    where = repr(str(group.device))
+    if not tensor.is_meta:
+        return f"move the module with .to({where}) (in a session: ctx.device)"
+    return (
+        f"on meta it has no values: make it on {group.device}, or call "
+        f"module.to_empty(device={where}) and set the values of all tensors"
+    )
 
 
 def check_layouts(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -65,7 +88,8 @@ def check_layouts(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         if tensor.is_quantized:
             raise ValueError(
                 f"{kind} {name} is quantized ({tensor.dtype}), and its scale does not travel with "
-                "it. Hold its whole numbers (int_repr()) and its scale as buffers of their own"
+                "it. Keep it as a plain attribute that every rank makes in the same way "
+                "(module.name = values, without register_buffer), or hold its values: dequantize()"
             )
         if layout != "strided":
             raise ValueError(

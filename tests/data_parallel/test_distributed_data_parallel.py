@@ -182,7 +182,7 @@ def test_unfit_modules_are_refused_with_the_mend(ranks_of):
     frozen, split, elsewhere, cap, lazy, no_group, copied = ranks_of(1).run(refusals)[0]
     assert "doesn't have any parameter that requires a gradient" in frozen
     assert "several devices: weight on cpu, bias on meta" in split
-    assert "move the module with .to('cpu')" in elsewhere
+    assert "call module.to_empty(device='cpu')" in elsewhere
     assert "bucket_cap_mb must be positive, got 0" in cap
     assert "Run a dummy forward pass" in lazy
     assert "there is no default group" in no_group

@@ -283,3 +283,120 @@ def test_the_norm_of_complex_gradients_has_their_imaginary_part(
     for ours, weights in ranks_of(2).run(norm_of, dtype, max_norm):
         assert ours == pytest.approx(norm.item(), rel=1e-6)
         assert weights == pytest.approx(alone.weight.tolist(), rel=1e-5)
+
+
+Remedy = Callable[[torch.nn.Module, torch.Tensor], object]
+
+
+def as_attribute(module: torch.nn.Module, values: torch.Tensor) -> None:
+    del module.held
+    module.held = values
+
+
+def as_parts(module: torch.nn.Module, values: torch.Tensor) -> None:
+    del module.held
+    module.register_buffer("indices", values.coalesce().indices())
+    module.register_buffer("values", values.coalesce().values())
+
+
+def made_on_the_cpu(module: torch.nn.Module, _: torch.Tensor) -> None:
+    module.to_empty(device="cpu")
+    for tensor in (*module.parameters(), *module.buffers()):
+        torch.nn.init.ones_(tensor)
+
+
+def held(function: Callable[[torch.Tensor], torch.Tensor]) -> Remedy:
+    return lambda module, values: module.register_buffer("held", function(values))
+
+
+UNFIT: dict[str, tuple[Callable[[], torch.Tensor], str, dict[str, Remedy]]] = {
+    # The buffer; why it is refused; what the text says to do.
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.arange(3.0), 0.5, 1, torch.qint8),
+        "buffer layer.held is quantized (torch.qint8)",
+        {"a plain attribute": as_attribute, "dequantize()": held(torch.Tensor.dequantize)},
+    ),
+    "quantized by channel": (
+        lambda: torch.quantize_per_channel(
+            torch.ones(3, 2), torch.ones(3), torch.zeros(3), 0, torch.quint8
+        ),
+        "buffer layer.held is quantized (torch.quint8)",
+        {"a plain attribute": as_attribute, "dequantize()": held(torch.Tensor.dequantize)},
+    ),
+    "sparse": (
+        lambda: torch.eye(3).to_sparse(),
+        "buffer layer.held is sparse coo",
+        {
+            "Make it dense": held(torch.Tensor.to_dense),
+            "a plain attribute": as_attribute,
+            "its parts (indices, values)": as_parts,
+        },
+    ),
+    "compressed": (
+        lambda: torch.eye(3).to_sparse_csr(),
+        "buffer layer.held is sparse csr",
+        {"Make it dense": held(torch.Tensor.to_dense), "a plain attribute": as_attribute},
+    ),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "buffer layer.held is nested",
+        {"a plain attribute": as_attribute},
+    ),
+    "expanded": (
+        lambda: torch.ones(1).expand(3),
+        "buffer layer.held is expanded",
+        {"layer.held.clone()": held(torch.clone)},
+    ),
+    "on meta": (
+        lambda: torch.ones(3, device="meta"),
+        "buffer layer.held is on meta, but this rank's group reduces on cpu",
+        {
+            "make it on cpu": held(lambda values: torch.ones_like(values, device="cpu")),
+            "module.to_empty(device='cpu') and set the values": made_on_the_cpu,
+        },
+    ),
+}
+
+
+def refused_and_mended(group: cl.Group, kind: str) -> list[str]:
+    """The refusal, and what raises where its remedies are taken."""
+    make, _, remedies = UNFIT[kind]
+    told = []
+    for remedy in (None, *remedies):
+        values, module = make(), torch.nn.Sequential()
+        layer = torch.nn.Linear(2, 1)
+        layer.register_buffer("held", values)
+        module.add_module("layer", layer)
+        if remedy is not None:
+            remedies[remedy](layer, values)
+        try:
+            model = cl.DistributedDataParallel(module, group)
+            optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+            model(torch.ones(1, 2)).sum().backward()
+            optim.step()
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", UNFIT)
+def test_a_buffer_that_cannot_travel_is_refused_by_name_with_remedies_that_help(
+    ranks_of: Callable[[int], Any], kind: str
+) -> None:
+    _, says, remedies = UNFIT[kind]
+    for told in ranks_of(2).run(refused_and_mended, kind):
+        assert len(told) == 1, told
+        assert told[0].startswith(says)
+        assert all(remedy in told[0] for remedy in remedies), told[0]
+
+
+def test_a_frozen_parameter_without_values_and_a_lazy_buffer_are_refused(alone: cl.Group) -> None:
+    module = torch.nn.Linear(2, 1)
+    module.frozen = torch.nn.Parameter(torch.ones(2, device="meta"), requires_grad=False)
+    with pytest.raises(ValueError, match="parameter frozen is on meta, but"):
+        cl.DistributedDataParallel(module, alone)
+    module = torch.nn.Linear(2, 1)
+    module.register_buffer("lazy", torch.nn.parameter.UninitializedBuffer())
+    with pytest.raises(RuntimeError, match="Run a dummy forward pass"):
+        cl.DistributedDataParallel(module, alone)
