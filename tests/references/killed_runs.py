@@ -116,6 +116,10 @@ class Lines(torch.utils.data.IterableDataset):
         return (samples[number] for number in range(NUM_SAMPLES))
 
 
+EPOCH_IS_OVER = -1
+"""In a diary, in place of the number of a ballot."""
+
+
 class Diary:
     """What one rank took, by step, in a file that a SIGKILL leaves behind."""
 
@@ -309,6 +313,7 @@ def train(
                 if schedule:
                     schedule.step()
             lost += shard.ids_of_the_lost
+        diary.note((EPOCH_IS_OVER, []))
     optimizer_engine_of(
         optim
     ).reducer.shadow = shadow  # The function leaves nothing that refers to itself.
@@ -330,12 +335,20 @@ def taken_by_step(folder: str, told: list[Told], victims: dict[int, Any]) -> dic
     lost = list(told[0].ids_of_the_lost)
     steps: dict[int, dict[int, list[list[int]]]] = {}
     for seat in range(3):
-        for ballot, batches in Diary(folder, seat).read():
+        entries = [*Diary(folder, seat).read()]
+        over = [at for at, (ballot, _) in enumerate(entries) if ballot == EPOCH_IS_OVER]
+        for at, (ballot, batches) in enumerate(entries):
+            if ballot == EPOCH_IS_OVER:
+                continue
             flat = [number for batch in batches for number in batch]
+            # What a victim took in an epoch that it has seen the end of counts: others know of the
+            # lost samples of the epoch in which it was lost only.
             if seat in victims:
-                if not set(flat) <= set(lost) or lost[: len(flat)] != flat:
+                is_told = bool(flat) and lost[: len(flat)] == flat
+                if is_told:
+                    del lost[: len(flat)]
+                elif not any(at < end for end in over):
                     continue
-                del lost[: len(flat)]
             steps.setdefault(ballot, {})[seat] = batches
     return steps
 

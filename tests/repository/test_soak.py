@@ -40,6 +40,7 @@ def test_the_picture_has_a_line_for_each_role_of_each_quantity(tmp_path):
 
 
 @pytest.mark.slow  # It lasts a minute, and as long as three workers take to start.
+@pytest.mark.timeout(450)
 def test_a_minute_with_a_loss_every_ten_seconds_leaves_nothing_that_grows(tmp_path):
     plot = tmp_path / "soak.svg"
     done = subprocess.run(
