@@ -73,7 +73,7 @@ class FullyShardedModel(Joinable):
         self._model: Any = model
         self._states = _states_of(self._model)
         self._groups = [one for state in self._states for one in _groups_of(state)]
-        self._process_group = _checked_process_group(self._model, self._groups)
+        self._process_groups = _checked_process_groups(self._model, self._groups)
         self._sharded: list[Any] = [
             one.sharded_param for group in self._groups for one in group.fsdp_params
         ]
@@ -93,7 +93,7 @@ class FullyShardedModel(Joinable):
 
     @property
     def join_group(self) -> Group:
-        group: Group = self._process_group.group
+        group: Group = self._process_groups[0].group
         return group
 
     def _channel(self) -> Group:
@@ -126,8 +126,9 @@ class FullyShardedModel(Joinable):
                     "Join cannot shadow reshard_after_forward=<int>, which gathers on a second "
                     "mesh; use True or False"
                 )
-        on_device = self._process_group._depths.group(self._groups[0].device)
-        for group in dict.fromkeys([self.join_group, on_device]):
+        device = self._groups[0].device
+        on_device = [one._depths.group(device) for one in self._process_groups]
+        for group in dict.fromkeys([*(one.group for one in self._process_groups), *on_device]):
             group.announce_to(self._collective)
             self._undo.callback(group.announce_to, None)
         for state in self._states:
@@ -336,7 +337,7 @@ class FullyShardedModel(Joinable):
                     "parameters in every pass of a step"
                 )
         # Its last pass may have been one that accumulates; that of the ranks with data is not.
-        group.reduce_grads = True
+        group.reduce_grads = group.all_reduce_grads = True
         kept = [(one.sharded_param, n) for one, n in reduced if n != _NOT_REDUCED]
         self._match([one for one, _ in kept], [n for _, n in kept])
         original = type(group).post_backward
@@ -416,36 +417,50 @@ def _groups_of(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
-def _checked_process_group(model: Any, groups: Sequence[Any]) -> Any:
+def sharded_parameters(model: Any) -> list[Any]:
+    """What FSDP2 keeps of each sharded parameter of a model (its FSDPParam), in order."""
+    groups = [group for state in _states_of(model) for group in _groups_of(state)]
+    return [one for group in groups for one in group.fsdp_params]
+
+
+def _checked_process_groups(model: Any, groups: Sequence[Any]) -> list[Any]:
+    """The process groups of a model's collectives; first the one that has all its ranks."""
     sharded = {id(one.sharded_param) for group in groups for one in group.fsdp_params}
-    process_groups = {
-        getattr(group.mesh_info, "shard_process_group", None): None for group in groups
-    }
-    meshes = [group.mesh_info.mesh.ndim for group in groups]
-    meshes += [one.sharded_param.device_mesh.ndim for g in groups for one in g.fsdp_params]
+    meshes = [group.mesh_info.mesh for group in groups]
+    meshes += [one.sharded_param.device_mesh for g in groups for one in g.fsdp_params]
+    # torch makes process groups of a mesh with the mesh, and a model has one for each dimension.
+    of_model = dict.fromkeys(
+        getattr(group.mesh_info, f"{name}_process_group", None)
+        for group in groups
+        for name in (("shard", "replicate") if meshes[0].ndim > 1 else ("shard",))
+    )
+    world = dist.group.WORLD
+    is_whole = meshes[0].ndim == 1 or meshes[0].size() == dist.get_world_size()
     beside = [
         name
         for name, one in model.named_parameters()
         if one.requires_grad and id(one) not in sharded
     ]
-    if len(process_groups) != 1 or any(ndim != 1 for ndim in meshes):
+    if len({mesh.ndim for mesh in meshes}) != 1 or len(of_model) != meshes[0].ndim or not is_whole:
         raise ValueError(
-            "Join takes a model that fully_shard has sharded over one mesh of one dimension; "
-            "replicas of shards (HSDP) and tensor parallelism cannot be shadowed yet"
+            "Join takes a model that fully_shard has sharded over one mesh of one dimension, or of "
+            "two (replicas of shards, HSDP) with all ranks; tensor parallelism cannot be shadowed "
+            "yet"
         )
     if beside:
         raise ValueError(
             f"Join takes a model whose trained parameters are all sharded; {beside[0]} is not. "
             "Apply fully_shard to the root module, without ignored_params, before Join"
         )
-    (process_group,) = process_groups
-    if not isinstance(process_group, ChoruslineProcessGroup):
-        raise ValueError(
-            "Join shadows a model of fully_shard on Chorusline's process groups only: "
-            'ctx.init_torch_distributed(), or dist.init_process_group("chorusline"), before the '
-            f"mesh is made; this one is on {dist.get_backend(process_group)}"
-        )
-    return process_group
+    found: list[Any] = [*of_model] if meshes[0].ndim == 1 else [world, *of_model]
+    for one in found:
+        if not isinstance(one, ChoruslineProcessGroup):
+            raise ValueError(
+                "Join shadows a model of fully_shard on Chorusline's process groups only: "
+                'ctx.init_torch_distributed(), or dist.init_process_group("chorusline"), before '
+                f"the mesh is made; this one is on {dist.get_backend(one)}"
+            )
+    return found
 
 
 def _has_gradient(one: Any) -> bool:

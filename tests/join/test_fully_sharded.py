@@ -36,9 +36,10 @@ def network():
     ).double()
 
 
-def sharded(size, reshard=True):
+def sharded(size, reshard=True, replicas=1):
     model = network()
-    mesh = init_device_mesh("cpu", (size,))
+    shape = (size,) if replicas == 1 else (replicas, size // replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for layer in (model[0], model[1], model[3]):
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
@@ -76,8 +77,8 @@ def train(model, data, size, epochs, clip, accumulate, by_live, join, synchronis
                     optimizer.zero_grad()
 
 
-def trained(rank, size, lengths, reshard, clip, accumulate, by_live):
-    model = sharded(size, reshard)
+def trained(rank, size, lengths, reshard, clip, accumulate, by_live, replicas=1):
+    model = sharded(size, reshard, replicas)
 
     def join(step_along):
         return cl.Join(
@@ -119,9 +120,12 @@ def one_process(lengths, clip, accumulate, by_live):
         (False, False, 2, True),
     ],
 )
-def test_uneven_ranks_train_as_one_process(ranks_of, lengths, reshard, clip, accumulate, by_live):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_uneven_ranks_train_as_one_process(
+    ranks_of, lengths, reshard, clip, accumulate, by_live, replicas
+):
     expected = one_process(lengths, clip, accumulate, by_live)
-    options = (lengths, reshard, clip, accumulate, by_live)
+    options = (lengths, reshard, clip, accumulate, by_live, replicas)
     for mine in ranks_of(4).run(with_torch, "chorusline", trained, *options):
         for one, other in zip(mine, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
