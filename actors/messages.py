@@ -106,6 +106,7 @@ class RunRequest:
     is started again.
     replaces_stragglers: a worker that is far behind the others for long leaves, and another one
     takes its seat.
+    replica_size: ranks of a replica (driver/replicas.py).
     """
 
     run: int
@@ -119,6 +120,7 @@ class RunRequest:
     fault_plan: tuple[Order, ...] = ()
     report_history: int = 0
     replaces_stragglers: bool = False
+    replica_size: int = 1
 
     def __post_init__(self) -> None:
         if self.run < 0:

@@ -10,9 +10,13 @@ MOST_CHANGES = 16
 """That a status remembers: whoever follows a run looks several times a second."""
 
 
+NOT_WHOLE = "its replica is not whole, and it waits for another worker"
+"""Why a rank is not in the next generation though it lives (driver/replicas.py)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A rank of a generation that is not in the next one. why: it died, or was to leave."""
+    """A rank of a generation that is not in the next one. why: it died, was to leave, or waits."""
 
     rank: int
     pid: int
@@ -27,7 +31,7 @@ class GenerationChange:
     left_at, entered_at: seconds since the epoch, by the clock of that machine.
     num_workers: ranks of the new generation.
     lost: ranks of the old generation that are not in the new one.
-    left: those of `lost` that had handed over their state before they left.
+    left: those of `lost` that live: they had handed over their state before they left, or wait.
     came: ranks of the new generation that were not in the old one.
     runs_again: the function runs again from the top.
     step: optimizer steps by then, with those of `steps_before`.

@@ -16,7 +16,7 @@ from tests import ROOT
 
 OWN_RAY = re.compile(
     "tests/(commands|notebook|session)/|tests/repository/test_(chaos"
-    "|clusters_guide|documentation|examples?|fsdp2_replicas|quickstart)[.]py"
+    "|clusters_guide|documentation|examples?|quickstart)[.]py"
 )
 """Whose tests may start Ray in a program of their own, which no fixture tells."""
 

@@ -156,7 +156,11 @@ class Driver(StoreActor):
         on and the driver never holds the bytes.
         """
         started = events.RunStarted(
-            request.run, request.fewest, request.max_failures, request.last_save_s is not None
+            request.run,
+            request.fewest,
+            request.max_failures,
+            request.last_save_s is not None,
+            request.replica_size,
         )
         return await self._carry_on(request, program, started)
 
@@ -185,6 +189,7 @@ class Driver(StoreActor):
             request.max_failures,
             tuple(places),
             request.last_save_s is not None,
+            request.replica_size,
         )
         return await self._carry_on(request, program, taken)
 
@@ -478,6 +483,8 @@ class _InstructionTasks:
                     self._start(self._call(worker_id, "abort", error), f"abort-{worker_id}")
                 case instructions.DismissRank(worker_id, error):
                     self._start(self._call(worker_id, "abort", error), f"dismiss-{worker_id}")
+                case instructions.RestRank(worker_id, error):
+                    self._start(self._call(worker_id, "rest", error), f"rest-{worker_id}")
                 case instructions.ResumeRank(worker_id, resumption):
                     resumed = self._call(worker_id, "resume", resumption, self._store)
                     self._start(resumed, f"resume-{worker_id}")

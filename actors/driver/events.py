@@ -31,12 +31,14 @@ class SeatEmptied:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """fewest, max_failures: as in RunRequest. saves_last: the request has a last_save_s."""
+    """fewest, max_failures, replica_size: as in RunRequest. saves_last: the request has a
+    last_save_s."""
 
     run: int
     fewest: int = 1
     max_failures: int | None = 0
     saves_last: bool = False
+    replica_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class RunTakenOver:
     max_failures: int | None
     places: tuple[PlaceInRun, ...]
     saves_last: bool = False
+    replica_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,15 @@ class DismissRank:
 
 
 @dataclass(frozen=True, slots=True)
+class RestRank:
+    """As DismissRank, for a rank whose replica is not whole: its worker keeps its seat, and waits
+    for others."""
+
+    worker_id: str
+    error: CollectiveError
+
+
+@dataclass(frozen=True, slots=True)
 class StartGrace:
     """Send GraceEnded when the ranks have had the time that they have to stop."""
 
@@ -165,6 +174,7 @@ Instruction: TypeAlias = (
     | AwaitReadiness
     | AbortRank
     | DismissRank
+    | RestRank
     | StartGrace
     | FreezeRank
     | StartPatience

@@ -77,7 +77,7 @@ from chorusline.collectives.contract.errors import CollectiveError, CollectiveTi
 
 from .. import messages, whereabouts
 from ..messages import Cancellation, Failure, Loss, MemberState
-from ..run_status import Gone
+from ..run_status import NOT_WHOLE, Gone
 from . import events, instructions, last_generation
 from .arrivals import DryRuns
 from .events import Event
@@ -239,7 +239,9 @@ class Membership:
             why = "; ".join(f"{member.info} is {member.state.value}" for member in unready)
             raise RuntimeError(f"run {number} cannot start: {why or 'no worker has registered'}")
         self._members = {member.info.seat: member for member in ready}
-        members = tuple(in_rank_order(ready))
+        # A replica has all its ranks; a worker too many waits as a newcomer would.
+        num_ranks = len(ready) - len(ready) % started.replica_size
+        members = tuple(in_rank_order(ready)[:num_ranks])
         order = tuple(member.info.worker_id for member in members)
         # The same workers in the same order still have their group, and begin without a rendezvous.
         if order != self._formed:
@@ -248,7 +250,13 @@ class Membership:
         ranks = set(range(len(members)))
         self._arrivals = DryRuns()
         self._run = RunState(
-            number, fewest, started.max_failures, members, ranks, started.saves_last
+            number,
+            fewest,
+            started.max_failures,
+            members,
+            ranks,
+            started.saves_last,
+            started.replica_size,
         )
         for member in members:
             member.state = MemberState.RUNNING
@@ -272,6 +280,7 @@ class Membership:
             found.members,
             set(found.by_rank),  # Before any loss is acted on, all lost ranks are left out.
             taken.saves_last,
+            taken.replica_size,
         )
         todo: list[Instruction] = [
             instructions.AttachRank(found.members[rank].info.worker_id)
@@ -306,6 +315,11 @@ class Membership:
             # run.
             is_final = isinstance(ending, Failure)
             return self._dry_run_ended(run, worker_id, is_final=is_final)
+        # It rests, and has ended what it did as a rank: from here on it can be one again.
+        for member in self._members.values():
+            if member.info.worker_id == worker_id and member.state is MemberState.STUCK:
+                member.state = MemberState.READY
+                return self._newcomer(run)
         # Counted already, as lost or as ended.
         if ending.rank not in run.running:
             return []
@@ -415,7 +429,7 @@ class Membership:
         run.asked_in = -1  # Those that come from now on wait for another answer.
         come = newcomers_of(run, self._members.values())
         # Since they were asked a rank may have been lost, or the workers that came.
-        if run.phase is not Phase.RUNNING or self._arrivals.by_id or not come:
+        if run.phase is not Phase.RUNNING or self._arrivals.by_id or len(come) < run.replica_size:
             return []
         if can_admit and self._arrivals.are_possible:
             return self._arrivals.begin(run.members, come, self._generation)
@@ -521,14 +535,16 @@ class Membership:
         self._formed = tuple(member.info.worker_id for member in plan.members)
         for member in plan.members:
             member.state = MemberState.RUNNING
+        for member in plan.resting:
+            member.state = MemberState.STUCK
         told = _beginnings(plan, self._generation, entered, run.gives_up, without)
         return [*dismissed, *told, *self._arrivals.formed(plan.members), *self._ask(run)]
 
     def _ask(self, run: RunState) -> list[Instruction]:
         """If workers wait, ask the ranks whether they could be admitted."""
         may_come = run.phase is Phase.RUNNING and run.survives_loss and run.takes_newcomers
-        if not may_come or not newcomers_of(run, self._members.values()):
-            return []  # They wait for the next run.
+        if not may_come or len(newcomers_of(run, self._members.values())) < run.replica_size:
+            return []  # They wait for the next run, or for more: all replicas here are whole.
         if self._arrivals.by_id:
             return []  # Others come, and these afterwards.
         if run.asked_in == self._generation:
@@ -636,9 +652,14 @@ def _freezes(
     ]
 
 
-def _dismissals(run: RunState, plan: Plan, generation: int) -> list[instructions.DismissRank]:
-    """To the ranks of a generation that leave. Their notices say why."""
-    dismissed = []
+def _dismissals(
+    run: RunState, plan: Plan, generation: int
+) -> list[instructions.DismissRank | instructions.RestRank]:
+    """To the ranks of a generation that leave, whose notices say why, or rest."""
+    dismissed: list[instructions.DismissRank | instructions.RestRank] = []
+    for member in plan.resting:
+        rests = GroupAborted(generation, [], f"{member.info} has no rank now: {NOT_WHOLE}")
+        dismissed.append(instructions.RestRank(member.info.worker_id, rests))
     for member in plan.dismissed:
         why = run.departures.why(member.info)
         left = GroupAborted(generation, [], f"{member.info} has left: {why}")
@@ -649,6 +670,7 @@ def _dismissals(run: RunState, plan: Plan, generation: int) -> list[instructions
 def _gone(run: RunState, plan: Plan) -> tuple[Gone, ...]:
     """The ranks of a generation that are not in the next one, and why."""
     deaths = {loss.worker.worker_id: loss.detail for loss in run.losses}
+    deaths |= {member.info.worker_id: NOT_WHOLE for member in plan.resting}
     return tuple(
         Gone(
             rank,

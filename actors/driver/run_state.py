@@ -66,6 +66,7 @@ class RunState:
     members: by rank, of the generation that the run is in, or that has just ended.
     running: ranks that have not stopped.
     saves_last: the ranks save what they have before the run is given up.
+    replica_size: as in RunRequest.
     round: the open round, or the last one; before the first one it has no ranks.
     finished: ranks whose function has returned in this generation, and that wait for the others.
     returned: the results of ranks that have ended with one.
@@ -91,6 +92,7 @@ class RunState:
     members: tuple[Member, ...]
     running: set[int]
     saves_last: bool = False
+    replica_size: int = 1
     phase: Phase = Phase.RUNNING
     round: Regeneration = field(default_factory=lambda: Regeneration(-1, ()))
     finished: set[int] = field(default_factory=set)

@@ -14,6 +14,7 @@ from chorusline.collectives.contract.errors import name_ranks
 from ..messages import Frozen, MemberState, OptimizerProgress
 from .arrivals import DryRuns
 from .regeneration import what_counts
+from .replicas import whole_replicas
 from .run_state import Member, RunState, in_rank_order
 
 MAX_VAIN = 3
@@ -45,6 +46,7 @@ class Plan:
     progress: what holds for all ranks, by optimizer.
     restarts: the functions run again from the top.
     dismissed: workers that leave the run now.
+    resting: workers that wait without a rank, as their replica is not whole.
     leaving: ranks that hand over what they keep in this generation, to leave after it.
     takes_newcomers: the functions can be run again from the top, so newcomers may begin with them.
     num_vain, achieved: as in RunState.
@@ -55,6 +57,7 @@ class Plan:
     progress: tuple[OptimizerProgress, ...]
     restarts: bool
     dismissed: tuple[Member, ...] = ()
+    resting: tuple[Member, ...] = ()
     leaving: tuple[int, ...] = ()
     takes_newcomers: bool = False
     num_vain: int = 0
@@ -126,15 +129,23 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
     num_vain = 0 if has_changed else run.num_vain + 1
     if num_vain >= MAX_VAIN:
         return _hopeless(f"ranks did not meet {MAX_VAIN} times in a row")
-    # Only newcomers change the order: the ranks that stay keep theirs.
-    members = in_rank_order([*survivors, *newcomers]) if newcomers else survivors
-    former = tuple(staying.get(id(member), -1) for member in members)
+    resting: list[Member] = []
+    if run.replica_size > 1 and restarts:
+        by_rank = {rank: run.members[rank] for rank in staying.values()}
+        placed, resting = whole_replicas(by_rank, in_rank_order(newcomers), run.replica_size)
+        members = [member for member, _ in placed]
+        former = tuple(rank for _, rank in placed)
+    else:
+        # Only newcomers change the order: the ranks that stay keep theirs.
+        members = in_rank_order([*survivors, *newcomers]) if newcomers else survivors
+        former = tuple(staying.get(id(member), -1) for member in members)
     plan = Plan(
         tuple(members),
         former,
         progress,
         restarts,
         dismissed=tuple(run.members[rank] for rank in leavers),
+        resting=tuple(resting),
         leaving=tuple(new for new, old in enumerate(former) if old in handing),
         takes_newcomers=can_restart,
         num_vain=num_vain,

@@ -8,7 +8,7 @@ of the same change, and the ranks of the new generation are traced back through 
 from __future__ import annotations
 
 from ..messages import Assignment, Resumption
-from ..run_status import GenerationChange, Gone
+from ..run_status import NOT_WHOLE, GenerationChange, Gone
 
 
 class GenerationChanges:
@@ -42,6 +42,8 @@ class GenerationChanges:
         for one in resumption.gone:
             if (origin := self._origins[one.rank]) >= 0:
                 self._gone.append(Gone(origin, one.pid, one.why))
+                if one.why == NOT_WHOLE:
+                    self._leaving |= {origin}
         # Newcomers of this attempt are told in the order of their ranks; those of earlier attempts
         # are known already.
         fresh = iter(resumption.pids)

@@ -67,6 +67,7 @@ class Lifeline:
         status: of this rank, which says how it went from generation to generation."""
         self.faults = Faults.of(request.fault_plan, seat, lambda: ray.kill(self._driver))
         self.survives_loss = request.survives_loss
+        self.replica_size = request.replica_size
         self.group: Group | None = None  # None: before the first meeting
         self.assignment = assignment
         self.generation = assignment.generation

@@ -343,6 +343,13 @@ class Worker:
         """
         await self._abort(run, error)
 
+    @ray.method(concurrency_group="control")
+    async def rest(self, run: int, error: CollectiveError) -> None:
+        """As `abort`, for a worker that may be a rank of the run again later."""
+        if (here := self._in_run(run)) is not None:
+            here.status.rank = None
+        await self._abort(run, error)
+
     async def _abort(self, run: int, error: CollectiveError) -> None:
         with self._lock:
             current = self._run

@@ -31,6 +31,7 @@ from chorusline.collectives.stores.store import PrefixStore
 from ..join.active import active_join
 from ..process.between_runs import between_runs
 from ..process.registry import Registered, Registry
+from ..process.sharded_tensors import is_fully_sharded
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .alike import Numbers, numbers_in
 from .config import AUTO, NEVER, CheckpointConfig
@@ -215,6 +216,11 @@ class Checkpoints:
             raise RuntimeError(
                 "nothing is registered, so there is nothing to save; call "
                 "ctx.register('model', model), and the same for the optimizer, first"
+            )
+        if sharded := [one.name for one in self.registry if is_fully_sharded(one.object)]:
+            raise RuntimeError(
+                f"{sharded[0]!r} is a model of fully_shard, whose shards a checkpoint cannot hold; "
+                "save it with torch.distributed.checkpoint"
             )
         # The host's copy is one: its bytes must be on disk before others take their place.
         self._finish_last()  # (1)

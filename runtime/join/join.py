@@ -18,7 +18,6 @@ the rules of conductor.py.
 from __future__ import annotations
 
 import importlib
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -35,6 +34,7 @@ from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..process.agreement import Agreement, Note
 from ..process.running import Survival
+from ..process.sharded_tensors import is_fully_sharded
 from ..process.step_boundary import boundary
 from .argument_errors import (
     check_groups,
@@ -346,8 +346,7 @@ class Join:
 
 def _of_fully_shard(given: Any) -> Any:
     """The joinable of a model of fully_shard; anything else as it is."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # Its import takes longer than a Join.
-    if fsdp is None or not isinstance(given, fsdp.FSDPModule):
+    if not is_fully_sharded(given):
         return given
     # fully_sharded.py is built on this file.
     return importlib.import_module(".fully_sharded", __package__).FullyShardedModel(given)

@@ -74,7 +74,10 @@ class FromTheTop:
         if not self._state.has_kept:
             call = self._objects.call
             self._retained = RestartState.of(
-                call.registry, self._objects.plain.place, self._on_the_way
+                call.registry,
+                self._objects.plain.place,
+                self._on_the_way,
+                call.rank % self._lifeline.replica_size,
             )
             self._data = call.data_state(committed=True)
             if facts.is_worth_saving:
@@ -132,7 +135,8 @@ class FromTheTop:
         if not self._summaries:
             return False
         # Ranks come here in the order in which they register, which is the same on all.
-        sent_bytes = self._retained.restore(entry, self._summaries, group)
+        size = self._lifeline.replica_size
+        sent_bytes = self._retained.restore(entry, self._summaries, group, size)
         self.bytes_moved += sent_bytes or 0
         return sent_bytes is not None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from chorusline.actors.messages import DROPPED, Assignment, OptimizerProgress
@@ -20,8 +20,10 @@ from ..data.dealer import Dealer
 from ..data_parallel.distributed_data_parallel import ModelEngine
 from ..join import active
 from ..process.registry import Registry
+from ..process.sharded_tensors import is_fully_sharded
 from ..process.step_boundary import boundary
 from ..zero.zero_redundancy_optimizer import OptimizerEngine
+from .fully_sharded import parameters_of, why_not_in_replicas
 from .plain_optimizer_steps import OnTaken, PlainSteps
 from .rank_state import Facts
 
@@ -33,6 +35,7 @@ class RunningCall(Protocol):
     registry: Registry
     checkpoints: Checkpoints | None
     group: Group
+    rank: int
 
     @property
     def step(self) -> int: ...
@@ -50,11 +53,15 @@ class LiveObjects:
     """The objects of one rank in one run, made in the latest call of the function.
 
     plain: the steps of optimizers that are not sharded.
-    on_plain_step: called when one of these steps counts (PlainSteps).
+    on_plain_step, vote: as in PlainSteps.
+    replica_size: ranks that have a model of fully_shard between them (fully_sharded.py).
     """
 
-    def __init__(self, on_plain_step: OnTaken) -> None:
-        self.plain = PlainSteps(on_plain_step)
+    def __init__(
+        self, on_plain_step: OnTaken, vote: Callable[[], None], replica_size: int = 1
+    ) -> None:
+        self.plain = PlainSteps(on_plain_step, vote)
+        self.replica_size = replica_size
         # Nobody reads it: it keeps the optimizer alive, which `_optimizers` does not.
         self.stepped_last: OptimizerEngine | None = None
         """The optimizer whose step ended last on this rank. Other ranks may still be in that step,
@@ -119,12 +126,15 @@ class LiveObjects:
         optimizers, checkpoints = self.optimizers(), self._call.checkpoints
         return Facts(
             # Dropped optimizers keep their place.
-            tuple(one.progress if (one := made()) else DROPPED for made in self._optimizers),
+            (
+                *(one.progress if (one := made()) else DROPPED for made in self._optimizers),
+                *self.plain.votes,
+            ),
             self._missing(),
             self.plain.place[0],
             self.plain.has_begun,
             min((one.shard.replicas - 1 for one in optimizers.values()), default=None),
-            self._call.group.size - 1 if self.plain.is_watching else 0,
+            self._call.group.size // self.replica_size - 1 if self.plain.is_watching else 0,
             active.follows_groups(),
             boundary().is_behind_loop,
             checkpoints is not None and checkpoints.config is not None,
@@ -135,7 +145,18 @@ class LiveObjects:
         not registered, or a plain optimizer's. Empty if it can."""
         registered = {id(entry.object) for entry in self.call.registry}
         optimizers, models = self.optimizers().values(), self.models().values()
-        if not optimizers and not models:
+        sharded = [one for one in self.call.registry if is_fully_sharded(one.object)]
+        for one in sharded:
+            if why := why_not_in_replicas(
+                one.object, one.name, self.replica_size, self.call.group
+            ) or self.plain.why_not_stepped(one.name, parameters_of(one.object)):
+                return why
+        if sharded and (optimizers or models):
+            return (
+                "it has a DistributedDataParallel or a ZeroRedundancyOptimizer beside a model of "
+                "fully_shard, whose steps count by themselves; give each a run of its own"
+            )
+        if not optimizers and not models and not sharded:
             return (
                 "it has not registered a DistributedDataParallel of the session's group with its "
                 "optimizer (ctx.register)"
@@ -149,6 +170,8 @@ class LiveObjects:
         decided by the driver."""
         for number, optimizer in self.optimizers().items():
             optimizer.catch_up(progress[number])
+        if self.plain.votes and progress:
+            self.plain.catch_up(progress[-1], self.call.dealer.inside())
 
     def launch_again(self, passes: Sequence[Mapping[int, int]]) -> None:
         """Reduce again the kept buckets of steps that do not count yet.

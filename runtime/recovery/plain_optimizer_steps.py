@@ -17,6 +17,11 @@ run again from the top, and all ranks take over the registered objects of the fu
 its view of the samples (restart.py). So a step that one of them has taken counts. A step that none
 has taken is taken again, by the remaining ranks, over samples that were dealt again.
 
+An optimizer whose parameters are sharded over ranks (fully_sharded.py) has no such last bucket. Its
+ranks agree in a vote of its own, at the beginning of `optimizer.step()`. There is no whole copy of
+the parameters to take over, so a vote that any rank has seen counts for all, as that of a
+ZeroRedundancyOptimizer: the others have their shard of the gradient, and take the step.
+
 Several optimizers that step with one backward pass count as one. If each has a backward pass of its
 own, a loss may come between the two steps: then these samples skip the second step.
 """
@@ -24,16 +29,20 @@ own, a loss may come between the two steps: then these samples skip the second s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from chorusline.actors.messages import OptimizerProgress
+
 from ..data_parallel.distributed_data_parallel import ModelEngine
 from ..join.join import Joinable
+from ..process.agreement import MAX_ITERATIONS
 from ..process.registry import Registered, Registry
+from .fully_sharded import steps_shards
 
 Cursors = tuple[tuple[int, ...], ...]
 """By rank, the number of samples that it has taken of each iteration (Dealer)."""
@@ -51,6 +60,7 @@ class _Watched:
 
     stepped_at: number of agreements seen at its last step, -1 before the first.
     inside: number of agreements seen since `step` was called; None outside of `step`.
+    is_sharded: its ranks agree at the beginning of `step`.
     is_apart: it has stepped twice without an agreement in between.
     """
 
@@ -58,6 +68,7 @@ class _Watched:
     optimizer: weakref.ref[torch.optim.Optimizer]
     stepped_at: int = -1
     inside: int | None = None
+    is_sharded: bool = False
     is_apart: bool = False
 
 
@@ -66,10 +77,13 @@ class PlainSteps:
 
     on_taken: called when a step counts, with the agreement's cursors and the numbers of their
         iterations (Dealer.inside).
+    vote: called at the beginning of a step of an optimizer whose parameters are sharded.
     """
 
-    def __init__(self, on_taken: OnTaken) -> None:
+    def __init__(self, on_taken: OnTaken, vote: Callable[[], None] = lambda: None) -> None:
         self._on_taken = on_taken
+        self._vote = vote
+        self._payload: tuple[float, ...] = ()
         self._seen = 0
         self._taken = 0
         self._stepped = 0
@@ -87,6 +101,11 @@ class PlainSteps:
         return self._seen > 0
 
     @property
+    def num_seen(self) -> int:
+        """Number of agreements seen."""
+        return self._seen
+
+    @property
     def num_untaken(self) -> int:
         """Number of agreements seen whose steps this rank has not taken."""
         return self._seen - self._taken
@@ -94,6 +113,25 @@ class PlainSteps:
     @property
     def is_watching(self) -> bool:
         return bool(self._watched)
+
+    @property
+    def votes(self) -> tuple[OptimizerProgress, ...]:
+        """The votes on steps of sharded parameters that this rank has seen; empty if no registered
+        optimizer has such parameters."""
+        if not any(one.is_sharded for one in self._watched):
+            return ()
+        return (OptimizerProgress(self._seen, self._payload),)
+
+    def catch_up(self, votes: OptimizerProgress, iterations: list[int]) -> None:
+        """Other ranks may have seen a vote that this one, which is in it, has not."""
+        if votes.ballots > self._seen:
+            self.voted(votes.payload, iterations)
+
+    def voted(self, payload: tuple[float, ...], iterations: list[int]) -> None:
+        """The ranks have agreed on a step of sharded parameters. payload: by rank, what `vote` has
+        sent."""
+        self._payload = payload
+        self.agreed(rows_of(payload)[1], iterations)
 
     def begin(self) -> None:
         """The function begins to run, and will make its optimizers."""
@@ -110,13 +148,22 @@ class PlainSteps:
         optimizer = entry.object
         if not _is_plain(optimizer):
             return
-        watched = _Watched(entry.name, weakref.ref(optimizer))
+        sharded = steps_shards(optimizer)
+        watched = _Watched(entry.name, weakref.ref(optimizer), is_sharded=sharded)
         self._watched.append(watched)
         # A weak reference, because an optimizer may live on in a later run (`ctx.keep`).
         mine = weakref.ref(self)
 
-        def before(*_: Any) -> None:
+        def before(_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             watched.inside = 0
+            if watched.is_sharded and (steps := mine()) is not None:
+                if any(callable(one) for one in (*args, kwargs.get("closure"))):
+                    raise RuntimeError(
+                        f"optimizer {watched.name!r} steps sharded parameters with a closure, and "
+                        "the ranks agree on a step before it begins; call the closure first, and "
+                        "then step() without it"
+                    )
+                steps._vote()
 
         def after(*_: Any) -> None:
             watched.inside = None
@@ -177,28 +224,38 @@ class PlainSteps:
                 f"the ZeroRedundancyOptimizer of {_name(model)} gives each rank whole parameters, "
                 "as Muon needs them, and keeps no replicas of their state"
             )
+        parameters = zip(reducer.gradients.names, reducer.parameters, strict=True)
+        return self.why_not_stepped(_name(model), parameters)
+
+    def why_not_stepped(self, model: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+        """The reason why the function cannot run again with these parameters of a model."""
         # Only a registered optimizer is watched: of another nobody knows whether it has stepped.
         steps_it: dict[int, _Watched] = {}
         for watched in self._watched:
             optimizer = watched.optimizer()
             for group in optimizer.param_groups if optimizer is not None else ():
                 steps_it.update((id(parameter), watched) for parameter in group["params"])
-        for name, parameter in zip(reducer.gradients.names, reducer.parameters, strict=True):
+        for name, parameter in parameters:
             if not parameter.requires_grad:
                 continue
             stepping = steps_it.get(id(parameter))
             if stepping is None:
                 return (
-                    f"no registered optimizer has parameter {name} of {_name(model)}; register the "
+                    f"no registered optimizer has parameter {name} of {model}; register the "
                     "optimizer that steps it (ctx.register), or, if none does, freeze it with "
                     "requires_grad_(False)"
                 )
             if stepping.is_apart:
                 return (
-                    f"optimizer {stepping.name!r} has stepped {_name(model)} with gradients that "
+                    f"optimizer {stepping.name!r} has stepped {model} with gradients that "
                     "were not reduced (two steps without a backward pass outside no_sync() between "
                     "them), so each rank has parameters of its own, and those of a lost rank are "
                     "gone"
+                )
+            if stepping.inside and stepping.is_sharded:
+                return (
+                    f"optimizer {stepping.name!r} was interrupted inside step(), by a collective "
+                    "of its own, so it may have changed some of its parameters already"
                 )
             # Only a closure runs a backward pass inside step().
             if stepping.inside:
@@ -208,6 +265,16 @@ class PlainSteps:
                     "does"
                 )
         return ""
+
+
+def rows_of(payload: Sequence[float]) -> tuple[bool, Cursors]:
+    """Whether some rank was asked to stop, and the cursors by rank, in a vote on a step of sharded
+    parameters: of each rank MAX_ITERATIONS cursors, and whether it was asked."""
+    rows = [
+        [int(number) for number in payload[at : at + 1 + MAX_ITERATIONS]]
+        for at in range(0, len(payload), 1 + MAX_ITERATIONS)
+    ]
+    return any(row[0] for row in rows), tuple(tuple(row[1:]) for row in rows)
 
 
 def _is_plain(stateful: object) -> TypeGuard[torch.optim.Optimizer]:

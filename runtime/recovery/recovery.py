@@ -29,15 +29,19 @@ from chorusline.actors.messages import NOWHERE, Resumption
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import Group, GroupAborted, GroupClosed
 from chorusline.collectives.contract.errors import name_ranks
+from chorusline.collectives.objects.blocking import all_gather_row
 
 from ..data_parallel.distributed_data_parallel import ModelEngine
+from ..process.agreement import MAX_ITERATIONS, Agreement
+from ..process.between_runs import between_runs
 from ..process.registry import Registered
+from ..process.step_boundary import boundary
 from ..zero.zero_redundancy_optimizer import OptimizerEngine
 from .arrivals import Arrivals
 from .from_the_top import FromTheTop
 from .in_place import InPlace
 from .live_objects import LiveObjects, RunningCall
-from .plain_optimizer_steps import Cursors
+from .plain_optimizer_steps import Cursors, rows_of
 from .rank_state import RankState, Stage, Where
 from .state_transfer import ReplayLog
 
@@ -59,7 +63,7 @@ class Recovery:
     def __init__(self, lifeline: Lifeline) -> None:
         self._lifeline = lifeline
         self.faults = lifeline.faults
-        self._objects = LiveObjects(self._plain_step_counts)
+        self._objects = LiveObjects(self._plain_step_counts, self._vote, lifeline.replica_size)
         self._state = RankState(lifeline.generation)
         self._began_in = lifeline.generation
         self.can_resume_again = False
@@ -139,6 +143,33 @@ class Recovery:
             # returned.
             self._objects.plain.agreed(cursors, dealer.inside())
 
+    def _vote(self) -> None:
+        """At the beginning of a step of sharded parameters: agree on it with all ranks, which then
+        have their shards of the gradient. Raises FunctionLeft if this is not known of all."""
+        call, plain = self._objects.call, self._objects.plain
+        cursors = self.cursors()
+        row = [int(boundary().steps.stop_is_wanted), *cursors]
+        row += [0] * (MAX_ITERATIONS - len(cursors))
+        try:
+            rows = all_gather_row(call.group, row)
+        except Exception as error:
+            if not ends_a_generation(error):
+                raise
+            # The function is being left already, and has come to a step of its next beginning.
+            self.pass_boundary()
+            num_seen = plain.num_seen
+            resumption = self._freeze(error, Where.OUTSIDE)
+            self._objects.catch_up(resumption.progress)
+            self._state.has_to_leave(resumption)
+            if plain.num_seen == num_seen:
+                raise FunctionLeft from None
+        else:
+            plain.voted(tuple(float(one) for row in rows for one in row), call.dealer.inside())
+        stop, by_rank = rows_of(plain.votes[0].payload)
+        everybody = tuple(range(len(by_rank)))
+        agreement = Agreement(everybody, everybody, used=(), stop=stop, cursors=by_rank)
+        boundary().step_agreed(agreement, call.group, ends_step=True)
+
     def has_stepped(self, optimizer: OptimizerEngine) -> None:
         self._objects.stepped_last = optimizer
 
@@ -148,6 +179,7 @@ class Recovery:
 
     def _plain_step_counts(self, cursors: Cursors, iterations: list[int]) -> None:
         call = self._objects.call
+        between_runs().end_applying()
         call.dealer.record(cursors, iterations, is_settled=False)
         self._step_counts()
         for model in self._objects.models().values():

@@ -33,6 +33,7 @@ from ..process.option_numbers import copied_options
 from ..process.registry import Registered, Registry
 from ..zero.shards.shard_state import Inventory, ShardState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
+from . import fully_sharded
 from .plain_optimizer_steps import StepCount
 
 
@@ -56,6 +57,7 @@ class Summary:
     steps_taken: number of steps in the run, of all optimizers.
     held: by name of a sharded optimizer, the inventory of its state.
     data: position of the rank in its data (FunctionCall.data_state).
+    shard: number of the shard of fully_shard's models that the rank has kept (fully_sharded.py).
     """
 
     was_there: bool
@@ -63,6 +65,7 @@ class Summary:
     steps_taken: int
     held: Mapping[str, Inventory]
     data: Any
+    shard: int = 0
 
 
 @dataclass(slots=True)
@@ -74,7 +77,7 @@ class RestartState:
     synced: of each model, the step to which its kept buffers belong.
     habits: of each model, what its steps usually are.
     states: of all other objects.
-    place, steps_taken: as in Summary; None: not known yet.
+    place, steps_taken, shard: as in Summary; steps_taken None: not known yet.
     """
 
     optimizers: dict[str, RetainedOptimizer] = field(default_factory=dict)
@@ -84,14 +87,19 @@ class RestartState:
     states: dict[str, Any] = field(default_factory=dict)
     place: StepCount = (0, 0)
     steps_taken: int | None = None
+    shard: int = 0
 
     @classmethod
     def of(
-        cls, registry: Registry, place: StepCount, on_the_way: Mapping[int, ShardState]
+        cls,
+        registry: Registry,
+        place: StepCount,
+        on_the_way: Mapping[int, ShardState],
+        shard: int = 0,
     ) -> RestartState:
         """on_the_way: by id() of an optimizer engine, its state with parts that were received in
         attempts to continue in place."""
-        retained = cls(place=place)
+        retained = cls(place=place, shard=shard)
         for entry in registry:
             made = entry.object
             # Shards are kept as they are, and not copied: the function makes other tensors for
@@ -104,6 +112,8 @@ class RestartState:
                     made.num_steps,
                     copied_options(made.param_groups),
                 )
+            elif fully_sharded.is_sharded(made):
+                retained.states[entry.name] = fully_sharded.kept(made)
             elif isinstance(made, torch.nn.Module):
                 retained.tensors[entry.name] = _tensors_of(made, committed=True)
                 if isinstance(made, DistributedDataParallel):
@@ -118,9 +128,15 @@ class RestartState:
 
     def summary(self, was_there: bool, data: Any) -> Summary:
         held = {name: one.held.inventory for name, one in self.optimizers.items()}
-        return Summary(was_there, self.place, self.steps_taken or 0, held, data)
+        return Summary(was_there, self.place, self.steps_taken or 0, held, data, self.shard)
 
-    def restore(self, entry: Registered, summaries: Sequence[Summary], group: Group) -> int | None:
+    def restore(
+        self,
+        entry: Registered,
+        summaries: Sequence[Summary],
+        group: Group,
+        replica_size: int = 1,
+    ) -> int | None:
         """Load the kept state into an object that was registered again. All ranks call it.
 
         Returns the bytes of sharded state that this rank sent for it, or None if no state of this
@@ -128,6 +144,14 @@ class RestartState:
         """
         leader = leader_of(summaries)
         made = entry.object
+        if fully_sharded.is_sharded(made):
+            last = summaries[leader].place[0]
+            holders = [s.shard if s.was_there and s.place[0] == last else None for s in summaries]
+            mine = self.states.get(entry.name)
+            kept = fully_sharded.shard_for(group, holders, replica_size, mine, entry.name)
+            if kept is not None:
+                fully_sharded.load(made, kept)
+            return None if kept is None else 0
         if isinstance(made, ZeroRedundancyOptimizer):
             # Any rank may hold a part of it: the leader has only its own shards and replicas.
             if not any(entry.name in one.held for one in summaries):

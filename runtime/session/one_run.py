@@ -26,6 +26,7 @@ def run(
     num_workers: int | tuple[int, int] = 1,
     spares: int = 0,
     replace_stragglers: bool = False,
+    replica_size: int = 1,
     use_gpu: bool = False,
     resources_per_worker: Mapping[str, float] | None = None,
     placement_strategy: str = "PACK",

@@ -46,6 +46,7 @@ from .holding.options import (
     checked_progress,
     checked_range,
     checked_replacing,
+    checked_replica_size,
     checked_spares,
 )
 from .placing import placement
@@ -85,6 +86,8 @@ class Session:
     replace_stragglers: replace a worker that stays much slower than the others (`ctx.steps` warns
         of it). Uses a spare if there is one; otherwise num_workers must be a pair that allows one
         worker less. At most once per seat and run.
+    replica_size: workers that hold one copy of a model of torch's `fully_shard` between them
+        (`ctx.init_device_mesh`). A run continues with the replicas that have lost no worker.
     use_gpu: whether each worker gets a GPU, `ctx.device`; it sees all GPUs of its node.
     resources_per_worker: Ray's resource names and amounts, over the default of one CPU (a share of
         the CPUs on a cluster that the session starts itself).
@@ -127,6 +130,7 @@ class Session:
         *,
         spares: int = 0,
         replace_stragglers: bool = False,
+        replica_size: int = 1,
         use_gpu: bool = False,
         resources_per_worker: Mapping[str, float] | None = None,
         placement_strategy: str = "PACK",
@@ -157,6 +161,7 @@ class Session:
         failures = checked_failures(max_failures, isinstance(num_workers, tuple))
         num_spares = checked_spares(spares, failures, placement_strategy)
         replaces = checked_replacing(replace_stragglers, failures)
+        size = checked_replica_size(replica_size, (fewest, most), checkpoint)
         timeout_s = checked_seconds(timeout_s)
         pause_s = checked_seconds(pause_s, "pause_s")
         startup_timeout_s = checked_seconds(startup_timeout_s, "startup_timeout_s")
@@ -177,6 +182,7 @@ class Session:
             max_failures=failures,
             spares=num_spares,
             replaces_stragglers=replaces,
+            replica_size=size,
             use_gpu=use_gpu,
             accelerator_type=accelerator_type,
             resources_per_worker=resources_per_worker,

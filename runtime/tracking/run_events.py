@@ -23,9 +23,12 @@ class RunEvents:
     def look(self, statuses: Collection[RunStatus], *, is_over: bool = False) -> list[TrackedEvent]:
         """What has happened since the last look. A change is told when all ranks have made it, or
         the run is over."""
+        # A worker without a rank waits, and takes no part in any change.
+        statuses = [status for status in statuses if status.rank is not None]
         for status in statuses:
             for change in status.generation_changes:
-                if change.generation > self._told and status.rank is not None:
+                if change.generation > self._told:
+                    assert status.rank is not None
                     ranks = self._latest.setdefault(change.generation, {})
                     ranks[status.rank] = change
         events: list[TrackedEvent] = []

@@ -378,6 +378,6 @@ def test_a_newcomer_that_loses_a_peer_before_its_first_call_has_nothing_to_keep(
     newcomer = RankState(0)
     newcomer.is_new()
     unused = cast("Any", None)
-    FromTheTop(unused, newcomer, LiveObjects(unused)).retain()
+    FromTheTop(unused, newcomer, LiveObjects(unused, unused)).retain()
     assert newcomer.stage is Stage.NEWCOMER
     assert newcomer.report(began(1), Facts(), Where.OUTSIDE).generation == 0

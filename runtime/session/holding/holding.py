@@ -191,6 +191,7 @@ class Holding:
             fault_plan=options.fault_plan,
             report_history=_REPORT_HISTORY if self._detached is not None else 0,
             replaces_stragglers=options.replaces_stragglers,
+            replica_size=options.replica_size,
         )
         if self._detached is not None:
             self._detached.save("request", request)

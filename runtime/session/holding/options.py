@@ -49,6 +49,7 @@ class SessionOptions:
     max_failures: int | None
     spares: int
     replaces_stragglers: bool
+    replica_size: int
     use_gpu: bool
     accelerator_type: str | None
     resources_per_worker: Mapping[str, float] | None
@@ -126,6 +127,27 @@ def checked_replacing(replace_stragglers: bool, max_failures: int | None) -> boo
             "of workers that a run may lose"
         )
     return replace_stragglers
+
+
+def checked_replica_size(
+    replica_size: int, workers: tuple[int, int], checkpoint: CheckpointConfig | None
+) -> int:
+    size = whole(replica_size)
+    if size is None or size < 1:
+        raise ValueError(
+            f"replica_size must be a number of workers, at least 1, got {replica_size!r}"
+        )
+    if any(count % size for count in workers):
+        raise ValueError(
+            f"num_workers must be a multiple of replica_size={size}, as each replica of the model "
+            f"has that many workers; got {workers[0] if workers[0] == workers[1] else workers}"
+        )
+    if size > 1 and checkpoint is not None:
+        raise ValueError(
+            f"replica_size={size} with checkpoint=: a checkpoint has no shards of fully_shard; "
+            "leave checkpoint out, and save with torch.distributed.checkpoint"
+        )
+    return size
 
 
 def check_objects(checkpoint: object, seed: object) -> None:
