@@ -175,12 +175,16 @@ class Checkpoints:
             return False
         given = options_of(entry.object)
         restore(entry, reader, self._group.rank)
-        if self._group.rank == 0 and (changes := told_changes(given, options_of(entry.object))):
+        changes, line = told_changes(given, options_of(entry.object))
+        if self._group.rank == 0 and changes:
             logger.warning(
+                # Registering a schedule puts back what was loaded into its optimizer.
                 "%r resumes with the options of the checkpoint: %s. To use yours instead, set "
-                "them in its param_groups after ctx.register",
+                "them after the last ctx.register, as in optimizer.%s; a schedule goes on by what "
+                "it has loaded itself (base_lrs), and by max_lr in the groups: set these as well",
                 entry.name,
                 changes,
+                line,
             )
         # Not saved again at the step from which it has just been loaded.
         if isinstance(entry.object, ZeroRedundancyOptimizer):

@@ -80,15 +80,16 @@ def options_of(stateful: object) -> list[dict[str, Any]]:
     ]
 
 
-def told_changes(given: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> str:
-    """For example `lr 0.1, not 0.01`; empty if no option has another value. Pure."""
+def told_changes(given: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> tuple[str, str]:
+    """For example `lr 0.1, not 0.01`, and the line that undoes the first of these changes; both
+    empty if no option has another value. Pure."""
     changes = {
-        f"{key} {after[key]}, not {value}": None
-        for before, after in zip(given, loaded, strict=False)
+        f"{key} {after[key]}, not {value}": f"param_groups[{number}][{key!r}] = {value!r}"
+        for number, (before, after) in enumerate(zip(given, loaded, strict=False))
         for key, value in before.items()
         if key in after and after[key] != value
     }
-    return "; ".join(list(changes)[:_NAMED])
+    return "; ".join(list(changes)[:_NAMED]), next(iter(changes.values()), "")
 
 
 def _load_plain(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

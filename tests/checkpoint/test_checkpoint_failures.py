@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import resource
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +154,59 @@ def test_a_resume_is_told_with_its_step_and_the_options_that_are_not_those_given
     (told, changed), others = ranks_of(2).run(_train_with, config, 0.2, 0.01)
     assert ", of step 2 (CheckpointConfig(resume='never'), or" in told
     assert "'optim' resumes with the options of the checkpoint" in changed
-    assert "lr 0.1, not 0.2; weight_decay 0.0, not 0.01" in changed
+    assert "lr 0.1, not 0.2; weight_decay 0.0, not 0.01. To use yours instead" in changed
     assert others == []
+
+
+def _begins_with(group: cl.Group, place: Path, kind: str, takes_line: bool) -> list[float]:
+    """The rates of the first steps of a run, after one of three steps at another rate."""
+    heard: list[str] = []
+    logger = logging.getLogger("chorusline")
+    listener = logging.Handler()
+    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+
+    def train(ctx: cl.Context, lr: float) -> list[float]:
+        model = cl.DistributedDataParallel(make_model())
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=lr)
+        ctx.register("optim", optimizer)
+        schedule = ctx.register("schedule", KINDS_OF_SCHEDULE[kind](optimizer))
+        for line in re.findall(r"as in (optimizer\.[^;]*);", heard[-1] if heard else ""):
+            if takes_line:
+                exec(line, {"optimizer": optimizer})
+                schedule.base_lrs = [lr]
+        rates = []
+        for _ in range(3):
+            rates.append(optimizer.param_groups[0]["lr"])
+            model(torch.ones(2, 7)).sum().backward()
+            optimizer.step()
+            schedule.step()
+        ctx.save()
+        return rates
+
+    logger.addHandler(listener)
+    try:
+        in_run(group, train, cl.CheckpointConfig(place), lr=0.1)
+        return in_run(group, train, cl.CheckpointConfig(place), lr=0.01)
+    finally:
+        logger.removeHandler(listener)
+
+
+KINDS_OF_SCHEDULE: dict[str, Callable[[Any], Any]] = {
+    "step": lambda optim: torch.optim.lr_scheduler.StepLR(optim, 1, 0.5),
+    "lambda": lambda optim: torch.optim.lr_scheduler.LambdaLR(optim, lambda n: 1 / (1 + n)),
+    "exponential": lambda optim: torch.optim.lr_scheduler.ExponentialLR(optim, 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_SCHEDULE)
+def test_the_line_that_undoes_an_option_of_the_checkpoint_is_one_that_works(alone, tmp_path, kind):
+    loaded = _begins_with(alone, tmp_path / "loaded", kind, False)
+    assert loaded[0] == pytest.approx({"lambda": 0.1 / 4}.get(kind, 0.1 / 8))
+    undone = _begins_with(alone, tmp_path / "undone", kind, True)
+    assert undone[0] == 0.01
+    # From there on as the schedule goes: by its own base rate, or from the rate before.
+    after = [0.01 / 5, 0.01 / 6] if kind == "lambda" else [0.01 / 2, 0.01 / 4]
+    assert undone[1:] == pytest.approx(after)
 
 
 def _train_otherwise(group: cl.Group, config: cl.CheckpointConfig, case: str) -> str:
