@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from chorusline.collectives.contract.errors import name_ranks
+
 
 def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> torch.Tensor | None:
     """The scale of this step, None without a GradScaler, which sets `found_inf` and `grad_scale`
@@ -37,6 +39,12 @@ def agreed_scale(scales: Sequence[float], live: Sequence[int]) -> float:
         return 1.0
     if min(scales) == max(scales) > 0:
         return scales[0]
+    if not any(scales):
+        raise RuntimeError(
+            f"a GradScaler was made for this optimizer, and {name_ranks(live)} stepped without it; "
+            "every rank must call scaler.step(optimizer) and scaler.update() in each step. A "
+            "GradScaler that scales nothing is one with enabled=False"
+        )
     by_rank = ", ".join(
         f"{scale:g} on rank {rank}" if scale else f"none on rank {rank}"
         for rank, scale in zip(live, scales, strict=True)

@@ -164,3 +164,18 @@ def test_a_scaler_steps_its_own_optimizer_only(ranks_of, which, says):
         assert says in told
         assert "local gradients" not in told
         assert num_steps == (which == "a newer scaler")
+
+
+def step_without_the_scaler(group):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        scaler = cl.GradScaler(optimizer)
+        loss_of(model, torch.ones(3, 7)).backward()
+        assert scaler.is_enabled()  # And alive.
+        return str(error_of(optimizer.step, RuntimeError))
+
+
+def test_a_step_beside_the_scaler_is_told_as_that(ranks_of):
+    for told in ranks_of(2).run(step_without_the_scaler):
+        assert "a GradScaler was made for this optimizer, and ranks [0, 1] stepped without" in told
