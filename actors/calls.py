@@ -76,6 +76,11 @@ _WITHOUT_A_WORD = "connection error code 2. End of file"
 KILLED = "its process was killed, or crashed in native code"
 """Why a process is gone that said nothing: nobody but its parent, Ray, could know the signal."""
 
+FOR_MEMORY = (
+    ", perhaps for lack of memory: the kernel of its machine has just killed a process for that"
+)
+"""Added to KILLED where the kernel says so (memory_kills.py). It does not say which process."""
+
 
 class ActorGone(Exception):
     """The actor's process has died, or its node does not answer, which counts as the same.

@@ -27,6 +27,8 @@ from .. import messages
 from ..actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
 from ..arrivals import GivenReplayLog, Readiness, ReadyToken
 from ..calls import (
+    FOR_MEMORY,
+    KILLED,
     Actor,
     ActorGone,
     NoAnswer,
@@ -55,6 +57,9 @@ SAVING_S = 600.0
 _ANSWER_S, _STEP_S = 2.0, 1.0
 """Seconds for a control loop to answer; one that is silent for longer counts as stopped. And for a
 rank to come to its next step."""
+
+_KERNEL_ANSWER_S = 0.2
+"""Seconds that the others may have to wait for what the kernel says of a death."""
 
 _AGAIN_S, _AGAIN_AT_MOST_S = 0.5, 10.0
 """Seconds between two questions whether ranks are ready for a newcomer: at first, and at most. It
@@ -403,6 +408,18 @@ class Driver(StoreActor):
         said = (await answers(calls, _ANSWER_S)).values()
         return any(isinstance(one, messages.WorkerSnapshot) and one.steps.is_saving for one in said)
 
+    async def kernel_killed_some(self, worker_id: str) -> bool:
+        """Whether the kernel of this worker's machine has just killed a process for lack of
+        memory, as far as another worker of its node can tell."""
+        nodes = {info.worker_id: info.node_id for info, _ in self._membership.snapshot(0).members}
+        calls = {
+            other: self._workers[other].memory_kills.remote()
+            for other, node_id in nodes.items()
+            if node_id == nodes.get(worker_id) and other != worker_id and self.knows(other)
+        }
+        said = await answers(calls, _KERNEL_ANSWER_S)
+        return any(isinstance(kills, int) and kills > 0 for kills in said.values())
+
     def worker(self, worker_id: str) -> Actor:
         return self._workers[worker_id]
 
@@ -569,7 +586,10 @@ class _InstructionTasks:
             event = events.RankEnded(ending, worker_id)
         # The call of `run` ends with the process: no heartbeat is needed to see a death.
         except ActorGone as gone:
-            event = events.WorkerDied(worker_id, gone.detail)
+            why = gone.detail
+            if why == KILLED and await self._driver.kernel_killed_some(worker_id):
+                why += FOR_MEMORY
+            event = events.WorkerDied(worker_id, why)
         self._events.put_nowait(event)
 
     async def _call(self, worker_id: str, method: str, *arguments: object) -> None:

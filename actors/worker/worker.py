@@ -43,6 +43,7 @@ from ..calls import Actor, actor_class
 from ..detached_actors import end_without
 from ..errors import ends_a_generation
 from ..journal import Journal, Pulled
+from ..memory_kills import MemoryKills
 from ..messages import (
     Assignment,
     Failure,
@@ -150,6 +151,7 @@ class Worker:
         self._early_stops: dict[int, CollectiveError] = {}  # by run; a call may overtake `run`
         self._early_freezes: dict[tuple[int, int], CollectiveError] = {}  # by run and generation
         self._output = Output(self._info.node_id)
+        self._memory_kills = MemoryKills()
         self._publisher = Publisher(session, seat, self._look)
         self._is_leaving = False
         self._leftovers = Leftovers()
@@ -301,6 +303,11 @@ class Worker:
     ) -> Printed | None:
         """What another worker of this node, which is gone, has printed last (worker_logs.py)."""
         return read_rest(files, node_id, since, rank)
+
+    @ray.method(concurrency_group="control")
+    async def memory_kills(self) -> int:
+        """How many processes of this machine the kernel has just killed for lack of memory."""
+        return self._memory_kills.recent()
 
     @ray.method(concurrency_group="control")
     async def stop_after_step(self, run: int) -> bool:

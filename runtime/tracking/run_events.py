@@ -100,8 +100,8 @@ def _departure(rank: int, who: Gone | None, has_left: bool) -> str:
     why = who.why if who is not None else ""
     if has_left:
         return f"{name} has left" + (f" ({why})" if why else "")
-    if why == KILLED:
-        return f"{name} was killed or crashed"
+    if why.startswith(KILLED):
+        return f"{name} was killed or crashed{why.removeprefix(KILLED)}"
     return f"{name} died" + (f" ({why})" if why else "")
 
 

@@ -35,9 +35,9 @@ ORDER = {
     "actors": [
         "parcels",
         (
-            *("errors", "calls", "versions", "run_status", "whereabouts", "fault_plan", "messages"),
-            *("actor_store", "metrics", "worker_logs", "journal", "outcomes", "detached_actors"),
-            "arrivals",
+            *("errors", "calls", "memory_kills", "versions", "run_status", "whereabouts"),
+            *("fault_plan", "messages", "actor_store", "metrics", "worker_logs", "journal"),
+            *("outcomes", "detached_actors", "arrivals"),
         ),
         "driver",
         "worker",

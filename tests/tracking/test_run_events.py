@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from chorusline.actors.calls import KILLED
+from chorusline.actors.calls import FOR_MEMORY, KILLED
 from chorusline.actors.run_status import GenerationChange, Gone, RunStatus
 from chorusline.runtime.session.showing.progress_model import in_the_end
 from chorusline.runtime.tracking.run_events import RunEvents, event_of
@@ -63,6 +63,12 @@ NEW_AT_1790 = GenerationChange(2, 30.0, 30.1, 2, came=(1,), step=1790, pids=(269
             KILLED_AT_1456,
             "step 1456: rank 1 (pid 25762) was killed or crashed. 1 worker continues after 0.2 s; "
             "no step is lost, 432 batches are dealt again",
+        ),
+        (
+            replace(KILLED_AT_1456, gone=(Gone(1, 5, KILLED + FOR_MEMORY),), dealt_again=0),
+            "step 1456: rank 1 (pid 5) was killed or crashed, perhaps for lack of memory: the "
+            "kernel of its machine has just killed a process for that. 1 worker continues after "
+            "0.2 s; no step is lost",
         ),
         (NEW_AT_1790, "step 1790: a new worker is rank 1 (pid 26984); 2 workers"),
         (
