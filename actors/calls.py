@@ -36,7 +36,7 @@ HEAD_S, HEAD_ANSWER_S = 30.0, 2.0
 """Seconds after which the cluster's head is taken for dead, and within which it takes a connection.
 A head that is restarted by a supervisor is back earlier."""
 
-_HEAD_WATCH_S = 5.0
+HEAD_WATCH_S = 5.0  # between two questions
 
 _PARENT_WATCH_S = 0.2
 
@@ -161,9 +161,13 @@ def why_gone(error: RayError) -> str:
         )
     if _WITHOUT_A_WORD in text:
         return KILLED
-    for line in text.splitlines():
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
         if line.startswith("The actor is dead because"):
             return line.split(" Some common causes", 1)[0].rstrip(". ")
+        # The next line says how its node has ended.
+        if line.startswith("The actor died because its node"):
+            return " ".join(map(str.strip, lines[number : number + 2])).rstrip(". ")
     if "error raised in its creation task" in text:
         # A traceback of Ray's and our own frames; its last line is the error.
         return text.strip().splitlines()[-1]
@@ -228,17 +232,29 @@ async def stays_refused(address: str, timeout_s: float) -> bool:
     return await asyncio.to_thread(refuses, address, timeout_s)
 
 
+class HeadWatch:
+    """Whether the cluster's head has taken no connections for HEAD_S, asked again and again."""
+
+    def __init__(self) -> None:
+        self._gone_since: float | None = None
+
+    def gives_up(self) -> bool:
+        """Ask once more. Blocks for HEAD_ANSWER_S at most."""
+        # It is back, restarted by its supervisor: the time is counted again from here.
+        if not head_is_gone(HEAD_ANSWER_S):
+            self._gone_since = None
+            return False
+        if self._gone_since is None:
+            self._gone_since = time.monotonic()
+        return time.monotonic() - self._gone_since > HEAD_S
+
+
 async def until_head_is_gone() -> None:
     """Return when the head has taken no connections for HEAD_S."""
-    gone_since: float | None = None
+    watch = HeadWatch()
     while True:
-        await asyncio.sleep(_HEAD_WATCH_S)
-        # It is back, restarted by its supervisor: the time is counted again from here.
-        if not await asyncio.to_thread(head_is_gone, HEAD_ANSWER_S):
-            gone_since = None
-        elif gone_since is None:
-            gone_since = time.monotonic()
-        elif time.monotonic() - gone_since > HEAD_S:
+        await asyncio.sleep(HEAD_WATCH_S)
+        if await asyncio.to_thread(watch.gives_up):
             return
 
 

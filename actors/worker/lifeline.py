@@ -9,6 +9,8 @@ are held for assignments only.
 from __future__ import annotations
 
 import concurrent.futures
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +22,7 @@ import ray
 from chorusline.collectives.contract.errors import CollectiveError, GroupAborted, fresh_copy
 
 from ..arrivals import AdmissionRequest, GivenReplayLog, ReadyToken
-from ..calls import Actor
+from ..calls import HEAD_S, HEAD_WATCH_S, Actor, HeadWatch
 from ..errors import ends_a_generation
 from ..fault_plan import Faults, Instant
 from ..messages import NOWHERE, Assignment, Frozen, Readiness, Resumption, RunRequest
@@ -29,6 +31,8 @@ from .generation_changes import GenerationChanges
 
 if TYPE_CHECKING:
     from chorusline.collectives.group import Group
+
+logger = logging.getLogger(__name__)
 
 _HELD_S = 0.3
 """The most seconds that a rank waits before a step for the end of its generation."""
@@ -154,8 +158,8 @@ class Lifeline:
 
     def _resumed_after(self, report: Callable[[Actor], object]) -> Resumption:
         self._tell(report)
+        self._wait_until(lambda: self._resumption or self._stop_error)
         with self._changed:
-            self._changed.wait_for(lambda: self._resumption or self._stop_error)
             self._unanswered = None
             # A stop counts more than a resumption that came before it.
             if self._stop_error is not None:
@@ -209,10 +213,8 @@ class Lifeline:
         # Peers that wait for this rank in a collective learn at once that it issues none.
         self.group.rest()
         self._tell(lambda driver: driver.finished.remote(run, rank, generation))
+        self._wait_until(lambda: self._is_released or self._freeze_error or self._stop_error)
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._is_released or self._freeze_error or self._stop_error
-            )
             self._unanswered = None
             if self._stop_error is not None:
                 raise fresh_copy(self._stop_error)
@@ -220,6 +222,25 @@ class Lifeline:
                 self.group.turn()  # To what follows the function, as all ranks do.
                 return None
             return self._freeze_error
+
+    def _wait_until(self, is_decided: Callable[[], object]) -> None:
+        """Returns when the driver has decided. Ends this process if it is cut off from the cluster:
+        the others continue without it, and it would keep its device until the network is back."""
+        head = HeadWatch()
+        while True:
+            with self._changed:
+                if self._changed.wait_for(is_decided, HEAD_WATCH_S):
+                    return
+            # Without the lock, as the question may take seconds, and the control loop needs it.
+            if head.gives_up():
+                logger.error(
+                    "rank %d in generation %d waits for the driver, and the cluster's head has "
+                    "taken no connection for %g s: this worker is cut off, and ends",
+                    self.assignment.rank,
+                    self.generation,
+                    HEAD_S,
+                )
+                os._exit(1)
 
     def _tell(self, report: Callable[[Actor], object]) -> None:
         """Make a call that is not awaited: if the driver dies, `attach` repeats it to the next."""

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
@@ -47,6 +48,17 @@ def test_a_death_does_not_hide_the_answers_of_the_others(error: RayError):
     said = asyncio.run(answers({0: _ends_with(None), 1: _ends_with(error)}, 5.0))
     assert said[0] == "a value"
     assert isinstance(said[1], ActorGone) and said[1].detail
+
+
+def test_what_ray_says_of_a_lost_node_is_one_line():
+    said = (
+        "The actor died because its node has died. Node Id: 57ad\n\tthe actor's node was "
+        "terminated unexpectedly: health check failed due to missing too many heartbeats"
+    )
+    context = ActorDiedErrorContext(actor_id=bytes(16), error_message=said)
+    with pytest.raises(ActorGone) as gone:
+        asyncio.run(answer(_ends_with(ActorDiedError(context))))
+    assert gone.value.detail == said.replace("\n\t", " ")
 
 
 def test_other_errors_of_ray_are_no_death():
