@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -32,8 +33,8 @@ class MapStyleDataset(Protocol):
 
 
 def check_dataset(dataset: Any, method: str) -> None:
-    """Raises TypeError for a dataset without numbered samples, ValueError for an empty one. method:
-    of the Context, for the text."""
+    """Raises TypeError for a dataset without numbered samples, ValueError for one without any or
+    without end. method: of the Context, for the text."""
     if isinstance(dataset, torch.utils.data.DataLoader):
         raise TypeError(
             f"{method} takes a dataset, and a DataLoader makes batches of it already; write "
@@ -57,6 +58,12 @@ def check_dataset(dataset: Any, method: str) -> None:
         )
     if len(dataset) == 0:
         raise ValueError("the dataset is empty, so no rank would get a batch; check its source")
+    # The largest length that Python allows, as of a MapDataset of Grain after repeat().
+    if len(dataset) == sys.maxsize:
+        raise ValueError(
+            f"the {type(dataset).__name__} has no end, and {method} deals each sample once in an "
+            "epoch; leave repeat() out, and write for epoch in ctx.epochs(n)"
+        )
 
 
 class Shard(Batches):

@@ -1,6 +1,7 @@
 """How samples are dealt, without any rank: a pure function and the iterator over it."""
 
 import itertools
+import sys
 import tracemalloc
 
 import pytest
@@ -60,6 +61,8 @@ def test_drop_last_leaves_out_what_does_not_fill_a_batch():
 def test_unfit_datasets_are_refused_with_the_mend():
     with pytest.raises(ValueError, match="the dataset is empty"):
         Shard([], 1, rank=0, world_size=1)
+    with pytest.raises(ValueError, match=r"the range has no end, .*leave repeat\(\) out"):
+        Shard(range(sys.maxsize), 1, rank=0, world_size=1)
     with pytest.raises(TypeError, match=r"make a Stream\(data\) in the program"):
         Shard(iter([1]), 1, rank=0, world_size=1)
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):

@@ -14,8 +14,11 @@ def collated(samples: list[Any]) -> Any:
         return default_collate(samples)
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
         kind = type(error) if isinstance(error, TypeError | ValueError) else RuntimeError
+        # In Grain's MapDataset a sample that filter() leaves out keeps its number.
+        absent = sum(sample is None for sample in samples)
+        none = f"{absent} of them are None: filter the source of the dataset. " if absent else ""
         raise kind(
-            f"no batch can be made of these {len(samples)} samples: {error}. Pass collate_fn=, a "
-            "function that makes a batch of a list of samples; for tensors of different lengths "
-            "torch.nn.utils.rnn.pad_sequence is one"
+            f"no batch can be made of these {len(samples)} samples: {error}. {none}Pass "
+            "collate_fn=, a function that makes a batch of a list of samples; for tensors of "
+            "different lengths torch.nn.utils.rnn.pad_sequence is one"
         ) from error

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import chorusline as cl
-from chorusline.runtime.data.dataset_batches import Shard
+from chorusline.runtime.data.dataset_batches import Shard, check_dataset
 from chorusline.runtime.data.fetching.fetcher import Fetcher
 from chorusline.runtime.data.fetching.loader_rows import LoaderRows
 from chorusline.runtime.data.fetching.loader_settings import of_loader
@@ -91,6 +91,40 @@ def test_a_stateful_loader_is_taken_over_or_makes_the_rows_of_a_stream() -> None
         list(shard)
     rows = LoaderRows(stateful.StatefulDataLoader(Parts(), 4, num_workers=2))
     assert sorted(row[0].item() for row in rows) == list(range(30))
+
+
+def tens_of_numbers(rows: list[int]) -> Any:
+    return torch.tensor(rows) // 10, None, None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victims", [{}, {1: (3, "before it votes (3)")}], ids=["whole", "killed"])
+async def test_a_grain_dataset_is_used_once_and_exactly(
+    session: cl.Session, tmp_path: Path, victims: dict[int, Any]
+) -> None:
+    grain = pytest.importorskip("grain", reason="grain is not installed")
+    rows = grain.MapDataset.source(range(NUM_SAMPLES)).map(lambda row: 10 * row)
+    told = await session.run(
+        train,
+        kind=AHEAD,
+        folder=str(tmp_path),
+        victims=victims,
+        stream=rows,
+        collate=tens_of_numbers,
+    )
+    assert_as_if_nothing_was(AHEAD, str(tmp_path), told, victims)
+
+
+def test_what_has_no_end_and_samples_that_are_none_are_refused_as_of_grain() -> None:
+    grain = pytest.importorskip("grain", reason="grain is not installed")
+    rows = grain.MapDataset.source(range(7)).map(lambda row: row * row)
+    squares = [Shard(rows, 2, rank=rank, world_size=2) for rank in range(2)]
+    taken = [number for shard in squares for batch in shard for number in batch.tolist()]
+    assert sorted(taken) == [row * row for row in range(7)]
+    with pytest.raises(ValueError, match=r"has no end, .*leave repeat\(\) out, and write"):
+        check_dataset(rows.repeat(), "shard")
+    with pytest.raises(TypeError, match=r"[12] of them are None: filter the source of the dataset"):
+        list(Shard(rows.filter(lambda row: row % 2 == 0), 3, rank=0, world_size=1))
 
 
 def goes_on_with_its_loader(ctx: cl.Context, stops_at: int | None) -> list[int]:
