@@ -86,13 +86,14 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     find_unused_parameters: no effect. A parameter without a gradient on this rank counts as zero
         if another rank has a gradient for it; else it keeps none.
     gradient_as_bucket_view: no effect; `.grad` is always a view of a bucket.
-    device_ids, output_device: no effect, at most one device; the module stays on its device.
+    device_ids, output_device: no effect, at most one device; the module stays where it is. Its
+        trainable parameters are on the group's device, and the others and its buffers on any.
     skip_all_reduce_unused_params: no effect.
     mixed_precision: torch's `_MixedPrecision`. A forward pass computes in `param_dtype`, on copies
         of the parameters and inputs; `buffer_dtype` converts the buffers for good; `reduce_dtype`
         sends the gradients in it, as a communication hook does, and None in the parameters' own.
 
-    Raises ValueError for a module without trainable parameters, and for parameters that are not
+    Raises ValueError for a module without trainable parameters, and for trainable ones that are not
     all on the group's device; CollectiveMismatch, on all ranks, if the models differ, naming the
     first parameter that differs.
     """

@@ -42,7 +42,7 @@ def check_wrapping(module: object, group: object) -> None:
 
 
 def check_devices(named: Sequence[tuple[str, torch.nn.Parameter]], group: Group) -> None:
-    """Raises ValueError if the parameters are not all on the device of the group."""
+    """Raises ValueError if the trainable parameters are not all on the device of the group."""
     first_name, first = named[0]
     for name, parameter in named:
         if parameter.device != first.device:
@@ -236,7 +236,8 @@ def broadcast_tensors(
 ) -> Work | None:
     """Copy rank `root`'s tensors into the tensors of all ranks: one broadcast per dtype.
 
-    tensors: any shapes and dtypes, the same on all ranks, on the group's device.
+    tensors: any shapes and dtypes, the same on all ranks; what is not on the group's device, as a
+        frozen part that was left on the CPU, travels by way of it.
     on_host: also on a GPU, change the tensors only when all have come.
 
     Returns the last broadcast, which tells for all; None without tensors.
@@ -251,7 +252,8 @@ def broadcast_tensors(
     for dtype, same in by_dtype.items():
         # float8, unsigned and other dtypes that no backend adds travel as their bits.
         wire = dtype if dtype in DTYPES else _WHOLE[dtype.itemsize]
-        flat = torch.cat([_without_lazy_bits(t).view(wire).reshape(-1) for t in same])
+        bits = (_without_lazy_bits(t).view(wire).reshape(-1) for t in same)
+        flat = torch.cat([one.to(group.device) for one in bits])
         with group.unkept():
             work = group.broadcast(flat, root)
         sent.append((same, flat))

@@ -227,3 +227,51 @@ def test_uneven_ranks_on_a_stand_in_equal_one_process(
     for mine in of_seed(ranks, seed).check(train_unevenly, kind):
         for parameter, expected in zip(mine, train_unevenly_alone(2, kind), strict=True):
             torch.testing.assert_close(parameter.double(), expected, atol=2e-5, rtol=2e-4)
+
+
+class PartlyOnTheCpu(torch.nn.Module):
+    """A trainable layer on the GPU, and behind it what stays on the CPU: a frozen layer and a
+    buffer, or another trainable layer."""
+
+    def __init__(self, seed: int, device: str, *, is_frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = torch.nn.Linear(7, 33).to(device)
+        self.last = torch.nn.Linear(33, 5).requires_grad_(not is_frozen)
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        return self.last(torch.tanh(self.first(x)).cpu())
+
+
+def train_partly(device: str, group: cl.Group | None, ranks: range) -> list[Any]:
+    net = PartlyOnTheCpu(group.rank if group else 0, device, is_frozen=True)
+    model = cl.DistributedDataParallel(net, group) if group else net
+    optim = torch.optim.SGD(net.first.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optim.zero_grad()
+        for rank in ranks:
+            (model(batch(rank, step).to(device)).square().mean() / len(ranks)).backward()
+        optim.step()
+    return [tensor.detach().cpu() for tensor in (*net.parameters(), net.seen)]
+
+
+def train_partly_on_the_cpu(group: cl.Group) -> tuple[str, list[Any]]:
+    with pytest.raises(ValueError) as told:
+        cl.DistributedDataParallel(PartlyOnTheCpu(0, "cuda:0", is_frozen=False), group)
+    return str(told.value), train_partly("cuda:0", group, range(group.rank, group.rank + 1))
+
+
+def test_what_is_not_trained_may_be_on_another_device_and_what_is_trained_may_not(
+    ranks: dict[int, StandInRanks],
+) -> None:
+    *expected, _ = train_partly("cpu", None, range(2))
+    for refusal, (*trained, seen) in of_seed(ranks, 0).check(train_partly_on_the_cpu):
+        assert refusal == (
+            "parameters are on several devices: first.weight on cuda:0, last.weight on cpu. A rank "
+            "owns one device; move the module with .to('cuda:0')"
+        )
+        for ours, theirs in zip(trained, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert seen.tolist() == [6 * STEPS] * 3
