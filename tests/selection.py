@@ -63,6 +63,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if re.search("0x[0-9a-f]{6}", item.nodeid):
+            raise pytest.UsageError(
+                f"{item.nodeid} has the address of an object in its name, which is another one in "
+                "each process of a run; give the case an id"
+            )
         is_slow = any(item.get_closest_marker(name) for name in ("slow", "gpu"))
         if "cluster" in getattr(item, "fixturenames", ()) or OWN_RAY.match(item.nodeid):
             item.add_marker("ray")

@@ -74,7 +74,7 @@ def test_what_is_no_number_comes_back(value: object) -> None:
     "value",
     [
         *([1.0], (1, 2), {"loss": torch.ones(())}, [["x", numpy.float32(1)]], {3}),
-        *(decimal.Decimal(1), fractions.Fraction(1, 2), numpy.array([object()])),
+        *(decimal.Decimal(1), fractions.Fraction(1, 2), numpy.array([None])),
         *(numpy.ma.array([1.0, 2.0], mask=[0, 1]), timedelta(seconds=1), [timedelta(seconds=1)]),
     ],
     ids=lambda value: type(value).__name__,
@@ -135,7 +135,7 @@ WEIGHTS = (
 )
 NO_NUMBERS = (
     *("1", [1], True, 1j, decimal.Decimal(2), numpy.complex64(2), numpy.ones(2), torch.ones(2)),
-    *(torch.ones(0), torch.tensor(2 + 0j), torch.ones((), device="meta"), numpy.array([object()])),
+    *(torch.ones(0), torch.tensor(2 + 0j), torch.ones((), device="meta"), numpy.array([None])),
 )
 NO_WEIGHTS = (-1, math.nan, math.inf, 10**400, torch.tensor(-1.0), numpy.array(math.nan))
 
