@@ -53,8 +53,8 @@ from .model_steps import ModelSteps, StepEnder
 from .outputs import tensors_of
 from .same_model import (
     broadcast_tensors,
-    check_device_of_each,
     check_devices,
+    check_have_values,
     check_layouts,
     check_same_model,
     check_wrapping,
@@ -155,7 +155,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         check_devices(named, group)
         parameters, buffers = list(module.named_parameters()), list(module.named_buffers())
         for kind, tensors in (("parameter", parameters), ("buffer", buffers)):
-            check_device_of_each(kind, tensors, group)
+            check_have_values(kind, tensors, group)
             check_layouts(kind, tensors)
         warn_of_forward_passes_that_write(module, group)
         if mixed_precision is not None and mixed_precision.buffer_dtype is not None:

@@ -57,13 +57,11 @@ def check_devices(named: Sequence[tuple[str, torch.nn.Parameter]], group: Group)
         )
 
 
-def check_device_of_each(
-    kind: str, named: Iterable[tuple[str, torch.Tensor]], group: Group
-) -> None:
-    """Raises ValueError for one that is on another device than the group, and so than the trained
-    parameters."""
+def check_have_values(kind: str, named: Iterable[tuple[str, torch.Tensor]], group: Group) -> None:
+    """Raises ValueError for one on meta. What is not trained may be on any other device: rank 0's
+    values travel by way of the group's (`broadcast_tensors`)."""
     for name, tensor in named:
-        if tensor.device != group.device:
+        if tensor.is_meta:
             raise ValueError(
                 f"{kind} {name} is on {tensor.device}, but this rank's group reduces on "
                 f"{group.device}, where the other tensors of the module are; "
@@ -247,6 +245,8 @@ def broadcast_tensors(
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_dtype[tensor.dtype].append(tensor)
+        # The host would copy what a stopped operation has left on the GPU.
+        on_host = on_host or tensor.device != group.device
     work: Work | None = None
     sent: list[tuple[list[torch.Tensor], torch.Tensor]] = []
     for dtype, same in by_dtype.items():

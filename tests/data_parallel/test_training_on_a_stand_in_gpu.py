@@ -270,7 +270,7 @@ def test_what_is_not_trained_may_be_on_another_device_and_what_is_trained_may_no
     for refusal, (*trained, seen) in of_seed(ranks, 0).check(train_partly_on_the_cpu):
         assert refusal == (
             "parameters are on several devices: first.weight on cuda:0, last.weight on cpu. A rank "
-            "owns one device; move the module with .to('cuda:0')"
+            "owns one device; move the module with .to('cuda:0') (in a session: ctx.device)"
         )
         for ours, theirs in zip(trained, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
