@@ -19,11 +19,14 @@ import chorusline as cl
 from tests.harness.standing_ranks import another_group
 
 CLEARS = ("optimizer", "optimizer, to zeros", "model", "module", "by hand", "by hand, to zeros")
+WRITES = ("weights", "weights, replaced", "rate", "state")
+"""What a body writes beside gradients: the weights, in place or as new tensors, the learning rate,
+and the state of the optimizer, which it drops."""
 
 
 @dataclass(frozen=True)
 class Act:
-    """kind: "pass", "pass in no_sync", "pass through both", "step", or one of CLEARS.
+    """kind: "pass", "pass in no_sync", "pass through both", "step", or one of CLEARS or WRITES.
     model: the number of the model, 0 or 1. every, at: in which batches."""
 
     kind: str
@@ -79,6 +82,34 @@ class Model:
         else:
             self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=momentum)
         self.num_steps = 0
+        self.average = torch.zeros(4, 3).double()
+
+    def hook(self) -> None:
+        """Each step shrinks the weights before it, and averages them after it."""
+        weight = self.module[0].weight
+
+        @torch.no_grad()
+        def before(*_: object) -> None:
+            weight.mul_(0.95)
+
+        @torch.no_grad()
+        def after(*_: object) -> None:
+            self.average.mul_(0.9).add_(weight)
+
+        self.optimizer.register_step_pre_hook(before)
+        self.optimizer.register_step_post_hook(after)
+
+    @torch.no_grad()
+    def write(self, what: str, batch: int) -> None:
+        if what == "rate":
+            self.optimizer.param_groups[0]["lr"] = 0.01 * (1 + batch % 3)
+        elif what == "state":
+            self.optimizer.state.clear()
+        for parameter in self.module.parameters() if what.startswith("weights") else ():
+            if "replaced" in what:
+                parameter.data = parameter.data * 0.9
+            else:
+                parameter.clamp_(-0.3, 0.4)
 
     def clear(self, how: str) -> None:
         if how.startswith("optimizer"):
@@ -107,12 +138,16 @@ def loss_of(models: Sequence[Model], act: Act, data: torch.Tensor) -> torch.Tens
     return first.net(data).sin().mean() / 2
 
 
-def _act(models: Sequence[Model], act: Act, passes: Sequence[tuple[torch.Tensor, float]]) -> None:
-    """passes: the batches, and what the loss of each is divided by."""
+def _act(
+    models: Sequence[Model], act: Act, batch: int, passes: Sequence[tuple[torch.Tensor, float]]
+) -> None:
+    """batch: its number. passes: the batches, and what the loss of each is divided by."""
     model = models[act.model]
     if act.kind == "step":
         model.optimizer.step()
         model.num_steps += 1
+    elif act.kind in WRITES:
+        model.write(act.kind, batch)
     elif "pass" not in act.kind:
         model.clear(act.kind)
     for data, divisor in passes if "pass" in act.kind else ():
@@ -122,9 +157,16 @@ def _act(models: Sequence[Model], act: Act, passes: Sequence[tuple[torch.Tensor,
 
 
 def in_one_process(
-    body: Sequence[Act], lengths: Sequence[int], num_models: int, epochs: int, momentum: float
+    body: Sequence[Act],
+    lengths: Sequence[int],
+    num_models: int,
+    epochs: int,
+    momentum: float,
+    hooks: bool = False,
 ) -> list[torch.Tensor]:
     models = [Model(number, momentum) for number in range(num_models)]
+    for model in models if hooks else ():
+        model.hook()
     steps = steps_of(body, max(lengths), epochs)
     for epoch in range(epochs):
         for batch in range(max(lengths)):
@@ -133,13 +175,14 @@ def in_one_process(
                 place = epoch, batch, number
                 if act.is_done_in(batch) and (act.kind != "step" or place in steps):
                     data = [data_of(rank, batch + 7 * epoch, number) for rank in live]
-                    _act(models, act, [(one, float(len(lengths))) for one in data])
+                    _act(models, act, batch, [(one, float(len(lengths))) for one in data])
     return values_of(models)
 
 
 def values_of(models: Sequence[Model]) -> list[torch.Tensor]:
     return [
         *(p.detach().clone() for model in models for p in model.module.parameters()),
+        *(model.average.clone() for model in models),
         torch.tensor([float(model.num_steps) for model in models]),
     ]
 
@@ -154,12 +197,15 @@ def on_ranks(
     way: str,
     joins: bool,
     follows: bool = False,
+    hooks: bool = False,
 ) -> Any:
     """way: "zero" or "plain". follows: whether the Join has a group to follow. Returns the
     parameters and the numbers of steps, or an error."""
     with another_group(group) as own:
         beside = [own.new_group(range(own.size))] if follows else []
         models = [Model(number, momentum, own, way) for number in range(num_models)]
+        for model in models if hooks else ():
+            model.hook()
         steps = steps_of(body, max(lengths), epochs)
         listed = [[m.net, m.optimizer] if way == "zero" else [m.net] for m in models]
         try:
@@ -171,7 +217,7 @@ def on_ranks(
                             place = epoch, batch, number
                             if act.is_done_in(batch) and (act.kind != "step" or place in steps):
                                 data = data_of(own.rank, batch + 7 * epoch, number)
-                                _act(models, act, [(data, 1.0)])
+                                _act(models, act, batch, [(data, 1.0)])
         except (RuntimeError, cl.CollectiveError) as error:
             return f"{type(error).__name__}: {error}"
         if way == "zero":
