@@ -191,17 +191,19 @@ class StateLost(ChoruslineError):
 
     replicas: ranks that kept each part; 0 if every rank kept all of it.
     lost: which part.
+    remedy: from what the state comes again; a sentence without its stop.
     """
 
-    def __init__(self, generation: int, replicas: int, lost: str) -> None:
-        super().__init__(generation, replicas, lost)
+    def __init__(self, generation: int, replicas: int, lost: str, remedy: str = RESUMES) -> None:
+        super().__init__(generation, replicas, lost, remedy)
         self.generation = generation
         self.replicas = replicas
         self.lost = lost
+        self.remedy = remedy
 
     def __str__(self) -> str:
         if not self.replicas:
-            return f"the run cannot continue: {self.lost}. {RESUMES} (docs/failures.md)."
+            return f"the run cannot continue: {self.lost}. {self.remedy} (docs/failures.md)."
         held, at_once = (
             ("1 rank", "one worker")
             if self.replicas == 1
@@ -210,8 +212,8 @@ class StateLost(ChoruslineError):
         return (
             f"the run cannot continue, because a part of the optimizer's state was on {held} only, "
             f"and died there. With ZeroRedundancyOptimizer(..., replicas={self.replicas + 1}) a "
-            f"run survives the loss of {at_once} at a time. {RESUMES} (docs/failures.md). Lost in "
-            f"generation {self.generation}: {self.lost}"
+            f"run survives the loss of {at_once} at a time. {self.remedy} (docs/failures.md). "
+            f"Lost in generation {self.generation}: {self.lost}"
         )
 
 

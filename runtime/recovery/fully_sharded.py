@@ -155,6 +155,7 @@ def shard_for(
             0,
             f"all ranks that had {shards} {', '.join(map(str, gone))} of {replica_size} of "
             f"{name!r} died",
+            "Save with torch.distributed.checkpoint, and load it at the beginning of the function",
         )
     if all(held == rank % replica_size for rank, held in enumerate(holders)):
         return mine
