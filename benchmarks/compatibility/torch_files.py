@@ -2,7 +2,7 @@
 
 A file is imported in a fork of this process, a test runs in a fork of that, and its ranks are forks
 once more: a fresh interpreter takes seconds to import torch. So a test that hangs, dies or leaves
-threads behind costs the others nothing.
+threads running costs the others nothing.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def draw(seed: int, *, has_nodes: bool = True) -> Plan:
     others = ["driver"] * rng.choice((0, 1, 1, 2)) + ["add"] * (has_nodes and rng.random() < 0.5)
     for kind in others:
         anywhere = rng.randrange(num_workers), rng.randint(1, 2 * steps)
-        # There may be no recovery behind it that it could wait for.
+        # There may be no recovery after it that it could wait for.
         phases = IN_A_STEP if rng.random() < 0.7 else list(PHASES)
         faults.append(Fault(*anywhere, kind, rng.choice(phases)))
     return Plan(

@@ -233,7 +233,9 @@ async def play(plan: Plan) -> Round:
     except cl.ChoruslineError as error:
         one.ended_with = f"{type(error).__name__}: {error}"
         if not any(excuse in one.ended_with for excuse in EXCUSES):
-            one.wrong.append("a run ended that could have gone on, or did not say what was missing")
+            one.wrong.append(
+                "a run ended that could have continued, or did not say what was missing"
+            )
     except TimeoutError:
         one.wrong.append(f"it hangs: it has not ended within {ROUND_S:g} s\n{await _seen(session)}")
     except Exception as error:

@@ -49,7 +49,7 @@ class Model:
     phase: "reducing", "cast", "seen", "applied", "frozen" or "finished". generation: which it is
     in. applied: the generation of each step's gradient. let_out: how many steps it has seen to
     their end. casts: (generation, ballot) of its votes. assigned: the last generation that the
-    driver has put it into. reports: (generation, ballots, payload), sent and deliverable for ever.
+    driver has put it into. reports: (generation, ballots, payload), sent and deliverable forever.
     received: the newest that counted. resumption: (generation, ballots, payload), on its way.
     """
 

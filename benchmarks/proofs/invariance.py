@@ -3,7 +3,7 @@
     python -m benchmarks.proofs.invariance [--seed 0] [--histories 100] [--no-nodes] [--json]
 
 Each history is drawn from a seed (invariance_histories.py): a model, an optimizer, with or without
-ZeRO; one to four workers; kills at the phases of a step, between forward and backward, behind the
+ZeRO; one to four workers; kills at the phases of a step, between forward and backward, after the
 loop over the batches and during recovery; stops, drains, arrivals, a driver that dies, a rank that
 is stopped half of the time, a resume from a checkpoint with another number of workers. At the end
 parameters, buffers, optimizer state and random states have to be, by SHA-256, those of the same

@@ -44,7 +44,7 @@ def draw(seed: int, *, has_nodes: bool = True) -> Plan:
     replicas = rng.choice((2, 3)) if num_workers > 2 else 2
     if training.needs_whole_parameters:
         replicas = 1
-    # A plain optimizer's ranks go on from the top of the function only, so it registers.
+    # A plain optimizer's ranks continue from the top of the function only, so it registers.
     registers = not training.sharded or num_workers == 1 or rng.random() < 0.6
     plan = Plan(
         seed,

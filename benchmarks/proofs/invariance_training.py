@@ -124,7 +124,7 @@ class Words:
 
 
 class Pictures(Words):
-    """Samples (number, (1, 6, 6) with noise that is drawn anew each time, a class)."""
+    """Samples (number, (1, 6, 6) with noise that is drawn again each time, a class)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Training:
     """What the bits depend on.
 
     model, optimizer: of MODELS and OPTIMIZERS. max_norm: gradients are clipped to it, if given.
-    weighs: losses are weighed by the number of their samples, plus a half.
+    weighs: losses are weighted by the number of their samples, plus a half.
     """
 
     model: str
@@ -223,9 +223,9 @@ MicroBatch = tuple[int, int, tuple[int, ...]]
 IN_THE_LOOP = (
     "before the step",
     "between forward and backward",
-    "behind a micro-batch",
-    "behind the loop",
-    "behind optimizer.step()",
+    "after a micro-batch",
+    "after the loop",
+    "after optimizer.step()",
     "soon",
 )
 """Instants of the function's own code; "soon" is some milliseconds later, wherever it is then."""
@@ -288,12 +288,12 @@ def train(ctx: cl.Context, plan: Plan, folder: str, is_resumed: bool = False) ->
                     loss = model.weigh(loss, len(numbers) + 0.5)
                 loss.backward()
                 append(diary, (attempt, epoch, step.number, numbers.tolist()))
-                faults.reach("behind a micro-batch")
-            faults.reach("behind the loop")
+                faults.reach("after a micro-batch")
+            faults.reach("after the loop")
             if training.max_norm is not None and not training.sharded:
                 nn.utils.clip_grad_norm_(model.parameters(), training.max_norm)
             optim.step()
-            faults.reach("behind optimizer.step()")
+            faults.reach("after optimizer.step()")
             schedule.step()
             optim.zero_grad()
             if world_sizes[-1:] != [ctx.world_size]:

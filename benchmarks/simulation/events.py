@@ -150,7 +150,7 @@ class Server:
         self.served += 1
 
         def done() -> None:
-            # Who was served goes on before the next one is: it may ask again, behind the others.
+            # A client continues before the next one is served: it may ask again, after the others.
             resume()
             self._next()
 

@@ -1,11 +1,11 @@
 """Goodput under failures: the part of wall time that becomes progress. Pure.
 
-Two ways to go on after a failure:
+Two ways to continue after a failure:
 
 - **Restart from a checkpoint.** Saving stalls the training for `save_s` every `interval_s`. A
   failure costs what was computed since the last save, and `restart_s` until the job trains again.
-- **Go on in place**, with replicas of the state. A failure costs `change_s`, in which all wait. A
-  worker that is gone is missing until another has come, `replace_s` later, and its coming costs
+- **Continue in place**, with replicas of the state. A failure costs `change_s`, in which all wait.
+  A worker that is gone is missing until another has come, `replace_s` later, and its coming costs
   `arrival_s`. A failure that takes a shard with all its copies ends in a restart from a checkpoint.
 
 Failures are a Poisson process: `mtbf_s` between two of them, for the whole job. They strike while

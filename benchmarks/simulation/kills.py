@@ -1,7 +1,7 @@
 """Real changes of the generation, to hold the simulation against.
 
 A real driver actor and real worker actors, without a session around them, so that no newcomer is
-started while the others go on: a start takes seconds of CPU time on the cores that are measured.
+started while the others continue: a start takes seconds of CPU time on the cores that are measured.
 The ranks take steps that compute nothing; one after the other is killed with SIGKILL, until two are
 left. Each kill is one change, of a generation that has one rank fewer than the one before.
 """
@@ -54,7 +54,7 @@ BALLOT = 32
 @dataclass(frozen=True)
 class Change:
     """One change. Seconds from the kill: until the process has ended; until the first rank has
-    frozen itself; until the last one knows how it goes on; until the last one has met the others;
+    frozen itself; until the last one knows how it continues; until the last one has met the others;
     and until it has taken a step with them.
 
     survivors: ranks of the next generation.
@@ -80,7 +80,7 @@ class Change:
 
 
 class Keeping:
-    """The program: steps until a file says stop. It goes on in place after a loss."""
+    """The program: steps until a file says stop. It continues in place after a loss."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder

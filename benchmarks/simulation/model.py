@@ -1,4 +1,4 @@
-"""A change of the generation, simulated: one of many workers dies, and the others go on.
+"""A change of the generation, simulated: one of many workers dies, and the others continue.
 
 The driver's decisions are those of the real state machine (actors/driver/membership.py). Simulated
 is what carries them, and how long it takes:
@@ -6,7 +6,7 @@ is what carries them, and how long it takes:
 1. **Detection.** The ranks of one host look at each other's processes between slices of sleep; and
    the driver hears of the death from Ray, and tells every rank to freeze.
 2. **Reports.** Every rank ends the generation for itself and tells the driver how far it is.
-3. **Decision.** When all have reported, the driver tells every rank how it goes on, a call each.
+3. **Decision.** When all have reported, the driver tells every rank how it continues, a call each.
 4. **Rendezvous.** Every rank uses the driver's store: it counts its attempt, looks whether that was
    given up, posts the name of its backend, and gathers what the others have to know.
 5. **Meeting.** The ranks connect, tell each other what they hold, and meet in a barrier.
@@ -85,7 +85,7 @@ class Predicted:
 
 class Store:
     """The store in the driver's process, as actors/actor_store.py has it. All who gather wait for
-    one event; after a slice a waiter asks anew."""
+    one event; after a slice a waiter asks again."""
 
     def __init__(self, simulation: Simulation, server: Server, constants: Constants) -> None:
         self._simulation = simulation
@@ -174,7 +174,7 @@ class Cluster:
         self._simulation.start(self._detection())
         self._simulation.start(self._hears_of(victim))
         self._simulation.run()
-        assert self._num_done == self._count, "all must have gone on"
+        assert self._num_done == self._count, "all must have continued"
         return Predicted(
             self._count,
             self._frozen_s,

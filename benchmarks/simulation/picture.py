@@ -24,7 +24,7 @@ def draw(rows: Sequence[Compared], outlooks: Sequence[Outlook], path: Path) -> N
     if rows:
         sizes = [row.survivors for row in rows]
         for phase, label, color in (
-            ("decided_s", "all know how to go on", "C0"),
+            ("decided_s", "all know how to continue", "C0"),
             ("total_s", "next step of all", "C3"),
         ):
             real = [1e3 * row.real_s[phase] for row in rows]

@@ -6,13 +6,13 @@
 What is measured is the state machine that the driver actor runs (actors/driver/membership.py and
 actors/driver/regeneration.py), unchanged: events go in, instructions come out, and the simulated
 workers answer each of them as a live one does. Left out is what carries them: Ray's calls, at 0.7
-to 1 ms each of one caller, which go on side by side.
+to 1 ms each of one caller, side by side.
 
-A *generation change* is the loss of one worker in the middle of a run that goes on: from its death
-until all others were told how to go on. *Messages* are calls between driver and workers.
+A *generation change* is the loss of one worker in the middle of a run that continues: from its
+death until all others were told how to continue. *Messages* are calls between driver and workers.
 
 A step in steady state costs the driver nothing, whatever the number of workers. That is not
-simulated here: tests/session/test_observing.py stops the driver's process, and the ranks go on.
+simulated here: tests/session/test_observing.py stops the driver's process, and the ranks continue.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def simulated_worker(seat: int) -> WorkerInfo:
 
 
 def simulated_report(rank: int, generation: int, steps: int, error: CollectiveError) -> Frozen:
-    """Of a rank that waits inside a step, and goes on there."""
+    """Of a rank that waits inside a step, and continues there."""
     progress = (OptimizerProgress(steps, (0.0,) * 32),) * _OPTIMIZERS
     return Frozen(rank, generation, progress, error, generation)
 
@@ -131,7 +131,7 @@ class SimulatedWorkers:
 
 
 def measure(num_workers: int) -> Scale:
-    """One run: it begins, takes steps, loses one worker, goes on, and ends."""
+    """One run: it begins, takes steps, loses one worker, continues, and ends."""
     gc.collect()
     tracemalloc.start()
     membership = Membership()
@@ -154,7 +154,7 @@ def measure(num_workers: int) -> Scale:
     workers.do(workers.tell(WorkerDied(lost, "SIGKILL")))
     change_s = time.perf_counter() - began_at
     messages_change = workers.messages - before
-    assert workers.generation == 1, "all must have gone on in the next generation"
+    assert workers.generation == 1, "all must have continued in the next generation"
     resume_bytes = workers.bytes_of_one * (num_workers - 1)
 
     before = workers.messages

@@ -8,8 +8,9 @@ DistributedDataParallel and a plain optimizer: DCP's planner has each tensor wri
 torch.save rank 0 writes all. So all write the same state, bring it to the disk, and end with the
 checkpoint whole. "a file" is the yardstick: each rank writes half of the bytes from memory.
 
-pause: until training may go on. total: until the checkpoint is whole. memory: the most that a rank
-has, until then, beyond what it had before. The ranks start together.
+pause: until training may continue.
+total: until the checkpoint is whole.
+memory: the most that a rank has, until then, beyond what it had before. The ranks start together.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def main() -> None:
 
 
 def report(args: argparse.Namespace, by_rank: list[dict[str, list[list[float]]]]) -> None:
-    # The slower rank of each round: nobody goes on before it, and nothing is whole. Of a peer that
-    # has failed on a rank there is no round that all ranks have.
+    # The slower rank of each round: before it no rank continues, and nothing is whole. If a peer
+    # has failed on a rank, there is no round that all ranks have.
     figures = {
         f"{what} {name}": statistics.median(
             [

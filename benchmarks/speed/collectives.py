@@ -12,7 +12,7 @@ neither that nor all_to_all, and the table says so.
 
 Each call takes other buffers than the one before, out of more memory than a processor's cache
 holds (4 B: 1024 tensors), and the ranks meet before each turn of a way. The medians are those of
-all calls behind the warm-up, on the rank where they are largest; beside them stand the quartiles.
+all calls after the warm-up, on the rank where they are largest; beside them stand the quartiles.
 "memcpy" is a copy of a tensor of that size, which all ranks make at once, in the same turns;
 "copies" is what our algorithm moves on a rank, counted in such copies (`copies_moved`). A case in
 which ours is slower is marked and listed.

@@ -92,7 +92,7 @@ def measure(rank: int, num_ranks: int, store_path: str) -> dict[str, Any]:
         ),
     }
     counts = {}
-    ways["ddp/outside"]()  # A model's first step lays its buckets out anew.
+    ways["ddp/outside"]()  # A model's first step lays its buckets out again.
     for name in ("ddp/outside", "ddp/inside", "zero/outside", "zero/inside"):
         before = group.statistics.snapshot()
         ways[name]()

@@ -10,8 +10,8 @@ Ours: the time until a survivor has taken a step in the generation without the v
 other numbers of workers (--also). And, for a function that can run again, the time until a step is
 taken by four ranks again: without and with a spare worker (`Session(spares=1)`), in steps of a
 rank's own batch, where all functions run again, and of a fixed global batch (`ctx.steps`), where
-the others go on where they are. The three that are left take steps meanwhile. What the arrival of
-the fourth costs them is the longest time between two steps, from their first one of three to the
+the others continue where they are. The three that are left take steps meanwhile. What the arrival
+of the fourth costs them is the longest time between two steps, from their first one of three to the
 first one of four; where it came before the three had taken a step, there is no such time. Ray Train
 (v2, torch's DistributedDataParallel over Gloo, a checkpoint every --every steps): the time until
 any step has been taken again, which is one that it had taken before; and until it is where it was.
@@ -226,7 +226,7 @@ def train_in_steps(ctx: cl.Context, folder: str, step_s: float = STEP_S) -> int:
             optim.zero_grad()
             log.note(f"step-of-{ctx.world_size}", optim.num_steps)
             if (Path(folder).parent / "stop").exists():
-                boundary().steps.stop_is_wanted = True  # All ranks stop behind the next step.
+                boundary().steps.stop_is_wanted = True  # All ranks stop after the next step.
     return optim.num_steps
 
 

@@ -4,7 +4,7 @@
 
 Models with little arithmetic per parameter (linear layers, batch 16), one thread a rank, the same
 optimizer flags on both sides, in alternation in the same processes. The peer runs over Gloo. The
-medians are those of all rounds behind the warm-up, on the rank where they are largest; beside them
+medians are those of all rounds after the warm-up, on the rank where they are largest; beside them
 stand the quartiles. A way in which ours is slower than torch's is listed below the ratios.
 """
 

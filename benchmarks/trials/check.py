@@ -13,7 +13,7 @@ come to a step that the seed has drawn. In the table, over all trials of a syste
     over          trials that ended by themselves, with all ranks' parameters
     told          trials that ended with the exception that was planted
     again         steps that were taken again, as the ranks have logged them: where some rank logs a
-                  step that lies at least two behind the newest one
+                  step that lies at least two before the newest one
     never, twice  samples that counted in no step, or in more than one
     off           how far a sample's parameter is from what one use of it makes of it, at most
     state         trials whose optimizer state was lost: no number of steps leads to the clock

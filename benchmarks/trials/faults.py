@@ -39,7 +39,7 @@ class Target(Protocol):
 
     def ranks(self) -> Collection[int]:
         """The living ranks, by pid: who has taken a step. What starts, or is in a dry run, is none:
-        it has no state that could go on without the others."""
+        it has no state that could continue without the others."""
 
     def processes(self) -> Collection[int]:
         """All living processes that train, or are about to, by pid."""

@@ -60,7 +60,7 @@ class Workload:
         return Workload(**json.loads(text))
 
     def log(self, word: str, rank: int, number: int = 0) -> None:
-        """One line, which a SIGKILL behind this call cannot take back."""
+        """One line, which a SIGKILL after this call cannot take back."""
         line = json.dumps([time.time(), word, rank, os.getpid(), number]) + "\n"
         with (Path(self.folder) / f"log-{os.getpid()}").open("a") as log:
             log.write(line)

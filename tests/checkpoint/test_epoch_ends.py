@@ -59,7 +59,7 @@ def epochs_entered(
         batches = train_on(epoch)
         if tail not in ("steps behind", "by steps"):
             schedule.step()
-        if tail not in ("by steps", "behind the loop"):
+        if tail not in ("by steps", "after the loop"):
             saving = ctx.save()
         if tail == "named":
             saving.wait()
@@ -76,7 +76,7 @@ def epochs_entered(
         if tail == "draws on rank 1" and ctx.rank == 1:
             torch.rand(1)
         entered.append((epoch, batches))
-    if tail == "behind the loop":
+    if tail == "after the loop":
         ctx.save()
     return entered, {name: value.clone() for name, value in model.module.state_dict().items()}
 
@@ -130,7 +130,7 @@ def test_a_finished_epoch_is_not_entered_again(ranks_of: Ranks, tmp_path: Path) 
     assert rest == [(3, EVERY - 2)]
 
 
-@pytest.mark.parametrize("tail", ["named", "by steps", "behind the loop"])
+@pytest.mark.parametrize("tail", ["named", "by steps", "after the loop"])
 def test_it_is_over_however_it_was_saved(ranks_of: Ranks, tmp_path: Path, tail: str) -> None:
     every = EVERY if tail == "by steps" else None
     config = cl.CheckpointConfig(tmp_path, every_n_steps=every)
@@ -212,7 +212,7 @@ def _dies_in_epoch(ctx: cl.Context, place: str, dies: str) -> list[tuple[int, in
                 batches += 1
         entered.append((epoch, batches))
         saving = ctx.save()
-        if dies == "behind the save" and epoch == 1:
+        if dies == "after the save" and epoch == 1:
             saving.wait()
             os.kill(os.getpid(), signal.SIGKILL)
     return entered
@@ -221,7 +221,7 @@ def _dies_in_epoch(ctx: cl.Context, place: str, dies: str) -> list[tuple[int, in
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dies", "expected"),
-    [("behind the save", [(1, 0), (2, EVERY)]), ("in the next epoch", [(2, EVERY)])],
+    [("after the save", [(1, 0), (2, EVERY)]), ("in the next epoch", [(2, EVERY)])],
 )
 async def test_killed_workers_leave_the_epoch_where_they_were(
     cluster: None, tmp_path: Path, dies: str, expected: list[tuple[int, int]]

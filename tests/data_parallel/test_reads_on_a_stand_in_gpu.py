@@ -202,7 +202,7 @@ IN_FAST_SUITE = ("_settle", "all_gather_bytes", "_gather_bucket")
 def test_a_read_behind_a_wait_that_orders_the_stream_only_is_found(site: Site) -> None:
     if "lightning" in site.file:
         pytest.importorskip("lightning")
-    with StandInRanks(2) as ranks, pytest.raises(AssertionError, match="behind no wait_on_host"):
+    with StandInRanks(2) as ranks, pytest.raises(AssertionError, match="after no wait_on_host"):
         ranks.run(forget_at, site)
 
 

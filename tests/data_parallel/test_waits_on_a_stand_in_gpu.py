@@ -192,7 +192,7 @@ def forget_to_wait(rank: Rank, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "zero", "norms, join"])
 def test_a_read_that_forgets_to_wait_is_found(kind: str) -> None:
-    with StandInRanks(2) as ranks, pytest.raises(AssertionError, match="behind no wait_on_host"):
+    with StandInRanks(2) as ranks, pytest.raises(AssertionError, match="after no wait_on_host"):
         ranks.run(forget_to_wait, kind)
 
 

@@ -1,6 +1,6 @@
 """The notebooks in JupyterLab, in a real browser, as a person runs them: all cells, to their end.
 
-Where CHORUSLINE_PICTURES names a folder, the pictures of docs/notebooks.md are written there:
+Where CHORUSLINE_PICTURES names a folder, the pictures of the pages are written there:
 
     CHORUSLINE_PICTURES=docs/images python -m pytest -m slow tests/notebook/test_jupyterlab.py
 """
@@ -28,6 +28,7 @@ pytestmark = [
 
 PICTURES = {
     ("first_steps", 2): ("jupyterlab_first_steps", "node"),
+    ("killed_worker", 2): ("killed_worker", "node"),
     ("many_numbers", 1): ("jupyterlab_numbers", "outputArea.node"),
     ("many_numbers", 2): ("jupyterlab_ranks", "node"),
     ("quickstart", 2): ("jupyterlab_quickstart", "node"),

@@ -86,7 +86,7 @@ def train(
                 loss_of(model, batch).backward()
                 if is_due and phase == "in a micro-batch" and number == 0:
                     die()
-            if is_due and phase == "behind the loop":
+            if is_due and phase == "after the loop":
                 die()
             optim.step()
             optim.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import tokenize
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.repository.test_comments import sources
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PACKAGES = ("collectives", "actors", "runtime", "chorusline")
+PICTURES = sorted((ROOT / "docs/images").glob("*.svg"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PACKAGES = ("collectives", "actors", "runtime", "chorusline", "examples", "benchmarks")
 FORBIDDEN = {
     r"\b(?:go|goes|went|gone|going) on\b": "continue",
     r"\banew\b": "again",
@@ -26,7 +28,8 @@ FORBIDDEN = {
     r"\bas ever\b|\bin vain\b": "as before, needlessly",
     r"\btruth values?\b": "boolean",
     r"\bdeal(?:s|t)? out\b|\bdealing out\b": "distribute",
-    r"(?<!\bleft )(?<!\bfar )(?<!\bfurther )\bbehind\b(?! a gateway| the other)": "after",
+    r"(?<!\bleft )(?<!\bnothing )(?<!\bfar )(?<!\bfurther )\bbehind\b"
+    r"(?! a gateway| the other)": "after",
     r"\bflipped bits\b": "silent data corruption",
     r"\bsearch(?:es)? for cycles\b": "garbage collection",
     r"\bloss(?:es)? (?:is|are|be|were) weighed\b|\bweighed loss": "weighted",
@@ -87,12 +90,24 @@ def test_a_page_uses_the_usual_words(page: Path) -> None:
     assert forbidden_in(prose(page.read_text()), FORBIDDEN) == set()
 
 
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.name)
+def test_a_picture_uses_the_usual_words(picture: Path) -> None:
+    assert forbidden_in(" ".join(re.findall(r">([^<]+)<", picture.read_text())), FORBIDDEN) == set()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_uses_the_usual_words(path: Path) -> None:
+    for cell in json.loads(path.read_text())["cells"]:
+        language = "" if cell["cell_type"] == "markdown" else "```python\n"
+        assert forbidden_in(prose(language + "".join(cell["source"]) + "\n```"), FORBIDDEN) == set()
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_messages_docstrings_and_comments_use_the_usual_words(package: str) -> None:
     found = {
         str(path.relative_to(ROOT)): words
-        for path in sources()
-        if path.is_relative_to(ROOT / package)
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if path == path.resolve()  # The links of chorusline/ are not followed.
         and (words := forbidden_in(prose_of_program(path.read_text()), FORBIDDEN))
     }
     assert found == {}

@@ -196,7 +196,7 @@ HISTORIES = {
     ),
     "buffers, a plain optimizer, and workers that come": plan_of(
         Training("convolution", "adafactor", sharded=False),
-        Fault(2, 3, "kill", "behind the loop"),
+        Fault(2, 3, "kill", "after the loop"),
         Fault(0, 7, "kill", "soon"),
         registers=True,
         step_s=0.1,
@@ -210,7 +210,7 @@ HISTORIES = {
     ),
     "a recurrent net beside a slow rank": plan_of(
         Training("recurrent", "adamw", sharded=True),
-        Fault(0, 4, "kill", "behind optimizer.step()"),
+        Fault(0, 4, "kill", "after optimizer.step()"),
         throttled=(1,),
     ),
 }

@@ -37,7 +37,7 @@ def assert_same(told: list[Told], alone: Told) -> None:
 
 CASES = [
     pytest.param(phase, number % 3, marks=[] if number % 4 == 0 else [pytest.mark.slow], id=phase)
-    for number, phase in enumerate(["in a micro-batch", "behind the loop", *PHASES])
+    for number, phase in enumerate(["in a micro-batch", "after the loop", *PHASES])
 ]
 
 
@@ -67,7 +67,7 @@ async def test_one_death_after_another_leaves_one_that_has_everything(
 
 
 @pytest.mark.parametrize(
-    "phase", ["in a micro-batch", pytest.param("behind the loop", marks=pytest.mark.slow)]
+    "phase", ["in a micro-batch", pytest.param("after the loop", marks=pytest.mark.slow)]
 )
 async def test_with_a_plain_optimizer_the_step_is_taken_again_with_the_same_bits(
     session: cl.Session, cluster: None, phase: str

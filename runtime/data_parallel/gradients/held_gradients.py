@@ -156,8 +156,8 @@ class HeldGradients:
 
     @property
     def habits(self) -> Habits:
-        """What a model that is made again after a loss takes over: in its first steps a rank may
-        have no data, and then it has to know what the others do."""
+        """What a model that is made again after a worker was lost takes over: in its first steps a
+        rank may have no data, and then it has to know what the others do."""
         return self._usual
 
     @habits.setter

@@ -139,7 +139,7 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
     sys.path.insert(0, str(Path(sys.argv[0]).parent) if is_file else "")
     import numpy
 
-    numpy.random.seed()  # Python's own generator is seeded anew by itself.
+    numpy.random.seed()  # Python's own generator is seeded again by itself.
 
 
 def run(argv: list[str]) -> None:
@@ -174,7 +174,7 @@ if __name__ == "__main__":
     status = 0
     try:
         run(sys.argv)
-    except SystemExit as ends:  # With any other exception Python ends as ever.
+    except SystemExit as ends:  # With any other exception Python ends as usual.
         if not isinstance(ends.code, int | None):
             print(ends.code, file=sys.stderr)
         status = ends.code if isinstance(ends.code, int) else int(ends.code is not None)

@@ -1,7 +1,7 @@
 """What depends on other ranks, and whether the host may read it.
 
 Each allocation knows the collectives that it depends on, by the place of the last one in its
-stream. A kernel gives what it reads to what it writes; a collective starts anew, as whoever knows
+stream. A kernel gives what it reads to what it writes; a collective starts again, as whoever knows
 that it has succeeded knows it of those before it. A wait on the host that returns tells that all
 collectives up to a place have succeeded, and so does `is_completed`. In a strict process our own
 code must read nothing that depends on a later one: if the collective is stopped, its kernel ends
@@ -49,7 +49,7 @@ def check_read(places: Places, what: str) -> None:
     where = streams.place_of_ours()
     if where:
         streams.machine().misuses.append(
-            f"{what} at {where} of what a collective has written, behind no wait_on_host"
+            f"{what} at {where} of what a collective has written, after no wait_on_host"
         )
 
 

@@ -1,12 +1,12 @@
 """`cupy.cuda.nccl` that is not there, with the semantics of NCCL 2.30 as its sources have them.
 
-init      blocks until all ranks have come, for ever if need be; refuses two ranks whose hosts
+init      blocks until all ranks have come, forever if need be; refuses two ranks whose hosts
           have one hash and whose devices have one PCI address, unless the environment of this rank
           allows it: from 2.30 on also if both are other ranks. What must be the same on all ranks
           and is not is undefined
 environment  is read once in a process
 kernels   run in the order of their stream and meet those of the other ranks; they wait for ranks
-          that never come for ever, and report nothing
+          that never come forever, and report nothing
 groupEnd  with the first send or recv between two ranks connects them, and blocks the host until
           the other rank does too (group.cc, ncclP2PPreconnectFunc); an abort frees it by an error
 abort     ends kernels that run or are queued. They run to their end on what they have, write it to
@@ -65,7 +65,7 @@ _SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
 class Settings:
     """hub: path of its socket. abort_s: how long an abort takes at least. calls: the kernels that
     were launched, each as the names of the operations in it. broken: the number of an error that
-    NCCL's own threads have found. breaks: kernels then wait for ever. kernel_s: how long a kernel
+    NCCL's own threads have found. breaks: kernels then wait forever. kernel_s: how long a kernel
     takes at least. entering: called by each communicator that is about to be made, with its
     rank. bus: the PCI address of the GPU; "" for one that no other rank has. version: of NCCL."""
 
@@ -180,7 +180,7 @@ def _check(told: list[Told], mine: Told) -> None:
     if refused:
         raise NcclError(5)
     if len({one.ctas for one in told}) > 1:
-        streams.machine().misuses.append("ranks differ in NCCL_MAX_CTAS, and wait for ever")
+        streams.machine().misuses.append("ranks differ in NCCL_MAX_CTAS, and wait forever")
     if len({host for host, _ in places}) > 1 and len({one.network for one in told}) > 1:
         streams.machine().misuses.append("ranks connect by different networks")
 

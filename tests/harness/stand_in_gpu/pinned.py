@@ -1,4 +1,4 @@
-"""Pinned host memory: copies between it and the GPU go on while the host does other things.
+"""Pinned host memory: copies between it and the GPU continue while the host does other things.
 
 What a copy brings down is undefined until it has ended, so the memory is poisoned when the copy is
 launched. A copy up reads what the memory holds when the stream comes to it. What came down depends
