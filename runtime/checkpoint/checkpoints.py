@@ -181,7 +181,7 @@ class Checkpoints:
                 # Registering a schedule puts back what was loaded into its optimizer.
                 "%r resumes with the options of the checkpoint: %s. To use yours instead, set "
                 "them after the last ctx.register, as in optimizer.%s; a schedule computes "
-                "from what it has loaded itself (base_lrs) and from max_lr in the groups: set these too",
+                "from what it has loaded (base_lrs) and from max_lr in the groups: set these too",
                 entry.name,
                 changes,
                 line,
