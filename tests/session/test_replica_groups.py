@@ -175,7 +175,7 @@ def both_die(ctx, folder):
 async def test_a_shard_that_no_rank_has_any_more_is_named(cluster, tmp_path):
     async with session((2, 4)) as workers:
         with pytest.raises(
-            cl.StateLost, match="all ranks that had shard 1 of 2 of 'model' died. Save"
+            cl.StateLost, match=r"all ranks that had shard 1 of 2 of 'model' died\. Save"
         ):
             await workers.run(both_die, folder=tmp_path)
 
