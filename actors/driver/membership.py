@@ -490,7 +490,7 @@ class Membership:
         # One that has frozen in the meantime answers after all; its report counts, and its shard.
         unfrozen = {run.members[rank].info.worker_id for rank in run.round.unfrozen}
         fenced = [worker_id for worker_id in worker_ids if worker_id in unfrozen]
-        run.fenced |= dict.fromkeys(fenced, why)
+        run.fenced |= {worker_id: _missed(run, worker_id) + why for worker_id in fenced}
         return [instructions.Fence(worker_id) for worker_id in fenced]
 
     def _decide(self, run: RunState) -> list[Instruction]:
@@ -650,6 +650,17 @@ def _freezes(
         )
         for rank in sorted(run.running - {but})
     ]
+
+
+def _missed(run: RunState, worker_id: str) -> str:
+    """Which operation a worker has not come to, as a rank that waited for it there has said; empty
+    if none did."""
+    late = [rank for rank, one in enumerate(run.members) if one.info.worker_id == worker_id]
+    for frozen in run.round.frozen.values():
+        error = frozen.error
+        if isinstance(error, CollectiveTimeout) and not set(late).isdisjoint(error.ranks):
+            return f"it did not come to {error.operation} within {error.timeout_s:g} s, and "
+    return ""
 
 
 def _dismissals(

@@ -125,6 +125,26 @@ def test_the_loss_of_a_worker_that_was_killed_says_why_it_was() -> None:
     assert "because its control loop does not answer" in str(abort.error)
 
 
+@pytest.mark.parametrize(
+    ("event", "why"),
+    [
+        (RankSilent("worker-1-0", 0), "its control loop does not answer"),
+        (PatienceEnded(0), "its function did not stop in time"),
+    ],
+    ids=["silent", "late"],
+)
+def test_a_worker_that_was_killed_for_its_delay_is_told_with_the_operation(
+    event: Event, why: str
+) -> None:
+    membership, _ = running(worker(0), worker(1), max_failures=0)
+    late = CollectiveTimeout("all_reduce #7 (float32)", 0, [1], 5.0)
+    membership.handle(RankFroze(replace(froze(0).frozen, error=late)))
+    assert membership.handle(event)
+    (abort,) = [one for one in membership.handle(death(1)) if isinstance(one, AbortRank)]
+    missed = "because it did not come to all_reduce #7 (float32) within 5 s, and "
+    assert missed + why in str(abort.error)
+
+
 def test_a_run_that_is_given_up_without_a_loss_says_why_it_cannot_go_on() -> None:
     membership, _ = running(worker(0), worker(1), worker(2))
     assert membership.handle(Leaving("worker-1-0", "it is drained"))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +175,36 @@ async def test_a_worker_that_hangs_is_killed_and_costs_nothing(
     told = await session.run(train, kind=KIND, folder=str(tmp_path), victims=victims, acts=acts)
     assert {one.world_size for one in told} == {2}
     assert_as_if_nothing_was(KIND, str(tmp_path), told, victims)
+
+
+def compute_for_ever_in_the_third_step(ctx: cl.Context, optim: Any) -> None:
+    """Its process goes on, and answers; its GPU runs one kernel that does not end."""
+    faults = optimizer_engine_of(optim).faults
+    faults.at(Instant.REDUCE, lambda: here().launch(threading.Event().wait), 3)
+
+
+@pytest.mark.slow
+async def test_a_kernel_that_never_ends_is_told_with_rank_and_operation_and_costs_nothing(
+    session: cl.Session,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its rank leaves the first generation as all do; in the second one it does not."""
+    holding: Any = session._holding
+    monkeypatch.setattr(holding, "_options", replace(holding._options, timeout_s=5.0))
+    victims = {1: (2, "computes for ever")}
+    acts = {1: compute_for_ever_in_the_third_step}
+    told = await session.run(train, kind=KIND, folder=str(tmp_path), victims=victims, acts=acts)
+    assert {one.world_size for one in told} == {2}
+    assert_as_if_nothing_was(KIND, str(tmp_path), told, victims)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "rank 1 (pid" in line]
+    killed = re.compile(
+        r"step 2: rank 1 \(pid \d+\) died \(the driver ended its process, because it did not "
+        r"come to \w+ #\d+ \(.*\) within 5 s, and its function did not stop in time\)\. 2 workers "
+        r"continue after .*; no step is lost"
+    )
+    assert any(map(killed.match, lines)), lines
 
 
 @pytest.mark.slow
