@@ -48,7 +48,8 @@ def _follower(number: int, each: Any, given: Sequence[Any], joinables: Sequence[
 
 def _check_needs_nothing(number: int, each: Any) -> None:
     """Raises TypeError for what a joined rank cannot call, as it needs an argument."""
-    function = each.step if hasattr(each, "step") else each
+    is_module = isinstance(each, torch.nn.Module)
+    function = each.step if hasattr(each, "step") else each.forward if is_module else each
     if isinstance(each, torch.optim.Optimizer):
         # A schedule has replaced the method by a function whose signature shows a `self`.
         function = type(each).step.__get__(each)
@@ -57,7 +58,7 @@ def _check_needs_nothing(number: int, each: Any) -> None:
     except ValueError:
         return  # Of a function without a signature, the call will tell.
     except TypeError as error:
-        named = type(each).__name__ if hasattr(each, "step") else getattr(each, "__name__", "it")
+        named = getattr(each, "__name__", type(each).__name__)
         call = "step()" if hasattr(each, "step") else "it"
         raise TypeError(
             f"step_along[{number}], {named}, cannot be called without arguments ({error}), and a "

@@ -87,3 +87,9 @@ def test_a_function_that_steps_a_sharded_optimizer_is_refused_on_the_rank_withou
     for told in ranks_of(2).run(steps_in_a_function, lengths):
         assert f"calls step() of a ZeroRedundancyOptimizer on rank {joined}, which has run" in told
         assert "needs gradients" not in told
+
+
+def test_a_module_in_step_along_is_refused_where_the_join_is_made(alone: cl.Group) -> None:
+    model = cl.DistributedDataParallel(make_model(torch.float32), alone)
+    with pytest.raises(TypeError, match=r"step_along\[0\], Sequential, cannot be called without"):
+        cl.Join([model], step_along=[model.module])
