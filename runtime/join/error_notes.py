@@ -18,11 +18,12 @@ FIRST_PLACE, LAST_PLACE = 16, 15
 
 IN_TURN = (
     "A rank without data shadows the listed models and optimizers in turn, once each: list them "
-    "in the order of their steps. A ZeroRedundancyOptimizer ends the step of its model in step(); "
-    "with plain optimizers the backward pass ends it, and of the models in one pass that of the "
-    "model whose forward pass came last is the first, as in Join([decoder, encoder]). If the body "
-    "uses one of them more often than another (a critic five times, its generator once, whose loss "
-    "is also a pass of the critic), give Join a group to follow, "
+    "in the order in which the body comes to them. A model with a ZeroRedundancyOptimizer of its "
+    "own comes in step(), just before the optimizer. One without, or whose optimizer has whole "
+    "parameters or other models too, comes in the backward pass, and of those in one pass the one "
+    "whose forward pass was last comes first, as in Join([decoder, encoder]). If the body uses one "
+    "of them more often than another (a critic five times, its generator once, whose loss is also "
+    "a pass of the critic), give Join a group to follow, "
     "groups=[ctx.group.new_group(range(ctx.world_size))]: then each step is announced. Optimizers "
     "in step_along cannot follow that: make them ZeroRedundancyOptimizers"
 )

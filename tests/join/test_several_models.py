@@ -120,9 +120,18 @@ def loss_through(models, batch, is_chain):
     return (output - batch).square().mean()
 
 
-def one_pass_in_one_process(lengths, num_models, is_chain):
+OF_ONE_PASS = {
+    # The optimizer, and whether the body comes to the models in the order of their steps.
+    **dict.fromkeys(WAYS, (torch.optim.SGD, False)),
+    "zero": (torch.optim.SGD, True),
+    "zero over all": (torch.optim.SGD, False),
+    "zero, whole parameters": (torch.optim.Adafactor, False),
+}
+
+
+def one_pass_in_one_process(lengths, num_models, way, is_chain):
     models = make_chain(num_models)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+    optimizers = [OF_ONE_PASS[way][0](model.parameters(), lr=LR) for model in models]
     data = [batches_of(rank, n, torch.float64) for rank, n in enumerate(lengths)]
     for number in range(max(lengths)):
         for own in data:
@@ -137,16 +146,22 @@ def one_pass_in_one_process(lengths, num_models, is_chain):
 def one_pass_on_ranks(group, lengths, order, way, is_chain):
     with another_group(group) as own:
         models = [cl.DistributedDataParallel(each, own) for each in make_chain(len(order))]
-        kind, along = torch.optim.SGD, {}
-        listed = [[models[number]] for number in order]
-        if way == "zero":
+        kind, along = OF_ONE_PASS[way][0], {}
+        listed = [models[number] for number in order]
+        if way == "zero over all":
+            every = [p for model in models for p in model.parameters()]
+            optimizers = [cl.ZeroRedundancyOptimizer(every, kind, lr=LR, group=own)]
+            listed += optimizers
+        elif "zero" in way:
             optimizers = [cl.ZeroRedundancyOptimizer(model, kind, lr=LR) for model in models]
-            listed = [[models[number], optimizers[number]] for number in order]
+            pairs = [(models[number], optimizers[number]) for number in order]
+            listed = [one for pair in pairs for one in pair] if way == "zero" else listed
+            listed += optimizers if "whole" in way else []
         else:
             optimizers = [kind(model.parameters(), lr=LR) for model in models]
             along = {"step_along": optimizers} if "along" in way else {}
         try:
-            with cl.Join([one for each in listed for one in each], skew_warning=None, **along):
+            with cl.Join(listed, skew_warning=None, **along):
                 for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
                     loss_through(models, batch, is_chain).backward()
                     for optimizer in optimizers:
@@ -163,10 +178,10 @@ def test_models_in_one_pass_are_listed_in_the_order_that_the_error_names(
     ranks_of, num_models, is_chain
 ):
     lengths = (2, 4)
-    expected = one_pass_in_one_process(lengths, num_models, is_chain)
-    for way in WAYS:
-        # Of the steps: the optimizers step forwards, a backward pass comes backwards.
-        right = tuple(range(num_models)) if way == "zero" else (*reversed(range(num_models)),)
+    for way, (_, by_steps) in OF_ONE_PASS.items():
+        expected = one_pass_in_one_process(lengths, num_models, way, is_chain)
+        # The optimizers step forwards, and a backward pass goes backwards.
+        right = tuple(range(num_models)) if by_steps else (*reversed(range(num_models)),)
         for order in itertools.permutations(range(num_models)):
             results = ranks_of(2).run(one_pass_on_ranks, lengths, order, way, is_chain)
             if order == right:
@@ -176,5 +191,5 @@ def test_models_in_one_pass_are_listed_in_the_order_that_the_error_names(
                 continue
             for told in results:
                 assert isinstance(told, str), (way, order)
-                assert "list them in the order of their steps. A ZeroRedundancyOptimizer" in told
-                assert "forward pass came last is the first, as in Join([decoder, enc" in told
+                assert "list them in the order in which the body comes to them. A model" in told
+                assert "forward pass was last comes first, as in Join([decoder, enc" in told
