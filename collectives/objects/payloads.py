@@ -20,7 +20,16 @@ def dumps(value: Any, argument: str) -> bytes:
     try:
         return pickled(value)
     except Exception as error:
-        raise TypeError(f"{argument} cannot be pickled: {type(error).__name__}: {error}") from error
+        # On a worker no module has what the script itself defines.
+        remedy = (
+            ". Put the class or function into a module that every rank can import, or send its "
+            "fields; in a train function, ctx.broadcast() sends it as it is"
+            if "__main__" in str(error)
+            else ""
+        )
+        raise TypeError(
+            f"{argument} cannot be pickled: {type(error).__name__}: {error}{remedy}"
+        ) from error
 
 
 def pickled(value: Any) -> bytes:

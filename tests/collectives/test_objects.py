@@ -21,6 +21,7 @@ from chorusline.collectives.contract.errors import (
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, error_of, run_ranks, transports
+from tests.references.script_values import Mode, Options, Point
 
 
 class Touchy:
@@ -248,6 +249,12 @@ def test_what_cannot_be_pickled_is_refused_before_anything_is_sent(alone: Group)
     with pytest.raises(TypeError, match=r"objects\[0\] cannot be pickled"):
         alone.scatter_object_list([lambda: None])
     assert alone.all_gather_object(1).wait() == [1]
+
+
+@pytest.mark.parametrize("value", [Mode.EVAL, Point(1, 2), Options(0.1), [Mode]], ids=repr)
+def test_what_only_the_script_has_is_refused_with_the_remedy(alone: Group, value: Any) -> None:
+    with pytest.raises(TypeError, match=r"into a module that every rank .* ctx\.broadcast\(\)"):
+        alone.all_gather_object({"deep": value})
 
 
 def test_bad_arguments_are_refused(alone: Group) -> None:
