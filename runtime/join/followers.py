@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 Follower = Callable[[], object]
@@ -59,14 +60,29 @@ def _check_needs_nothing(number: int, each: Any) -> None:
         return  # Of a function without a signature, the call will tell.
     except TypeError as error:
         named = getattr(each, "__name__", type(each).__name__)
-        call = "step()" if hasattr(each, "step") else "it"
         raise TypeError(
             f"step_along[{number}], {named}, cannot be called without arguments ({error}), and a "
-            "rank that has run out of data has no argument for it. List a function in its place "
-            f"that calls {call} with a value that is the same on all ranks, and call that "
-            "function in the body; a ReduceLROnPlateau takes a metric of the whole epoch, so "
-            "call its step(metric) after the Join, with ctx.reduce(metric)"
+            f"rank that has run out of data has no argument for it. {_in_place_of(each)}"
         ) from None
+
+
+def _in_place_of(each: Any) -> str:
+    """What to list in place of something that needs an argument."""
+    if isinstance(each, torch.amp.GradScaler):
+        return (
+            "List what the body calls, in its order, in place of the optimizer too: "
+            "step_along=[functools.partial(scaler.step, optimizer), scaler.update]"
+        )
+    if isinstance(each, ReduceLROnPlateau):
+        return (
+            "It takes a metric of the whole epoch: call its step(metric) after the Join, with "
+            "ctx.reduce(metric)"
+        )
+    call = "step()" if hasattr(each, "step") else "it"
+    return (
+        f"List a function in its place that calls {call} with a value that is the same on all "
+        "ranks, and call that function in the body"
+    )
 
 
 def _averaged(average: AveragedModel, joinables: Sequence[Any]) -> Any:

@@ -89,7 +89,30 @@ def test_a_function_that_steps_a_sharded_optimizer_is_refused_on_the_rank_withou
         assert "needs gradients" not in told
 
 
-def test_a_module_in_step_along_is_refused_where_the_join_is_made(alone: cl.Group) -> None:
+class Meter:
+    def step(self, loss: float) -> None: ...
+
+
+NEED_AN_ARGUMENT: dict[str, tuple[Callable[[torch.optim.Optimizer], Any], str]] = {
+    "Sequential": (lambda _: make_model(torch.float32), "List a function in its place that calls"),
+    "Meter": (lambda _: Meter(), "List a function in its place that calls step"),
+    "<lambda>": (lambda _: lambda loss: loss, "List a function in its place that calls it"),
+    "ReduceLROnPlateau": (
+        torch.optim.lr_scheduler.ReduceLROnPlateau,
+        r"call its step\(metric\) after the Join, with ctx\.reduce",
+    ),
+    "GradScaler": (
+        lambda _: torch.amp.GradScaler("cpu"),
+        r"step_along=\[functools\.partial\(scaler\.step, optimizer\), scaler\.update\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NEED_AN_ARGUMENT)
+def test_what_needs_an_argument_says_what_to_list_in_its_place(kind: str, alone: cl.Group) -> None:
     model = cl.DistributedDataParallel(make_model(torch.float32), alone)
-    with pytest.raises(TypeError, match=r"step_along\[0\], Sequential, cannot be called without"):
-        cl.Join([model], step_along=[model.module])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    make, says = NEED_AN_ARGUMENT[kind]
+    named = rf"step_along\[1\], {kind}, cannot be called without arguments .*{says}"
+    with pytest.raises(TypeError, match=named):
+        cl.Join([model], step_along=[optimizer, make(optimizer)])
