@@ -114,7 +114,7 @@ def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:
     options: dict[str, Any] = {"log_to_driver": log_to_driver}
     if in_kernel():  # A notebook shows what Ray says of the connection as if it were an error.
         options["logging_level"] = logging.WARNING
-        rays_notices.leave_out_in_a_notebook()
+        rays_notices.leave_out_tokens()
     if address == "local" and may_start:
         _start_cluster(**options)
         return True
@@ -125,6 +125,7 @@ def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:
 def _start_cluster(**options: Any) -> None:
     """Raises NoCluster if Ray cannot start, as on a machine that is too busy."""
     _check_paths()
+    rays_notices.leave_out_tokens()  # Ray makes the token, and this process has it.
     start = partial(ray.init, address="local", include_dashboard=False, **options)
     try:
         if threading.current_thread() is threading.main_thread():

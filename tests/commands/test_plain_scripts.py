@@ -226,7 +226,11 @@ def test_the_trainer_on_two_ranks_trains_as_in_one_process(
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_the_cluster_of_the_command_stays_when_the_script_begins_again(tmp_path: Path) -> None:
+def test_the_cluster_of_the_command_stays_when_the_script_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE")  # As for a visitor: Ray asks for a token by itself.
+    monkeypatch.setenv("HOME", str(tmp_path))
     script = tmp_path / "fails.py"
     script.write_text(
         "import os, sys\n"
@@ -237,3 +241,4 @@ def test_the_cluster_of_the_command_stays_when_the_script_begins_again(tmp_path:
     done = started([*OURS[:3], "--workers", "1", "--max-restarts", "2"], script)
     assert last_lines(done) == ["restarts 2"]
     assert done.stderr.count("Started a local Ray instance") == 1, done.stderr
+    assert "Token authentication" not in done.stderr

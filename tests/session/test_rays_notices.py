@@ -42,7 +42,7 @@ def test_only_deaths_that_the_session_tells_are_left_out(monkeypatch: pytest.Mon
     assert printed == [messages[3], messages[2]]
 
 
-def test_a_notebook_is_not_warned_that_its_cluster_asks_for_a_token(
+def test_no_warning_says_that_the_programs_own_cluster_asks_for_a_token(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = pytest.importorskip("ray._private.authentication.authentication_token_setup")
@@ -50,8 +50,8 @@ def test_a_notebook_is_not_warned_that_its_cluster_asks_for_a_token(
         pytest.skip("this Ray starts local clusters without a token")
     monkeypatch.setattr(setup.logger, "filters", [])
     monkeypatch.setattr(logging.getLogger("ray"), "propagate", True)
-    rays_notices.leave_out_in_a_notebook()
-    rays_notices.leave_out_in_a_notebook()  # Of a second session.
+    rays_notices.leave_out_tokens()
+    rays_notices.leave_out_tokens()  # Of a second session.
     setup._warn_token_auth_enabled()
     setup._warn_token_auth_disabled()
     assert {record.getMessage()[:32] for record in caplog.records} == {

@@ -3,7 +3,9 @@
 Ray prints ten lines of possible causes for each process that dies, in the program. The session says
 in one line which rank it was and what that costs. Other processes' deaths are shown as before.
 
-In a notebook, which shows warnings as if they were errors, what needs no action is left out, too.
+A warning that needs no action is left out, too: that a cluster which starts with the program asks
+for a token. It was the first line that a visitor saw. In a notebook, which shows warnings as if
+they were errors, it is left out for other clusters as well.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ def is_told_by_a_session(message: str) -> bool:
     return found is not None and int(found[1]) in _pids
 
 
-def leave_out_in_a_notebook() -> None:
-    """From now on, in this process: that a local cluster asks for a token."""
+def leave_out_tokens() -> None:
+    """Leave out, from now on in this process, that a cluster asks for a token."""
     logging.getLogger(_TOKENS).addFilter(_needs_action)
 
 
