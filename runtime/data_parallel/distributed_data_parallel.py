@@ -109,6 +109,10 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         delay_all_reduce_named_params="leave it out: buckets follow the order in which gradients "
         "come, and static_graph=True waits for a parameter's several gradients",
         param_to_hook_all_reduce="leave it out, with delay_all_reduce_named_params",
+        bucket_cap_mb_list="write bucket_cap_mb=, the size of all buckets",
+        batched_grad_copy="leave it out: gradients move into their buckets as they come",
+        forward_sync_buffers="write broadcast_buffers=, for after the step: the next forward pass "
+        "then begins with equal buffers",
         **{TOO_MANY: "pass the arguments after the group by name"},
     )
     def __init__(

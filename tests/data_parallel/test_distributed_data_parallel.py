@@ -1,9 +1,12 @@
 """DistributedDataParallel: one gradient for all ranks, and a model that is the same on each."""
 
 import copy
+import inspect
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import chorusline as cl
 from tests.harness.standing_ranks import another_group
@@ -198,7 +201,11 @@ def sparse(group):
 
 
 def test_sparse_gradients_are_refused(ranks_of):
-    assert "only dense gradients are reduced" in ranks_of(1).run(sparse)[0]
+    (told,) = ranks_of(1).run(sparse)
+    assert "parameter weight of shape (4, 2) has a torch.sparse_coo gradient" in told
+    assert "only dense gradients are reduced" in told
+    assert "(for nn.Embedding and nn.EmbeddingBag: sparse=False)" in told
+    assert "torch's DistributedDataParallel on Chorusline's groups" in told
 
 
 def join_as_in_torch(group):
@@ -218,23 +225,61 @@ def test_a_model_makes_its_join_as_in_torch(ranks_of):
         assert largest_difference(parameters, expected) < 1e-14
 
 
-def test_arguments_of_torch_scripts_are_taken_or_refused_with_the_mend() -> None:
+TAKEN = {  # by torch's constructor: with values that mean the same here
+    "device_ids": [0],
+    "output_device": 0,
+    "broadcast_buffers": False,
+    "bucket_cap_mb": 1,
+    "find_unused_parameters": True,
+    "gradient_as_bucket_view": True,
+    "static_graph": True,
+    "mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16),
+    "skip_all_reduce_unused_params": True,
+}
+INSTEAD = {
+    "dim": "batches are split before",
+    "init_sync": "all ranks start from rank 0's parameters",
+    "process_group": "write group=, with a chorusline Group",
+    "check_reduction": "leave it out",
+    "delay_all_reduce_named_params": "buckets follow the order in which gradients come",
+    "param_to_hook_all_reduce": "leave it out",
+    "device_mesh": "write group=, with a chorusline Group",
+    "bucket_cap_mb_list": "write bucket_cap_mb=",
+    "batched_grad_copy": "gradients move into their buckets as they come",
+    "forward_sync_buffers": "write broadcast_buffers=",
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[cl.Group]:
     with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
-        net = torch.nn.Linear(2, 2)
-        model = cl.DistributedDataParallel(
-            net, group, device_ids=[0], output_device=0, skip_all_reduce_unused_params=True
-        )
-        assert model(torch.ones(1, 2)).shape == (1, 2)
-        with pytest.raises(ValueError, match="a rank owns one: start a worker for each"):
-            cl.DistributedDataParallel(net, group, device_ids=[0, 1])
-        with pytest.raises(TypeError, match="mixed_precision must be"):
-            cl.DistributedDataParallel(net, group, mixed_precision=object())
-        with pytest.raises(TypeError, match="buckets follow the order in which gradients come"):
-            cl.DistributedDataParallel(
-                net, group, delay_all_reduce_named_params=[], param_to_hook_all_reduce=net.weight
-            )
-        with pytest.raises(TypeError, match="write group=, with a chorusline Group"):
-            cl.DistributedDataParallel(net, process_group=group)
+        yield group
+
+
+def test_each_argument_of_torchs_constructor_is_in_the_table() -> None:
+    torchs = set(inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters)
+    assert torchs - {"module"} <= TAKEN.keys() | INSTEAD.keys()
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_an_argument_of_torch_scripts_is_taken(name: str, alone: cl.Group) -> None:
+    model = cl.DistributedDataParallel(torch.nn.Linear(2, 2), alone, **{name: TAKEN[name]})
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_an_argument_of_torch_scripts_is_refused_with_the_mend(name: str, alone: cl.Group) -> None:
+    told = rf"DistributedDataParallel\(\) has no argument '{name}': .*{INSTEAD[name]}"
+    with pytest.raises(TypeError, match=told):
+        cl.DistributedDataParallel(torch.nn.Linear(2, 2), alone, **{name: None})
+
+
+def test_values_of_torchs_arguments_that_mean_nothing_here_are_refused(alone: cl.Group) -> None:
+    with pytest.raises(ValueError, match="a rank owns one: start a worker for each"):
+        cl.DistributedDataParallel(torch.nn.Linear(2, 2), alone, device_ids=[0, 1])
+    with pytest.raises(TypeError, match="mixed_precision must be"):
+        cl.DistributedDataParallel(torch.nn.Linear(2, 2), alone, mixed_precision=object())
 
 
 def test_completion_shows_torchs_names_and_the_public_ones_only() -> None:

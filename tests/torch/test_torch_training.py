@@ -98,6 +98,35 @@ def test_ddp_of_three_ranks_is_one_process_of_three_batches(ranks_of):
 # -- a communication hook whose callbacks communicate ----------------------------------------------
 
 
+def with_sparse_gradients(rank, size):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Embedding(7, 3, sparse=True, dtype=torch.float64))
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(words(rank, step)).square().sum().backward()
+        assert model.module.weight.grad.is_sparse
+        optimizer.step()
+    return model.module.weight.detach().clone()
+
+
+def words(rank, step):
+    """As many as the rank has; some are those of other ranks."""
+    return torch.tensor([(step + i) % 7 for i in range(rank + 1)])
+
+
+def test_ddp_adds_up_sparse_gradients(ranks_of):
+    torch.manual_seed(0)
+    alone = torch.nn.Embedding(7, 3, sparse=True, dtype=torch.float64)
+    optimizer = torch.optim.SparseAdam(list(alone.parameters()), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum(alone(words(rank, step)).square().sum() / 3 for rank in range(3)).backward()
+        optimizer.step()
+    for weight in ranks_of(3).run(with_torch, "chorusline", with_sparse_gradients):
+        torch.testing.assert_close(weight, alone.weight, rtol=1e-12, atol=1e-12)
+
+
 def with_power_sgd(rank, size, compress):
     torch.manual_seed(0)
     layers = torch.nn.Linear(7, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)

@@ -169,8 +169,10 @@ class Gradients:
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"parameter {self.names[number]} of shape {tuple(parameter.shape)} has a "
-                f"{gradient.layout} gradient; only dense gradients are reduced (for nn.Embedding: "
-                "sparse=False)"
+                f"{gradient.layout} gradient; only dense gradients are reduced, as parts of a flat "
+                "buffer. Make it dense (for nn.Embedding and nn.EmbeddingBag: sparse=False), or "
+                "train with torch's DistributedDataParallel on Chorusline's groups "
+                "(ctx.init_torch_distributed)"
             )
         # It would be cast, and no longer be what the program computed.
         if gradient.dtype != view.dtype:
