@@ -67,6 +67,7 @@ from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement, Note
 from ..process.between_runs import between_runs
 from ..process.leftovers import LeftoverVote
+from ..process.option_numbers import is_number, number_of
 from ..process.running import Survival, current_group, recovery_of
 from ..process.step_boundary import boundary
 from .ballot import (
@@ -181,8 +182,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             params = [p for p in params.parameters() if p.requires_grad]
         check_arguments(params, optimizer_class, group, defaults)
         check_kinds(ZeroRedundancyOptimizer.__init__, arguments)
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm must be positive, got {max_norm}")
+        max_norm = _checked_norm(max_norm)
         if (number := whole(replicas)) is None or number < 1:
             raise ValueError(f"replicas must be a whole number of at least 1, got {replicas!r}")
         replicas = number
@@ -224,8 +224,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
                 raise ValueError(f"check_every does not work with this model: {told}")
         self.num_steps = 0
         """Number of applied steps, equal on all ranks."""
-        self.max_norm = max_norm
-        """The norm to which the mean gradient is clipped; None: no clipping."""
+        self._max_norm = max_norm
         self.grad_norm: float | None = None
         """2-norm of the mean gradient of the last step, before clipping; None without max_norm."""
 
@@ -248,6 +247,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         shard = ParameterShard(optimizer_class, defaults, group, verdict=verdict, replicas=replicas)
         self._engine = OptimizerEngine(self, shard, model)
         self._engine.begin()
+
+    @property
+    def max_norm(self) -> float | None:
+        """The norm to which the mean gradient is clipped; None: no clipping. It may be set."""
+        return self._max_norm
+
+    @max_norm.setter
+    def max_norm(self, norm: float | None) -> None:
+        self._max_norm = _checked_norm(norm)
 
     @property
     def group(self) -> Group:  # type: ignore[override]
@@ -518,6 +526,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
                 "a ZeroRedundancyOptimizer finishes the steps of its model, so Join must list the "
                 "model too, before the optimizer: Join([model, optimizer])"
             )
+
+
+def _checked_norm(norm: object) -> float | None:
+    """As a float. Raises TypeError for what is no number, ValueError for one to which nothing can
+    be clipped: by a negative one the step would climb."""
+    if norm is None:
+        return None
+    if isinstance(norm, bool) or not is_number(norm):
+        raise TypeError(f"max_norm must be a number or None, got {norm!r}")
+    try:
+        number = number_of(norm)
+    except OverflowError:  # An int that no float holds.
+        number = math.inf
+    if not number > 0:
+        raise ValueError(f"max_norm must be positive, got {number}")
+    return number
 
 
 class _OptimizerHook(JoinHook):

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
@@ -146,3 +148,30 @@ def test_a_setting_reaches_a_rank_without_data_or_is_named(ranks_of, changes, le
             parameters, scale = told
             assert largest_difference(parameters, whole[0]) < 1e-11
             assert scale == whole[1]
+
+
+NORMS = (2, 2.0, np.float32(2), np.array([2.0]), torch.tensor(2), torch.tensor([2.0]))
+NO_NORMS = {
+    TypeError: ("2", True, [2.0], 2j, torch.ones(2), torch.tensor(2j), np.array(["2"])),
+    ValueError: (-1, 0, 0.0, math.nan, torch.tensor(-1.0), np.array(0)),
+}
+
+
+def test_a_norm_that_is_set_is_checked_as_one_that_is_passed(alone: cl.Group) -> None:
+    model = cl.DistributedDataParallel(make_model(torch.float32), alone)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=1.0)
+    for norm in NORMS:
+        optimizer.max_norm = norm
+        assert optimizer.max_norm == 2 and type(optimizer.max_norm) is float
+    for kind, norms in NO_NORMS.items():
+        for norm in norms:
+            with pytest.raises(kind, match="max_norm must be"):
+                optimizer.max_norm = norm
+    assert optimizer.max_norm == 2, "the one before stays"
+    for norm, is_clipped in ((math.inf, False), (10**400, False), (None, False), (1e-3, True)):
+        optimizer.max_norm = norm
+        before = model.module[0].bias.detach().clone()
+        loss_of(model, torch.ones(3, 7)).backward()
+        optimizer.step()
+        assert (float((model.module[0].bias.detach() - before).norm()) < 2e-4) == is_clipped, norm
+        optimizer.zero_grad()
