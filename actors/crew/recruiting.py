@@ -150,9 +150,9 @@ class Recruiter:
         return lost, [one.seat for one in unfit if one.will_be_idle]
 
     async def _await_idle(self, seat: int) -> None:
-        """A worker was in a dry run for the driver before, and stops: this driver hears of it when
-        it has, or of another one in its seat. If that driver had called it in, it is a rank by
-        now."""
+        """Wait until a worker has stopped that was in a dry run for the former driver. Then it is
+        registered, or another one in its seat. If the former driver had admitted the worker, it is
+        a rank by now."""
         worker, give_up_at = {seat: self._workers[seat]}, time.monotonic() + _STOP_S
         with contextlib.suppress(ActorGone):
             while time.monotonic() < give_up_at:
