@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import socket
 import threading
 import time
@@ -70,6 +71,7 @@ GONE: tuple[type[RayError], ...] = (
 and makes the error of every later call from it."""
 
 
+_ERROR = re.compile(r"[\w.]+(?:Error|Exception): ")
 _WITHOUT_A_WORD = "connection error code 2. End of file"
 """What Ray says of a process that has closed its connection and said nothing (2.50 to 2.60)."""
 
@@ -164,7 +166,11 @@ def why_gone(error: RayError) -> str:
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if line.startswith("The actor is dead because"):
-            return line.split(" Some common causes", 1)[0].rstrip(". ")
+            why, _, trace = line.partition(" Traceback (most recent call last)")
+            why = why.split(" Some common causes", 1)[0].rstrip(". ")
+            # Frames of Ray follow, errors one after the other, and a line that says nothing.
+            errors = [one for one in lines[number:] if trace and _ERROR.match(one)]
+            return ": ".join([why, *errors[-1:]])
         # The next line says how its node has ended.
         if line.startswith("The actor died because its node"):
             return " ".join(map(str.strip, lines[number : number + 2])).rstrip(". ")

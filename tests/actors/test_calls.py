@@ -61,6 +61,23 @@ def test_what_ray_says_of_a_lost_node_is_one_line():
     assert gone.value.detail == said.replace("\n\t", " ")
 
 
+def test_an_actor_that_could_not_be_imported_is_told_with_the_error_and_without_frames():
+    said = (
+        "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR "
+        "Worker exit detail: Worker exits unexpectedly. Traceback (most recent call last):\n"
+        '  File "function_manager.py", line 657\n'
+        "RuntimeError: The actor with name Driver failed to import on the worker.\n\n"
+        "AttributeError: Can't get attribute 'Driver.f' on <module 'driver'>\n\n"
+        "An unexpected internal error occurred while the worker was executing a task."
+    )
+    context = ActorDiedErrorContext(actor_id=bytes(16), error_message=said)
+    with pytest.raises(ActorGone) as gone:
+        asyncio.run(answer(_ends_with(ActorDiedError(context))))
+    assert gone.value.detail.endswith(
+        "exits unexpectedly: AttributeError: Can't get attribute 'Driver.f' on <module 'driver'>"
+    )
+
+
 def test_other_errors_of_ray_are_no_death():
     with pytest.raises(RaySystemError):
         asyncio.run(answer(_ends_with(RaySystemError("this process is not connected"))))
