@@ -58,7 +58,7 @@ class Instant(enum.Enum):
     """The step is over here."""
 
     MEET = "meet"
-    """The ranks of a generation are about to meet, also those of the first one that make a new
+    """The ranks of a generation are about to meet, even those of the first one that make a new
     group."""
 
     MOVE = "move"

@@ -1,6 +1,6 @@
 """A convolutional network with SyncBatchNorm learns to read letters, drawn in matplotlib's fonts.
 
-The statistics of a batch are those of all ranks, also of the last batch, which is smaller, and with
+The statistics of a batch are those of all ranks, even of the last batch, which is smaller, and with
 a rank that has run out of letters. All letters of a font go to one rank. One font is kept for the
 test.
 

@@ -6,7 +6,7 @@
 Four workers train the same model on the same samples. In each trial one of them, drawn by the seed,
 is killed at an instant that the seed draws, too; before the next trial there are four again.
 
-Ours: the time until a survivor has taken a step in the generation without the victim, also with
+Ours: the time until a survivor has taken a step in the generation without the victim, even with
 other numbers of workers (--also). And, for a function that can run again, the time until a step is
 taken by four ranks again: without and with a spare worker (`Session(spares=1)`), in steps of a
 rank's own batch, where all functions run again, and of a fixed global batch (`ctx.steps`), where

@@ -7,7 +7,7 @@ NCCL_HOSTID is what is hashed in place of the host's name (misc/utils.cc, getHos
 ranks then meet as if they were on different hosts, over sockets. That is slow, and it is NCCL from
 end to end: good for tests, and for notebooks on one GPU.
 
-Two properties of NCCL make these variables those of all ranks of a group, also of a rank that has
+Two properties of NCCL make these variables those of all ranks of a group, even of a rank that has
 its GPU for itself, and in a session from the first group on:
 
 - Each rank compares all pairs of ranks, and counts its channels by its own environment after the

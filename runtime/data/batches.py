@@ -28,7 +28,7 @@ class Batches(Dealt):
 
     Inside `Join` the iteration of a rank that is out of batches continues, without giving any,
     until the other ranks are out of theirs. When a rank is lost, its remaining samples go to the
-    other ranks, also to those that are out of batches and wait.
+    other ranks, even to those that are out of batches and wait.
     """
 
     def __init__(

@@ -108,7 +108,7 @@ class ChoruslineStrategy(ParallelStrategy):
         `mixed_precision`, …), and the plugins of Lightning's ParallelStrategy.
 
     `devices` and `num_nodes` of the Trainer have no effect: a rank has the device of its context.
-    DistributedSamplers, also those that Lightning inserts, do not repeat samples to make numbers
+    DistributedSamplers, even those that Lightning inserts, do not repeat samples to make numbers
     equal. Each sample counts once in an epoch of `fit`, `validate` and `test`, and ranks may get
     different numbers of batches (the limits of that: lightning/epochs.py).
 

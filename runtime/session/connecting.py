@@ -233,7 +233,7 @@ def _restore_sigterm(before: Any) -> None:
 
 def _reached(address: str) -> str:
     """The address of the cluster, as host:port. Raises OSError at once where nothing listens: Ray
-    itself tries again for a minute, also with the address that a cluster has left behind which was
+    itself tries again for a minute, even with the address that a cluster has left behind which was
     killed."""
     if address == "auto":
         address = ray._private.services.canonicalize_bootstrap_address("auto") or ""

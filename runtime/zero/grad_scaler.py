@@ -63,7 +63,7 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
         self._current_scale().fill_(scale)
 
     def _current_scale(self) -> torch.Tensor:
-        """(1,) the scale of the losses, also on a rank that has scaled none yet."""
+        """(1,) the scale of the losses, even on a rank that has scaled none yet."""
         if self._scale is None:
             self.scale(torch.zeros((), device=self.join_device))
         assert self._scale is not None

@@ -52,7 +52,7 @@ class Fetchers:
         fetcher.close()
 
     def close(self) -> None:
-        """The function has ended: end all processes, also those of iterations that it has left
+        """The function has ended: end all processes, even those of iterations that it has left
         by an error."""
         fetchers, self._free, self._taken = [*self._free, *self._taken], [], []
         for fetcher in fetchers:
