@@ -24,9 +24,14 @@ from chorusline.collectives.objects.blocking import broadcast_object
 from ..process.sharded_tensors import is_dtensor, is_fully_sharded
 
 
+def is_model_in_shards(made: object) -> bool:
+    """Whether it is a model of `fully_shard`, or has a part that is one."""
+    return isinstance(made, torch.nn.Module) and any(map(is_fully_sharded, made.modules()))
+
+
 def is_sharded(made: object) -> bool:
     """Whether each rank has a shard of its own of this model or optimizer."""
-    return is_fully_sharded(made) or (
+    return is_model_in_shards(made) or (
         isinstance(made, torch.optim.Optimizer)
         and hasattr(made, "_optimizer_step_pre_hooks")
         and steps_shards(made)
@@ -53,8 +58,19 @@ def parameters_of(model: Any) -> list[tuple[str, Any]]:
 
 def why_not_in_replicas(model: Any, name: str, replica_size: int, group: Group) -> str:
     """The reason why a registered model does not survive the loss of a rank; empty if it does."""
+    sharded = dict(parameters_of(model))
+    beside = [
+        of_parameter
+        for of_parameter, parameter in model.named_parameters()
+        if parameter.requires_grad and of_parameter not in sharded
+    ]
+    if beside:
+        return (
+            f"parameter {beside[0]} of {name!r} is not sharded, so each rank has its own; apply "
+            "fully_shard to the whole model, too, without ignored_params"
+        )
     shape = (group.size // replica_size, replica_size)
-    meshes = {tuple(parameter.device_mesh.shape) for _, parameter in parameters_of(model)}
+    meshes = {tuple(parameter.device_mesh.shape) for parameter in sharded.values()}
     if replica_size > 1 and meshes == {shape}:
         return ""
     size = replica_size if replica_size > 1 else 2
@@ -84,7 +100,7 @@ class _Shard:
 def kept(made: Any) -> dict[str, Any]:
     """A copy of what this rank has of a model, by name its shards and buffers, or of an optimizer,
     its state_dict. Copies: the function may wrap the same module again."""
-    if is_fully_sharded(made):
+    if isinstance(made, torch.nn.Module):
         return {name: tensor.clone() for name, tensor in _live(made).items()}
     state: dict[str, Any] = tree_map(_without_mesh, made.state_dict())
     return state
@@ -93,7 +109,7 @@ def kept(made: Any) -> dict[str, Any]:
 @torch.no_grad()
 def load(made: Any, kept: dict[str, Any]) -> None:
     """Give a model or an optimizer that was made again what `kept` has of it."""
-    if is_fully_sharded(made):
+    if isinstance(made, torch.nn.Module):
         for name, tensor in _live(made).items():
             if name in kept:  # A module may have grown.
                 tensor.copy_(kept[name])

@@ -20,10 +20,9 @@ from ..data.dealer import Dealer
 from ..data_parallel.distributed_data_parallel import ModelEngine
 from ..join import active
 from ..process.registry import Registry
-from ..process.sharded_tensors import is_fully_sharded
 from ..process.step_boundary import boundary
 from ..zero.zero_redundancy_optimizer import OptimizerEngine
-from .fully_sharded import parameters_of, why_not_in_replicas
+from .fully_sharded import is_model_in_shards, parameters_of, why_not_in_replicas
 from .plain_optimizer_steps import OnTaken, PlainSteps
 from .rank_state import Facts
 
@@ -145,7 +144,7 @@ class LiveObjects:
         not registered, or a plain optimizer's. Empty if it can."""
         registered = {id(entry.object) for entry in self.call.registry}
         optimizers, models = self.optimizers().values(), self.models().values()
-        sharded = [one for one in self.call.registry if is_fully_sharded(one.object)]
+        sharded = [one for one in self.call.registry if is_model_in_shards(one.object)]
         for one in sharded:
             if why := why_not_in_replicas(
                 one.object, one.name, self.replica_size, self.call.group

@@ -112,7 +112,7 @@ async def test_a_weighted_mean_is_the_mean_over_all_samples(session: cl.Session)
 async def test_weights_that_make_no_mean_are_refused(session: cl.Session) -> None:
     with pytest.raises(ValueError, match="add up to 0: no rank had anything to count"):
         await session.run(lambda ctx: ctx.reduce(1.0, weight=0))
-    with pytest.raises(ValueError, match="at least 0, and needs op='mean'; got -1, op='mean'"):
+    with pytest.raises(ValueError, match=r"weight must be a finite number of at least 0, got -1"):
         await session.run(lambda ctx: ctx.reduce(1.0, weight=-1))
     with pytest.raises(ValueError, match="needs op='mean'; got 2, op='sum'"):
         await session.run(lambda ctx: ctx.reduce(1.0, "sum", weight=2))

@@ -1,0 +1,53 @@
+"""Which models of `fully_shard` survive the loss of a rank, and what the others are told."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from chorusline.runtime.recovery.fully_sharded import is_sharded, why_not_in_replicas
+from tests.harness.torch_groups import with_torch
+
+
+def network():
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def told(rank, size, kind):
+    shape = (2,) if kind == "one copy" else (1, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model = network()
+    if kind == "a part":
+        fully_shard(model[0], mesh=mesh)
+    elif kind == "ignored":
+        fully_shard(model, mesh=mesh, ignored_params={model[1].bias})
+    else:
+        fully_shard(model, mesh=mesh)
+    assert is_sharded(model)
+    assert is_sharded(torch.optim.SGD(model.parameters(), lr=0.1))
+    replica_size = 1 if kind == "one copy" else 2
+    before = why_not_in_replicas(model, "net", replica_size, dist.group.WORLD.group)
+    # Whole parameters are swapped in between a forward pass and its backward pass.
+    model(torch.ones(1, 3))
+    assert why_not_in_replicas(model, "net", replica_size, dist.group.WORLD.group) == before
+    return before
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("replicas", ""),
+        ("one copy", r"'net' is a model of fully_shard on a mesh of shape (2,)"),
+        ("a part", "parameter 1.weight of 'net' is not sharded"),
+        ("ignored", "parameter 1.bias of 'net' is not sharded"),
+    ],
+)
+def test_what_keeps_a_model_from_surviving_is_told(ranks_of, kind, says):
+    for text in ranks_of(2).run(with_torch, "chorusline", told, kind):
+        assert text.startswith(says) and bool(text) == bool(says)
+
+
+def test_a_model_in_whole_is_not_sharded():
+    model = network()
+    assert not is_sharded(model) and not is_sharded(torch.optim.SGD(model.parameters(), lr=0.1))
