@@ -643,6 +643,8 @@ class OptimizerEngine:
             self._own(self.reducer.parameters, self.reducer.buckets)
         laid_out = {id(p) for p in shard.parameters}
         self._waiting = [p for p in dict.fromkeys(given) if id(p) not in laid_out]
+        self._given = self._parameters_now()
+        """The parameters that each group has been given, by id()."""
         self.take_up_trainable()
 
     def begin(self) -> None:
@@ -662,6 +664,7 @@ class OptimizerEngine:
 
     def add(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Cut shards of these parameters too, as soon as they are trainable."""
+        self._given = self._parameters_now()
         self._waiting += parameters
         self.take_up_trainable()
 
@@ -741,9 +744,30 @@ class OptimizerEngine:
                 "over its parameters. Make one optimizer for the model, with a parameter group for "
                 "each set of options, and step the newest one"
             )
-        if self.reducer is None or self.model is None:
-            return ""
+        why = self._why_regrouped()
+        if why or self.reducer is None or self.model is None:
+            return why
         return self.model.why_unfrozen() or self.reducer.why_changed()
+
+    def _parameters_now(self) -> list[list[int]]:
+        return [[*map(id, options["params"])] for options in self.optimizer.param_groups]
+
+    def _why_regrouped(self) -> str:
+        """Says that the program has changed the lists of parameters itself, by whose numbers shards
+        and options are found; empty if it has not."""
+        if (now := self._parameters_now()) == self._given:
+            return ""
+        before, after = [*map(len, self._given)], [*map(len, now)]
+        what = (
+            f"have {after} parameters, and were given {before}"
+            if before != after
+            else "have other parameters, or in another order, than they were given"
+        )
+        return (
+            f"the parameter groups of the optimizer {what}. Its shards do not follow a change of "
+            "these lists: add parameters by add_param_group(), on all ranks, leave some out by "
+            "requires_grad_(False), or make a new optimizer"
+        )
 
     def _begin_ballot(self) -> None:
         """A step begins, which ends with the next ballot."""
@@ -1194,6 +1218,8 @@ class OptimizerEngine:
         return self.shard.optimizer is None and self.shard.optimizer_class not in ELEMENTWISE
 
     def _options_to_vote(self) -> list[float]:
+        if self._why_not:  # It tells the others why, and steps with none.
+            return [math.nan] * self._ballot.num_options
         numbers = self._option_numbers()
         if len(numbers) != self._ballot.num_options:
             before, now = Counter(self._labels), Counter(self._option_labels())
@@ -1238,7 +1264,8 @@ class OptimizerEngine:
                 "the batches of each step"
             )
         self._take_up_waiting()
-        if self.model is not None and (why := self.model.why_unfrozen()):
+        why = self._why_regrouped()
+        if why or (self.model is not None and (why := self.model.why_unfrozen())):
             raise RuntimeError(why)
         self._begin_ballot()
 

@@ -328,3 +328,67 @@ def test_an_embedding_that_writes_its_rows_is_not_taken_for_silent_data_corrupti
         assert "weight.renorm_(2, 0, 1)" in told
     for options, check_every in (({"max_norm": 1.0}, None), ({}, 1)):
         assert ranks_of(2).run(check_an_embedding, kind, options, check_every) == ["", ""]
+
+
+def drops_a_group(optimizer):
+    del optimizer.param_groups[0]
+
+
+def drops_a_parameter(optimizer):
+    optimizer.param_groups[0]["params"].pop()
+
+
+def appends_a_group(optimizer):
+    fresh = torch.nn.Parameter(torch.ones(2))
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [fresh]})
+
+
+def replaces_a_parameter(optimizer):
+    params = optimizer.param_groups[0]["params"]
+    params[0] = torch.nn.Parameter(params[0].detach().clone())
+
+
+def turns_the_groups(optimizer):
+    optimizer.param_groups.reverse()
+
+
+def clears_the_groups(optimizer):
+    optimizer.param_groups.clear()
+
+
+REGROUPED = {
+    drops_a_group: "have [2] parameters, and were given [2, 2]",
+    drops_a_parameter: "have [1, 2] parameters, and were given [2, 2]",
+    appends_a_group: "have [2, 2, 1] parameters, and were given [2, 2]",
+    replaces_a_parameter: "have other parameters, or in another order, than they were given",
+    turns_the_groups: "have other parameters, or in another order, than they were given",
+    clears_the_groups: "have [] parameters, and were given [2, 2]",
+}
+
+
+def step_regrouped(group, change, lengths):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        first, second = [[*layer.parameters()] for layer in model.module if [*layer.parameters()]]
+        optimizer = cl.ZeroRedundancyOptimizer(
+            [{"params": first}, {"params": second, "lr": 0.2}], torch.optim.SGD, lr=0.1
+        )
+        try:
+            with cl.Join([model, optimizer], enable=bool(lengths), skew_warning=None):
+                for number in range(lengths[own.rank] if lengths else 3):
+                    loss_of(model, torch.ones(3, 7)).backward()
+                    if number == 1:
+                        change(optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except RuntimeError as error:
+            return str(error), optimizer.num_steps
+        return "", optimizer.num_steps
+
+
+@pytest.mark.parametrize("change", REGROUPED)
+def test_lists_of_parameters_that_the_program_changes_are_refused(ranks_of, change):
+    for lengths in ((), (1, 3)):
+        for told, num_steps in ranks_of(2).run(step_regrouped, change, lengths):
+            assert REGROUPED[change] in told and "add_param_group()" in told, (lengths, told)
+            assert num_steps == 1
