@@ -36,7 +36,7 @@ def checked_weight(op: str, weight: object) -> float | None:
     if weight is None:
         return None
     if op != "mean":
-        raise ValueError(f"weight needs op='mean', got {weight!r}, op={op!r}")
+        raise ValueError(f"weight needs op='mean'; got {weight!r}, op={op!r}")
     return weight_of(weight, "weight must be a number")
 
 

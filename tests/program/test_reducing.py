@@ -183,5 +183,5 @@ def test_an_op_that_is_none_is_refused(op: Any) -> None:
 
 
 def test_a_weight_needs_a_mean() -> None:
-    with pytest.raises(ValueError, match="weight needs op='mean', got 2, op='sum'"):
+    with pytest.raises(ValueError, match="weight needs op='mean'; got 2, op='sum'"):
         checked_weight("sum", 2)
