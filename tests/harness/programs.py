@@ -46,7 +46,7 @@ def last_line_of(*arguments: str | Path, **more: Any) -> Any:
     return json.loads(output_of(*arguments, **more).splitlines()[-1])
 
 
-def figures_of(benchmark: str, *flags: str, timeout_s: float) -> Any:
-    """benchmark: its module, in benchmarks."""
+def figures_of(benchmark: str, *flags: str, **more: Any) -> Any:
+    """benchmark: its module, in benchmarks. more: as of `completed`."""
     command = ("-m", f"benchmarks.{benchmark}", *flags, "--json")
-    return last_line_of(*command, timeout_s=timeout_s)["figures"]
+    return last_line_of(*command, **more)["figures"]
