@@ -114,5 +114,5 @@ async def test_weights_that_make_no_mean_are_refused(session: cl.Session) -> Non
         await session.run(lambda ctx: ctx.reduce(1.0, weight=0))
     with pytest.raises(ValueError, match=r"weight must be a finite number of at least 0, got -1"):
         await session.run(lambda ctx: ctx.reduce(1.0, weight=-1))
-    with pytest.raises(ValueError, match="needs op='mean', got 2, op='sum'"):
+    with pytest.raises(ValueError, match="needs op='mean'; got 2, op='sum'"):
         await session.run(lambda ctx: ctx.reduce(1.0, "sum", weight=2))
