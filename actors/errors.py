@@ -31,6 +31,10 @@ from chorusline.collectives.contract.errors import (
 )
 
 RESUMES = "With Session(checkpoint=CheckpointConfig(...)) the next run resumes from the last save"
+LOADS_SHARDS = (
+    "Save with torch.distributed.checkpoint, and load it at the beginning of the function"
+)
+"""As RESUMES, for replicas of fully_shard's models, which those checkpoints do not hold."""
 
 
 @dataclass(eq=False, repr=False)
@@ -204,15 +208,16 @@ class StateLost(ChoruslineError):
     def __str__(self) -> str:
         if not self.replicas:
             return f"the run cannot continue: {self.lost}. {self.remedy} (docs/failures.md)."
-        held, at_once = (
-            ("1 rank", "one worker")
+        held, at_once, them = (
+            ("1 rank", "one worker", "it")
             if self.replicas == 1
-            else (f"{self.replicas} ranks", f"{self.replicas} workers")
+            else (f"{self.replicas} ranks", f"{self.replicas} workers", "them")
         )
         return (
-            f"the run cannot continue, because a part of the optimizer's state was on {held} only, "
-            f"and died there. With ZeroRedundancyOptimizer(..., replicas={self.replicas + 1}) a "
-            f"run survives the loss of {at_once} at a time. {self.remedy} (docs/failures.md). "
+            f"the run cannot continue, because a part of the optimizer's state was kept on {held} "
+            f"only, and was lost with {them}. With ZeroRedundancyOptimizer(..., "
+            f"replicas={self.replicas + 1}) a run survives the loss of {at_once} at a time. "
+            f"{self.remedy} (docs/failures.md). "
             f"Lost in generation {self.generation}: {self.lost}"
         )
 

@@ -403,6 +403,7 @@ class RunFailed:
     once more, with others in their place.
     may_lose: the run could have survived the loss of a worker.
     losses: of workers, in their order.
+    replica_size: as in RunRequest.
     """
 
     generation: int
@@ -414,6 +415,7 @@ class RunFailed:
     nobody_began: bool = False
     may_lose: bool = False
     losses: tuple[Loss, ...] = ()
+    replica_size: int = 1
 
 
 # ── What each says about itself ──────────────────────────────────────────────────────────────────

@@ -27,7 +27,7 @@ from chorusline.collectives.contract.errors import (
     name_ranks,
 )
 
-from .errors import RESUMES, RankFailed, WorkerLost
+from .errors import LOADS_SHARDS, RESUMES, RankFailed, WorkerLost
 from .messages import Cancellation, Failure, Loss, RunFailed, Success
 
 _MARK = "LEADS_TO_USERS_CODE"
@@ -163,13 +163,17 @@ def raise_failure(failed: RunFailed, step: int = 0) -> NoReturn:
 def _how_to_survive(failed: RunFailed) -> str:
     """What to write so that a run survives what ended this one. Where it could have survived, the
     detail of the loss says what was missing."""
-    num_workers = len(failed.workers)
-    if failed.may_lose or num_workers == 1:
-        return f"{RESUMES}."
+    num_workers, size = len(failed.workers), failed.replica_size
+    resumes, page = RESUMES, "docs/failures.md"
+    more, replicas = "", " and ZeroRedundancyOptimizer(..., replicas=2)"
+    if size > 1:
+        resumes, page = LOADS_SHARDS, "docs/torch-distributed.md"
+        more, replicas = f", replica_size={size}", ""
+    if failed.may_lose or num_workers == size:
+        return f"{resumes}."
     return (
-        f"To survive this, write Session(num_workers=(1, {num_workers})) and "
-        "ZeroRedundancyOptimizer(..., replicas=2), and register the model and the optimizer "
-        f"(ctx.register). {RESUMES} (docs/failures.md)."
+        f"To survive this, write Session(num_workers=({size}, {num_workers}){more}){replicas}, and "
+        f"register the model and the optimizer (ctx.register). {resumes} ({page})."
     )
 
 

@@ -186,6 +186,7 @@ def failed_run(run: RunState, generation: int) -> messages.RunFailed:
         nobody_began=run.nobody_began and is_by_loss,
         may_lose=run.survives_loss,
         losses=tuple(run.losses),
+        replica_size=run.replica_size,
     )
 
 

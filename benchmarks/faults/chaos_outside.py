@@ -45,7 +45,7 @@ the place of some of the faults above."""
 EXCUSES = (
     "no other rank was left to continue",
     "no process is left that knows how far the run was",
-    "optimizer state is lost",
+    "a part of the optimizer's state was kept on",
     "the result of this one is lost",
     "cannot be run again in the middle, because",
     "the reader of a Stream is gone",

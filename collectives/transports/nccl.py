@@ -46,8 +46,8 @@ ISSUE_TIMEOUT_S = 1.0  # for a launch in progress, before an abort goes ahead wi
 def load_nccl() -> Any:
     """`cupy.cuda.nccl`. Raises ImportError that says what to install."""
     remedy = (
-        "Install chorusline[cuda13] (torch from PyPI is a CUDA 13 build) or, with a CUDA 12 build "
-        "of torch, chorusline[cuda12]; never both."
+        "In a checkout of Chorusline: pip install -e '.[cuda13]' (torch from PyPI is a CUDA 13 "
+        "build) or, with a CUDA 12 build of torch, '.[cuda12]'; never both."
     )
     try:
         from cupy.cuda import nccl

@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from chorusline.actors.errors import StateLost, ends_a_generation
+from chorusline.actors.errors import LOADS_SHARDS, RESUMES, StateLost, ends_a_generation
 from chorusline.actors.run_status import RunStatus
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import ChoruslineError, CollectiveError, Group, GroupAborted
@@ -119,7 +119,8 @@ class FromTheTop:
         self._summaries = all_gather_object(group, mine)
         # Newcomers alone have no state: whatever they began with would be another run.
         if not any(one.was_there for one in self._summaries):
-            raise StateLost(group.generation, 0, "every rank that had taken a step died")
+            remedy = LOADS_SHARDS if self._lifeline.replica_size > 1 else RESUMES
+            raise StateLost(group.generation, 0, "every rank that had taken a step died", remedy)
         leader = self._summaries[leader_of(self._summaries)]
         # Ranks with a step fewer know less of the samples that were used.
         newest = [one for one in up_to_date(self._summaries) if one is not leader]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from chorusline.actors.errors import StateLost
+from chorusline.actors.errors import LOADS_SHARDS, StateLost
 from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
@@ -171,7 +171,7 @@ def shard_for(
             0,
             f"all ranks that had {shards} {', '.join(map(str, gone))} of {replica_size} of "
             f"{name!r} died",
-            "Save with torch.distributed.checkpoint, and load it at the beginning of the function",
+            LOADS_SHARDS,
         )
     if all(held == rank % replica_size for rank, held in enumerate(holders)):
         return mine

@@ -87,7 +87,8 @@ class Session:
         of it). Uses a spare if there is one; otherwise num_workers must be a pair that allows one
         worker less. At most once per seat and run.
     replica_size: workers that hold one copy of a model of torch's `fully_shard` between them
-        (`ctx.init_device_mesh`). A run continues with the replicas that have lost no worker.
+        (torch's `init_device_mesh` with two dimensions). A run continues with the replicas that
+        have lost no worker.
     use_gpu: whether each worker gets a GPU, `ctx.device`; it sees all GPUs of its node.
     resources_per_worker: Ray's resource names and amounts, over the default of one CPU (a share of
         the CPUs on a cluster that the session starts itself).

@@ -15,7 +15,9 @@ from chorusline.actors.driver.events import (
 from chorusline.actors.driver.instructions import AwaitReadiness, RestRank, ResumeRank, StartRank
 from chorusline.actors.driver.membership import Membership
 from chorusline.actors.driver.replicas import whole_replicas
-from chorusline.actors.messages import Failure, Frozen
+from chorusline.actors.errors import WorkerLost
+from chorusline.actors.messages import Failure, Frozen, Loss, RunFailed
+from chorusline.actors.outcomes import raise_failure
 from tests.references.driver_events import GONE, death, resumptions, worker
 
 
@@ -111,6 +113,20 @@ def test_halves_of_two_replicas_make_one():
     # Rank 2 had shard 0, rank 1 had shard 1.
     assert [*formed] == [worker(2).worker_id, worker(1).worker_id]
     assert formed[worker(1).worker_id].former_ranks == (2, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_lost_run_is_told_to_write_is_allowed(size):
+    gone = Loss(1, worker(1), "SIGKILL")
+    workers = tuple(map(worker, range(4)))
+    with pytest.raises(WorkerLost) as raised:
+        raise_failure(RunFailed(0, gone, workers, (), (), replica_size=size))
+    text = str(raised.value)
+    if size == 1:
+        assert "num_workers=(1, 4)) and ZeroRedundancyOptimizer(" in text and "checkpoint=" in text
+    else:
+        assert "num_workers=(2, 4), replica_size=2), and register" in text
+        assert "checkpoint=" not in text and "torch.distributed.checkpoint" in text
 
 
 def test_a_run_with_less_than_a_replica_waits_for_workers():
