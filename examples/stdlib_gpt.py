@@ -426,7 +426,8 @@ async def main() -> None:
         (args.out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
     print(summary(records))
-    repeated = f"{num_repeated(reports)} steps repeated"
+    count = num_repeated(reports)
+    repeated = f"{count} step{'s' * (count != 1)} repeated"
     if trained.samples_used is None:
         print(repeated)
     else:

@@ -17,9 +17,13 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from benchmarks.speed.compared import SYSTEMS
 from benchmarks.trials.logged import Line, steps_in
 from benchmarks.trials.workload import Workload
 from chorusline.runtime.notebook.plots import COLORS, ticks
+
+TITLES = SYSTEMS | {f"chorusline {way}": f"Chorusline, {way}" for way in ("zero", "plain", "steps")}
+"""By name of a system, what the pages call it."""
 
 FIXED_BATCH = "chorusline steps"
 """Its steps have the same samples, however many ranks share them."""
@@ -103,7 +107,8 @@ def picture(curves: Mapping[str, Curve]) -> str:
         below = max(below + 18, y(samples) + 5)
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>'
-            f'<text x="{x(at) + 8:.1f}" y="{below:.1f}" fill="{color}">{escape(name)}</text>'
+            f'<text x="{x(at) + 8:.1f}" y="{below:.1f}" fill="{color}">'
+            f"{escape(TITLES.get(name, name))}</text>"
         )
     return "\n".join([*parts, "</svg>", ""])
 

@@ -135,7 +135,8 @@ class Checkpoints:
             self.check_progress(reader.manifest.progress)
         except ValueError as error:
             raise CheckpointCorrupted(
-                f"{reader.path}/{MANIFEST}", f"its progress is not that of a run ({error})"
+                f"{reader.path}/{MANIFEST}",
+                f"the saved progress of the run cannot be read ({error})",
             ) from error
 
     def has_any(self, group: Group) -> bool:

@@ -19,6 +19,7 @@ from chorusline.actors.messages import (
     WorkerSnapshot,
     WorkerState,
 )
+from chorusline.actors.run_status import GenerationChange, Gone, RunStatus
 from chorusline.runtime.commands.command_line import look_at_checkpoints
 from chorusline.runtime.commands.status import drawn
 from tests.checkpoint.test_forgeries import _rewrite, _write
@@ -26,10 +27,13 @@ from tests.checkpoint.test_forgeries import _rewrite, _write
 HOSTILE = ["[/data]", "[bold red]gone", "\x1b]0;owned\x07", "\x1b[2J", "line\rover", "a\nb"]
 
 
-def shown(value: object, detail: str | None = None) -> str:
+def shown(
+    value: object, detail: str | None = None, changes: tuple[GenerationChange, ...] = ()
+) -> str:
     info = WorkerInfo("id", 0, "node", "host", 7, "cpu", 1.0)
     report = Report(0, 3, time.time(), {"path": value})
-    word = detail or WorkerSnapshot(info, WorkerState.TRAINING, 0, 0, 1.0, {}, report)
+    steps = RunStatus(rank=0, generation_changes=changes)
+    word = detail or WorkerSnapshot(info, WorkerState.TRAINING, 0, 0, 1.0, {}, report, steps=steps)
     seen = Survey(DriverSnapshot(0, 0, 1, ((info, MemberState.RUNNING),)), (word,))
     printed = io.StringIO()
     Console(file=printed, width=200, force_terminal=True, color_system=None).print(
@@ -44,6 +48,15 @@ def test_a_reported_text_is_shown_as_it_is_and_steers_nothing(text: str) -> None
         assert "\x1b]" not in found and "\x1b[2J" not in found and "\r" not in found
         if "[" in text and "\x1b" not in text:
             assert text in found
+
+
+def test_the_losses_of_a_run_are_counted_with_their_steps() -> None:
+    gone = Gone(1, 25762, "its node died")
+    change = GenerationChange(1, 10.0, 10.2, 1, (1,), step=1456, gone=(gone,))
+    counted, line = [one.strip() for one in shown(1.0, changes=(change,)).splitlines()[1:3]]
+    assert counted == "lost so far: 1, at step 1456"
+    assert line.startswith("step 1456: rank 1 (pid 25762) died (its node died). 1 worker continues")
+    assert "lost so far" not in shown(1.0)
 
 
 @pytest.mark.parametrize("value", [1e300, 10**300], ids=["float", "int"])

@@ -400,3 +400,4 @@ def test_the_picture_of_a_storm_takes_back_what_a_system_repeats(tmp_path: Path)
     assert curves["torchrun checkpoints"].kills == [4.0]
     drawn = picture(curves)
     assert ET.fromstring(drawn).tag.endswith("svg") and drawn.count('class="kill"') == 1
+    assert ">torchrun</text>" in drawn, "the name that the pages have"

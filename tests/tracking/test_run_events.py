@@ -98,4 +98,6 @@ def test_the_sum_of_a_run_counts_losses_arrivals_and_repeated_steps() -> None:
     events = [event_of([KILLED_AT_1456]), event_of([NEW_AT_1790])]
     assert in_the_end(events) == "2 workers at the end, 1 lost and replaced; 0 steps repeated"
     assert in_the_end(events[:1]) == "1 worker at the end, 1 lost; 0 steps repeated"
+    once = event_of([replace(KILLED_AT_1456, repeated=1)])
+    assert in_the_end([once]) == "1 worker at the end, 1 lost; 1 step repeated"
     assert in_the_end([]) == ""

@@ -327,7 +327,7 @@ def in_the_end(happened: Sequence[TrackedEvent]) -> str:
         counts = (lost, "lost"), (left, "left"), (came, "new")
         parts += [f"{count} {verb}" for count, verb in counts if count]
     repeated = sum(event.repeated for event in happened)
-    return ", ".join(parts) + f"; {repeated} steps repeated"
+    return ", ".join(parts) + f"; {repeated} step{'s' * (repeated != 1)} repeated"
 
 
 def joining(before: ProgressModel, after: ProgressModel) -> str:
