@@ -80,7 +80,7 @@ class RunHere:
         self.began_at = time.monotonic()
 
     def notes_freeze(self, generation: int, error: CollectiveError) -> bool:
-        """A generation is over: whether this rank is in it. Code that makes a group asks
+        """Whether this rank is in the generation that is over. Code that makes a group asks
         `ends_with` when it is made; the order to continue in a generation may come after its
         end."""
         if generation >= self.assignment.generation:

@@ -337,7 +337,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def statistics(self) -> StepStatistics:
         """The average times of the last hundred steps on this rank, in seconds.
 
-        With a communication hook, communication ends when its last future was waited for.
+        With a communication hook, the communication time ends when its last future has been
+        waited for.
         Raises RuntimeError if the model was made below debug level INFO: its steps are not timed.
         """
         if self._reducer.clock is None:
@@ -378,7 +379,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         loss: a mean over a number of samples or tokens that may differ between ranks.
         weight: that number; then the gradient is the mean over all samples of all ranks.
         Every rank that takes the step calls it, for every loss on which it runs backward. The
-        weight counts when backward first passes the result: a loss that is only looked at has none.
+        weight counts when backward first passes the result: a loss on which backward never runs
+        adds no weight.
 
         Raises TypeError for a weight that is no number; ValueError for one that is negative or not
         finite; RuntimeError with a communication hook.

@@ -26,7 +26,7 @@ AHEAD = Kind(loading={"num_workers": 2})
 PERSISTENT = Kind(loading={"num_workers": 1, "persistent_workers": True, "prefetch_factor": 4})
 
 
-@pytest.mark.promise("batches that loader processes have made ahead")
+@pytest.mark.promise("prefetched batches")
 @pytest.mark.parametrize(
     ("kind", "phase", "victim"),
     [
