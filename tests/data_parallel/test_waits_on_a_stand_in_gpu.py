@@ -198,8 +198,14 @@ def test_a_read_that_forgets_to_wait_is_found(kind: str) -> None:
 
 def names_recorded(rank: Rank) -> list[str]:
     named: list[str] = []
+
+    def begin(name: str) -> int:
+        named.append(name)
+        return 41 + len(named)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda.nvtx, "range_start", named.append)
+        patch.setattr(torch.cuda.nvtx, "range_start", begin)
+        patch.setattr(torch.cuda.nvtx, "range_end", lambda number: named.append(f"end of {number}"))
         for tool in (None, "tool.so"):
             if tool is not None:
                 patch.setenv("NVTX_INJECTION64_PATH", tool)
@@ -209,4 +215,5 @@ def names_recorded(rank: Rank) -> list[str]:
 
 
 def test_operations_are_named_for_nvtx_when_a_tool_listens(ranks: StandInRanks) -> None:
-    assert ranks.run(names_recorded)[0] == ["chorusline::all_reduce #0 (3 float32) with SUM"]
+    name = "chorusline::all_reduce #0 (3 float32) with SUM"
+    assert ranks.run(names_recorded)[0] == [name, "end of 42"]
