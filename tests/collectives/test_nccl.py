@@ -81,7 +81,7 @@ def test_every_reduce_op_has_the_number_of_nccl_h() -> None:
 
 @pytest.mark.skipif(HAS_CUPY, reason="CuPy is installed here")
 def test_without_cupy_the_error_names_the_extra_to_install() -> None:
-    with pytest.raises(ImportError, match=r"'\.[cuda13]'.* '\.[cuda12]'"):
+    with pytest.raises(ImportError, match=r"'\.\[cuda13\]'.* '\.\[cuda12\]'"):
         connect(HashStore(), 0, 1, torch.device("cuda:0"), 0)
 
 
