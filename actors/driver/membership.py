@@ -26,6 +26,8 @@ The rules:
    (last_generation.py).
 4. **Ranks** follow the seats, and ranks of one node are adjacent: nodes in the order of their
    lowest seat. A worker that was replaced thus leaves the others' ranks alone.
+5. With `replica_size` above 1 a generation has **whole replicas** only, in the order of
+   replicas.py. A rank that is left over rests: its worker ends what it did, and is READY then.
 
 What an event does in each phase of a run (run_state.py). Where there is nothing, the event is void
 or too late, as are events that carry the number of another generation.

@@ -31,7 +31,7 @@ from chorusline.collectives.stores.store import PrefixStore
 from ..join.active import active_join
 from ..process.between_runs import between_runs
 from ..process.registry import Registered, Registry
-from ..process.sharded_tensors import is_fully_sharded
+from ..process.sharded_tensors import has_shards
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .alike import Numbers, numbers_in
 from .config import AUTO, NEVER, CheckpointConfig
@@ -222,7 +222,7 @@ class Checkpoints:
                 "nothing is registered, so there is nothing to save; call "
                 "ctx.register('model', model), and the same for the optimizer, first"
             )
-        if sharded := [one.name for one in self.registry if is_fully_sharded(one.object)]:
+        if sharded := [one.name for one in self.registry if has_shards(one.object)]:
             raise RuntimeError(
                 f"{sharded[0]!r} is a model of fully_shard, whose shards a checkpoint cannot hold; "
                 "save it with torch.distributed.checkpoint"

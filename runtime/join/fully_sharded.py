@@ -35,6 +35,12 @@ from chorusline.collectives.contract.operation import Kind
 from chorusline.collectives.torch_backend.process_group import ChoruslineProcessGroup
 
 from ..process.option_numbers import entries, is_number, plain
+from ..process.sharded_tensors import (
+    groups_of,
+    sharded_parameters,
+    states_of,
+    unsharded_parameters,
+)
 from .conductor import Conductor
 from .join import Join, Joinable
 from .join_hook import JoinHook
@@ -71,12 +77,10 @@ class FullyShardedModel(Joinable):
 
     def __init__(self, model: FSDPModule) -> None:
         self._model: Any = model
-        self._states = _states_of(self._model)
-        self._groups = [one for state in self._states for one in _groups_of(state)]
+        self._states = states_of(self._model)
+        self._groups = groups_of(self._states)
         self._process_groups = _checked_process_groups(self._model, self._groups)
-        self._sharded: list[Any] = [
-            one.sharded_param for group in self._groups for one in group.fsdp_params
-        ]
+        self._sharded = [parameter for _, parameter in sharded_parameters(self._model)]
         self._base: dict[int, int] = {}  # by parameter, the writes when it was reduced last
         self._sums: dict[int, str] = {}  # by parameter, of its gradient then, if ranks were out
         self._heard: list[int] | None = None  # announced, and not yet done by step_along
@@ -405,27 +409,8 @@ class FullyShardedModel(Joinable):
         )
 
 
-def _states_of(model: Any) -> list[Any]:
-    modules = [one for one in model.modules() if isinstance(one, FSDPModule)]
-    return list(dict.fromkeys(one._get_fsdp_state() for one in modules))
-
-
-def _groups_of(state: Any) -> list[Any]:
-    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 and newer
-    if several is not None:
-        return list(several)
-    return [state._fsdp_param_group] if state._fsdp_param_group else []
-
-
-def sharded_parameters(model: Any) -> list[Any]:
-    """What FSDP2 keeps of each sharded parameter of a model (its FSDPParam), in order."""
-    groups = [group for state in _states_of(model) for group in _groups_of(state)]
-    return [one for group in groups for one in group.fsdp_params]
-
-
 def _checked_process_groups(model: Any, groups: Sequence[Any]) -> list[Any]:
     """The process groups of a model's collectives; first the one that has all its ranks."""
-    sharded = {id(one.sharded_param) for group in groups for one in group.fsdp_params}
     meshes = [group.mesh_info.mesh for group in groups]
     meshes += [one.sharded_param.device_mesh for g in groups for one in g.fsdp_params]
     # torch makes process groups of a mesh with the mesh, and a model has one for each dimension.
@@ -436,18 +421,13 @@ def _checked_process_groups(model: Any, groups: Sequence[Any]) -> list[Any]:
     )
     world = dist.group.WORLD
     is_whole = meshes[0].ndim == 1 or meshes[0].size() == dist.get_world_size()
-    beside = [
-        name
-        for name, one in model.named_parameters()
-        if one.requires_grad and id(one) not in sharded
-    ]
     if len({mesh.ndim for mesh in meshes}) != 1 or len(of_model) != meshes[0].ndim or not is_whole:
         raise ValueError(
             "Join takes a model that fully_shard has sharded over one mesh of one dimension, or of "
             "two (replicas of shards, HSDP) with all ranks; tensor parallelism cannot be shadowed "
             "yet"
         )
-    if beside:
+    if beside := unsharded_parameters(model):
         raise ValueError(
             f"Join takes a model whose trained parameters are all sharded; {beside[0]} is not. "
             "Apply fully_shard to the root module, without ignored_params, before Join"

@@ -39,17 +39,24 @@ def number_of(value: Any) -> float:
     return float(value.item()) if isinstance(value, torch.Tensor | np.ndarray) else float(value)
 
 
+def float_of(given: object) -> float | None:
+    """The number that a user gave, as a float: infinity for an int that no float holds. None for
+    what is no number, as True."""
+    if isinstance(given, bool | np.bool_) or not is_number(given):
+        return None
+    try:
+        return number_of(given)
+    except OverflowError:
+        return math.inf
+
+
 def weight_of(given: object, takes: str) -> float:
     """The weight of a rank's loss, or of its value in a mean. takes: what the text for something
     else says first.
 
     Raises TypeError for what is no number; ValueError for one that is negative or not finite."""
-    if isinstance(given, bool | np.bool_) or not is_number(given):
+    if (weight := float_of(given)) is None:
         raise TypeError(f"{takes}, got {given!r}")
-    try:
-        weight = number_of(given)
-    except OverflowError:  # An int that no float holds.
-        weight = math.inf
     if not 0 <= weight < math.inf:
         raise ValueError(f"weight must be a finite number of at least 0, got {weight}")
     return weight

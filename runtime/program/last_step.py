@@ -45,7 +45,7 @@ from chorusline.collectives.contract.errors import chain_of
 from ..process import torch_distributed
 from ..process.random_state import RandomState
 from ..process.running import current, is_running
-from ..process.sharded_tensors import is_dtensor
+from ..process.sharded_tensors import steps_shards
 from ..process.step_boundary import boundary
 from . import hf_trainer
 
@@ -286,7 +286,7 @@ def why_sharded(optimizer: torch.optim.Optimizer) -> str:
     """Why one rank cannot write the optimizer's state; empty if it holds all of it."""
     if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(optimizer).__mro__):
         return "a ZeroRedundancyOptimizer has its state in shards, of which the lost rank had one"
-    if any(is_dtensor(one) for group in optimizer.param_groups for one in group["params"]):
+    if steps_shards(optimizer):
         return "the parameters are DTensors in shards, of which the lost rank had one"
     return ""
 

@@ -21,56 +21,33 @@ from chorusline.actors.errors import LOADS_SHARDS, StateLost
 from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
-from ..process.sharded_tensors import is_dtensor, is_fully_sharded
-
-
-def is_model_in_shards(made: object) -> bool:
-    """Whether it is a model of `fully_shard`, or has a part that is one."""
-    return isinstance(made, torch.nn.Module) and any(map(is_fully_sharded, made.modules()))
+from ..process.sharded_tensors import (
+    has_shards,
+    is_dtensor,
+    sharded_parameters,
+    steps_shards,
+    unsharded_parameters,
+)
 
 
 def is_sharded(made: object) -> bool:
     """Whether each rank has a shard of its own of this model or optimizer."""
-    return is_model_in_shards(made) or (
+    return has_shards(made) or (
         isinstance(made, torch.optim.Optimizer)
         and hasattr(made, "_optimizer_step_pre_hooks")
         and steps_shards(made)
     )
 
 
-def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer steps parameters that are sharded over ranks."""
-    return any(is_dtensor(one) for group in optimizer.param_groups for one in group["params"])
-
-
-def parameters_of(model: Any) -> list[tuple[str, Any]]:
-    """The sharded parameters of a model, DTensors, with their names. While a module's whole
-    parameters are swapped in, its attributes do not show them."""
-    # It imports torch.distributed.fsdp, which takes longer than a recovery, and is loaded here.
-    from ..join.fully_sharded import sharded_parameters
-
-    prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
-    return [
-        (prefixes[id(one._module_info.module)] + one._module_info.param_name, one.sharded_param)
-        for one in sharded_parameters(model)
-    ]
-
-
 def why_not_in_replicas(model: Any, name: str, replica_size: int, group: Group) -> str:
     """The reason why a registered model does not survive the loss of a rank; empty if it does."""
-    sharded = dict(parameters_of(model))
-    beside = [
-        of_parameter
-        for of_parameter, parameter in model.named_parameters()
-        if parameter.requires_grad and of_parameter not in sharded
-    ]
-    if beside:
+    if beside := unsharded_parameters(model):
         return (
             f"parameter {beside[0]} of {name!r} is not sharded, so each rank has its own; apply "
             "fully_shard to the whole model, too, without ignored_params"
         )
     shape = (group.size // replica_size, replica_size)
-    meshes = {tuple(parameter.device_mesh.shape) for parameter in sharded.values()}
+    meshes = {tuple(one.device_mesh.shape) for _, one in sharded_parameters(model)}
     if replica_size > 1 and meshes == {shape}:
         return ""
     size = replica_size if replica_size > 1 else 2
@@ -145,7 +122,7 @@ def _on_mesh_of(parameter: Any, value: Any) -> Any:
 
 def _live(model: Any) -> dict[str, torch.Tensor]:
     """This rank's shards and buffers, in the memory in which FSDP2 has them."""
-    found = {name: one.to_local().detach() for name, one in parameters_of(model)}
+    found = {name: one.to_local().detach() for name, one in sharded_parameters(model)}
     return found | {name: buffer.detach() for name, buffer in model.named_buffers()}
 
 

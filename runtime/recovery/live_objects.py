@@ -20,9 +20,10 @@ from ..data.dealer import Dealer
 from ..data_parallel.distributed_data_parallel import ModelEngine
 from ..join import active
 from ..process.registry import Registry
+from ..process.sharded_tensors import has_shards, sharded_parameters
 from ..process.step_boundary import boundary
 from ..zero.zero_redundancy_optimizer import OptimizerEngine
-from .fully_sharded import is_model_in_shards, parameters_of, why_not_in_replicas
+from .fully_sharded import why_not_in_replicas
 from .plain_optimizer_steps import OnTaken, PlainSteps
 from .rank_state import Facts
 
@@ -144,11 +145,11 @@ class LiveObjects:
         not registered, or a plain optimizer's. Empty if it can."""
         registered = {id(entry.object) for entry in self.call.registry}
         optimizers, models = self.optimizers().values(), self.models().values()
-        sharded = [one for one in self.call.registry if is_model_in_shards(one.object)]
+        sharded = [one for one in self.call.registry if has_shards(one.object)]
         for one in sharded:
             if why := why_not_in_replicas(
                 one.object, one.name, self.replica_size, self.call.group
-            ) or self.plain.why_not_stepped(one.name, parameters_of(one.object)):
+            ) or self.plain.why_not_stepped(one.name, sharded_parameters(one.object)):
                 return why
         if sharded and (optimizers or models):
             return (

@@ -42,7 +42,7 @@ from ..data_parallel.distributed_data_parallel import ModelEngine
 from ..join.join import Joinable
 from ..process.agreement import MAX_ITERATIONS
 from ..process.registry import Registered, Registry
-from .fully_sharded import steps_shards
+from ..process.sharded_tensors import steps_shards
 
 Cursors = tuple[tuple[int, ...], ...]
 """By rank, the number of samples that it has taken of each iteration (Dealer)."""

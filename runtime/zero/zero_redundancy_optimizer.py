@@ -67,7 +67,7 @@ from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement, Note
 from ..process.between_runs import between_runs
 from ..process.leftovers import LeftoverVote
-from ..process.option_numbers import is_number, number_of
+from ..process.option_numbers import float_of
 from ..process.running import Survival, current_group, recovery_of
 from ..process.step_boundary import boundary
 from .ballot import (
@@ -533,12 +533,8 @@ def _checked_norm(norm: object) -> float | None:
     be clipped: by a negative one the step would climb."""
     if norm is None:
         return None
-    if isinstance(norm, bool) or not is_number(norm):
+    if (number := float_of(norm)) is None:
         raise TypeError(f"max_norm must be a number or None, got {norm!r}")
-    try:
-        number = number_of(norm)
-    except OverflowError:  # An int that no float holds.
-        number = math.inf
     if not number > 0:
         raise ValueError(f"max_norm must be positive, got {number}")
     return number

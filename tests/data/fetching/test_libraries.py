@@ -29,6 +29,20 @@ def numbers_of_columns(rows: list[dict[str, Any]]) -> Any:
     return torch.tensor([int(row["number"]) for row in rows]), None, None
 
 
+async def check_used_once(
+    session: cl.Session, folder: Path, victims: dict[int, Any], rows: Any, collate: Any
+) -> None:
+    told = await session.run(
+        train,
+        kind=AHEAD,
+        folder=str(folder),
+        victims=victims,
+        stream=rows,
+        collate=collate,
+    )
+    assert_as_if_nothing_was(AHEAD, str(folder), told, victims)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victims", [{}, {1: (3, "before it votes (3)")}], ids=["whole", "killed"])
 async def test_a_hugging_face_dataset_is_used_once_and_exactly(
@@ -36,15 +50,7 @@ async def test_a_hugging_face_dataset_is_used_once_and_exactly(
 ) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     rows = datasets.Dataset.from_dict({"number": list(range(NUM_SAMPLES))})
-    told = await session.run(
-        train,
-        kind=AHEAD,
-        folder=str(tmp_path),
-        victims=victims,
-        stream=rows,
-        collate=numbers_of_columns,
-    )
-    assert_as_if_nothing_was(AHEAD, str(tmp_path), told, victims)
+    await check_used_once(session, tmp_path, victims, rows, numbers_of_columns)
 
 
 @pytest.mark.slow
@@ -104,15 +110,7 @@ async def test_a_grain_dataset_is_used_once_and_exactly(
 ) -> None:
     grain = pytest.importorskip("grain", reason="grain is not installed")
     rows = grain.MapDataset.source(range(NUM_SAMPLES)).map(lambda row: 10 * row)
-    told = await session.run(
-        train,
-        kind=AHEAD,
-        folder=str(tmp_path),
-        victims=victims,
-        stream=rows,
-        collate=tens_of_numbers,
-    )
-    assert_as_if_nothing_was(AHEAD, str(tmp_path), told, victims)
+    await check_used_once(session, tmp_path, victims, rows, tens_of_numbers)
 
 
 def test_what_has_no_end_and_samples_that_are_none_are_refused_as_of_grain() -> None:
