@@ -109,8 +109,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             has_ray = self.nodes.index(node) < max(1, self.numnodes // 2)
             wanted = [file for file in self.workqueue if _may_use_ray(file) == has_ray]
             if not wanted and not has_ray:
-                node.shutdown()
-                return
+                # The last ones: whatever starts a Ray of its own does not need the others' cluster.
+                wanted = [file for file in self.workqueue if not _asks_for_cluster(file)]
+                if not wanted:
+                    node.shutdown()
+                    return
             self.workqueue.move_to_end((wanted or list(self.workqueue))[0], last=False)
             super()._assign_work_unit(node)
 
@@ -119,5 +122,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _may_use_ray(nodeid: str) -> bool:
     """Told without importing the file, which this process does not: it may say yes too often."""
-    file = ROOT / nodeid.split("::")[0]
-    return bool(OWN_RAY.match(nodeid) or _ASKS_FOR_RAY.search(file.read_text()))
+    return bool(OWN_RAY.match(nodeid)) or _asks_for_cluster(nodeid)
+
+
+def _asks_for_cluster(nodeid: str) -> bool:
+    return bool(_ASKS_FOR_RAY.search((ROOT / nodeid.split("::")[0]).read_text()))

@@ -8,7 +8,14 @@ from benchmarks.proofs.interleavings_model import MISTAKES, Broken, Search
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_steps", "kills"), [(2, 2, 2), (3, 3, 2), (4, 1, 2), (4, 2, 1)]
+    ("num_ranks", "num_steps", "kills"),
+    [
+        (2, 2, 2),
+        (3, 2, 2),
+        (4, 2, 1),
+        pytest.param(3, 3, 2, marks=pytest.mark.slow),
+        pytest.param(4, 1, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_no_interleaving_breaks_a_promise(num_ranks: int, num_steps: int, kills: int) -> None:
     found = Search(num_ranks, num_steps, kills).run()

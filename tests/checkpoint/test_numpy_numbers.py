@@ -31,7 +31,9 @@ def train(ctx: cl.Context) -> list[int]:
     return epochs
 
 
-async def test_a_run_with_numpys_numbers_is_saved_and_resumed(tmp_path: Path) -> None:
+async def test_a_run_with_numpys_numbers_is_saved_and_resumed(
+    cluster: None, tmp_path: Path
+) -> None:
     config = cl.CheckpointConfig(storage_path=tmp_path)
     async with cl.Session(2, checkpoint=config, progress=False) as session:
         assert await session.run(train) == [[0, 1], [0, 1]]

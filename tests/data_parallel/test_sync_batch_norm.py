@@ -8,6 +8,7 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
+from tests.harness.combinations import combinations
 from tests.harness.gpus import gpus_of
 from tests.harness.ranks import error_of
 from tests.harness.standing_ranks import another_group
@@ -113,10 +114,13 @@ def assert_same(state, expected):
         )
 
 
-@pytest.mark.parametrize("looks_ahead", [True, False], ids=["shard", "list"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
-@pytest.mark.parametrize("lengths", [(5, 9), (3, 0, 7), (4, 4), (7, 2, 5)])
+@combinations(
+    2,
+    lengths=[(5, 9), (3, 0, 7), (4, 4), (7, 2, 5)],
+    sharded=[True, False],
+    accumulate=[1, 2],
+    looks_ahead=[True, False],
+)
 def test_statistics_are_those_of_the_ranks_that_have_data(
     ranks_of, lengths, sharded, accumulate, looks_ahead
 ):

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import chorusline as cl
+from tests.harness.combinations import combinations
 from tests.harness.ranks import Ranks
 from tests.harness.torch_groups import with_torch
 from tests.references.training import CLIPPED, EXACT, batches_of, loss_of
@@ -109,21 +110,20 @@ def one_process(lengths, clip, accumulate, by_live):
     return list(model.parameters())
 
 
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize(
-    ("reshard", "clip", "accumulate", "by_live"),
-    [
+@combinations(
+    3,
+    lengths=LENGTHS,
+    ways=[
         (True, False, 1, False),
         (False, True, 1, False),
         (True, True, 1, True),
         (True, True, 2, False),
         (False, False, 2, True),
     ],
+    replicas=[1, 2],
 )
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_uneven_ranks_train_as_one_process(
-    ranks_of, lengths, reshard, clip, accumulate, by_live, replicas
-):
+def test_uneven_ranks_train_as_one_process(ranks_of, lengths, ways, replicas):
+    reshard, clip, accumulate, by_live = ways
     expected = one_process(lengths, clip, accumulate, by_live)
     options = (lengths, reshard, clip, accumulate, by_live, replicas)
     for mine in ranks_of(4).run(with_torch, "chorusline", trained, *options):

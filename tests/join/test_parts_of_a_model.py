@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import chorusline as cl
+from tests.harness.combinations import combinations
 from tests.harness.standing_ranks import another_group
 from tests.references.random_bodies import data_of
 
@@ -158,10 +159,13 @@ BODIES: dict[str, list[Act]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["zero", "plain"])
-@pytest.mark.parametrize("weighs", [False, True])
-@pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("lengths", [(4, 4), (5, 3), (0, 3)])
+@combinations(
+    3,
+    lengths=[(4, 4), (5, 3), (0, 3)],
+    body=BODIES,
+    weighs=[False, True],
+    way=["zero", "plain"],
+)
 def test_parts_are_cleared_and_stepped_as_in_one_process(ranks_of, lengths, body, weighs, way):
     check(ranks_of, BODIES[body], lengths, way, weighs)
 

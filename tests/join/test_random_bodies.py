@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from tests.harness.combinations import combinations
 from tests.references.random_bodies import CLEARS, WRITES, Act, in_one_process, on_ranks
 
 PASS, QUIET, BOTH, STEP, CLEAR = "pass", "pass in no_sync", "pass through both", "step", "optimizer"
@@ -81,8 +82,7 @@ def check(
             assert torch.equal(num_steps, whole[-1]), (rank, num_steps, whole[-1])
 
 
-@pytest.mark.parametrize("body", BODIES)
-@pytest.mark.parametrize("lengths", [(4, 4), (5, 3), (1, 4), (0, 3)])
+@combinations(2, body=BODIES, lengths=[(4, 4), (5, 3), (1, 4), (0, 3)])
 def test_a_step_is_what_the_ranks_with_data_did(ranks_of, lengths, body):
     num_models, acts = BODIES[body]
     check(ranks_of, acts, lengths, "zero", num_models=num_models, momentum=0.9)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from tests.harness.combinations import combinations
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, largest_difference
 
@@ -84,9 +85,12 @@ def on_ranks(group, lengths, body, way, width, follows):
         return [p.detach().clone() for model in models for p in model.parameters()]
 
 
-@pytest.mark.parametrize("width", [1, 40], ids=["buckets of equal size", "of other sizes"])
-@pytest.mark.parametrize("lengths", [(4, 2), (1, 4), (3, 3)])
-@pytest.mark.parametrize("body", BODIES)
+@combinations(
+    3,
+    body=BODIES,
+    lengths=[(4, 2), (1, 4), (3, 3)],
+    width=[1, 40],  # Buckets of equal size, and of other sizes.
+)
 def test_an_adversarial_pair_is_exact_or_all_ranks_are_told_what_to_write(
     ranks_of, body, lengths, width
 ):

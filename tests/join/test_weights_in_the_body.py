@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from tests.harness.combinations import combinations
 from tests.harness.standing_ranks import another_group
 from tests.references.training import backward_of_all, data_of, largest_difference
 
@@ -140,15 +141,15 @@ def check(ranks_of: Any, write: Write, lengths: Sequence[int], *args: Any) -> No
             assert largest_difference(parameters, expected) < 1e-12, (place, every)
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("lengths", [(5, 3), (1, 4), (0, 3), (3, 3)])
+@combinations(4, write=WRITES, lengths=[(5, 3), (1, 4), (0, 3), (3, 3)])
 def test_what_the_body_writes_is_that_of_one_process(ranks_of, write, lengths):
     check(ranks_of, write, lengths, {})
 
 
-@pytest.mark.parametrize("write", [clamp, rebind, follow_teacher])
-@pytest.mark.parametrize(
-    "options", [{"replicas": 2}, {"check_every": 1}, {"replicas": 2, "check_every": 2}]
+@combinations(
+    3,
+    write=[clamp, rebind, follow_teacher],
+    options=[{"replicas": 2}, {"check_every": 1}, {"replicas": 2, "check_every": 2}],
 )
 def test_it_is_with_replicas_and_no_corruption_where_digests_are_compared(ranks_of, write, options):
     check(ranks_of, write, (5, 3), options)
