@@ -36,6 +36,9 @@ LOADS_SHARDS = (
 )
 """As RESUMES, for replicas of fully_shard's models, which those checkpoints do not hold."""
 
+PAGE_ON = {RESUMES: "docs/failures.md", LOADS_SHARDS: "docs/torch-distributed.md"}
+"""By remedy, the page that tells how."""
+
 
 @dataclass(eq=False, repr=False)
 class WorkerLost(PeerLost):
@@ -195,7 +198,7 @@ class StateLost(ChoruslineError):
 
     replicas: ranks that kept each part; 0 if every rank kept all of it.
     lost: which part.
-    remedy: from what the state comes again; a sentence without its stop.
+    remedy: RESUMES or LOADS_SHARDS, from what the state comes again.
     """
 
     def __init__(self, generation: int, replicas: int, lost: str, remedy: str = RESUMES) -> None:
@@ -206,8 +209,9 @@ class StateLost(ChoruslineError):
         self.remedy = remedy
 
     def __str__(self) -> str:
+        remedy = f"{self.remedy} ({PAGE_ON[self.remedy]})."
         if not self.replicas:
-            return f"the run cannot continue: {self.lost}. {self.remedy} (docs/failures.md)."
+            return f"the run cannot continue: {self.lost}. {remedy}"
         held, at_once, them = (
             ("1 rank", "one worker", "it")
             if self.replicas == 1
@@ -217,8 +221,7 @@ class StateLost(ChoruslineError):
             f"the run cannot continue, because a part of the optimizer's state was kept on {held} "
             f"only, and was lost with {them}. With ZeroRedundancyOptimizer(..., "
             f"replicas={self.replicas + 1}) a run survives the loss of {at_once} at a time. "
-            f"{self.remedy} (docs/failures.md). "
-            f"Lost in generation {self.generation}: {self.lost}"
+            f"{remedy} Lost in generation {self.generation}: {self.lost}"
         )
 
 

@@ -27,7 +27,7 @@ from chorusline.collectives.contract.errors import (
     name_ranks,
 )
 
-from .errors import LOADS_SHARDS, RESUMES, RankFailed, WorkerLost
+from .errors import LOADS_SHARDS, PAGE_ON, RESUMES, RankFailed, WorkerLost
 from .messages import Cancellation, Failure, Loss, RunFailed, Success
 
 _MARK = "LEADS_TO_USERS_CODE"
@@ -164,16 +164,16 @@ def _how_to_survive(failed: RunFailed) -> str:
     """What to write so that a run survives what ended this one. Where it could have survived, the
     detail of the loss says what was missing."""
     num_workers, size = len(failed.workers), failed.replica_size
-    resumes, page = RESUMES, "docs/failures.md"
+    resumes = RESUMES
     more, replicas = "", " and ZeroRedundancyOptimizer(..., replicas=2)"
     if size > 1:
-        resumes, page = LOADS_SHARDS, "docs/torch-distributed.md"
+        resumes = LOADS_SHARDS
         more, replicas = f", replica_size={size}", ""
     if failed.may_lose or num_workers == size:
         return f"{resumes}."
     return (
         f"To survive this, write Session(num_workers=({size}, {num_workers}){more}){replicas}, and "
-        f"register the model and the optimizer (ctx.register). {resumes} ({page})."
+        f"register the model and the optimizer (ctx.register). {resumes} ({PAGE_ON[resumes]})."
     )
 
 

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from chorusline.runtime.recovery.fully_sharded import is_sharded, why_not_in_replicas
+import chorusline as cl
+from chorusline.runtime.recovery.fully_sharded import is_sharded, shard_for, why_not_in_replicas
 from tests.harness.torch_groups import with_torch
 
 
@@ -51,3 +52,12 @@ def test_what_keeps_a_model_from_surviving_is_told(ranks_of, kind, says):
 def test_a_model_in_whole_is_not_sharded():
     model = network()
     assert not is_sharded(model) and not is_sharded(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_shard_that_is_gone_is_told_with_the_page_on_replicas():
+    with (
+        cl.Group.create(cl.HashStore(), 0, 1, "cpu") as group,
+        pytest.raises(cl.StateLost, match=r"shard 1 of 2 of 'net' died\. Save .*") as raised,
+    ):
+        shard_for(group, [0], 2, None, "net")
+    assert str(raised.value).endswith("of the function (docs/torch-distributed.md).")
