@@ -160,14 +160,7 @@ class Driver(StoreActor):
         program: one reference to the program's Parcel, in a list so that Ray hands the reference
         on and the driver never holds the bytes.
         """
-        started = events.RunStarted(
-            request.run,
-            request.fewest,
-            request.max_failures,
-            request.last_save_s is not None,
-            request.replica_size,
-        )
-        return await self._carry_on(request, program, started)
+        return await self._carry_on(request, program, events.RunStarted(request))
 
     async def take_over(
         self, request: RunRequest, program: list[Any], workers: Mapping[int, Actor]
@@ -188,14 +181,7 @@ class Driver(StoreActor):
         # The run has begun on no worker, or all that knew of it are gone (Crew._nobody_is_in).
         if not places:
             return None
-        taken = events.RunTakenOver(
-            request.run,
-            request.fewest,
-            request.max_failures,
-            tuple(places),
-            request.last_save_s is not None,
-            request.replica_size,
-        )
+        taken = events.RunTakenOver(request, tuple(places))
         return await self._carry_on(request, program, taken)
 
     async def _carry_on(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..arrivals import ReadyToken
-from ..messages import Failure, Frozen, PlaceInRun, Success, WorkerInfo
+from ..messages import Failure, Frozen, PlaceInRun, RunRequest, Success, WorkerInfo
 from ..whereabouts import Whereabouts
 
 
@@ -31,14 +31,9 @@ class SeatEmptied:
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """fewest, max_failures, replica_size: as in RunRequest. saves_last: the request has a
-    last_save_s."""
+    """A run begins on the workers that are ready."""
 
-    run: int
-    fewest: int = 1
-    max_failures: int | None = 0
-    saves_last: bool = False
-    replica_size: int = 1
+    request: RunRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +44,8 @@ class RunTakenOver:
     the others say how it was formed.
     """
 
-    run: int
-    fewest: int
-    max_failures: int | None
+    request: RunRequest
     places: tuple[PlaceInRun, ...]
-    saves_last: bool = False
-    replica_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)

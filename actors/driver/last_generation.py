@@ -22,7 +22,7 @@ from .situation import Plan
 def plan_of(run: RunState) -> Plan | None:
     """The last generation of a run, of all ranks that are frozen; None if they cannot save."""
     frozen = run.round.frozen
-    if not run.saves_last or not may_save(frozen):
+    if run.request.last_save_s is None or not may_save(frozen):
         return None
     try:
         progress = what_counts(frozen)

@@ -114,7 +114,7 @@ class Membership:
         return messages.DriverSnapshot(
             incarnation,
             self._generation,
-            self._run.number if self._run else None,
+            self._run.request.run if self._run else None,
             tuple((member.info, member.state) for _, member in sorted(self._members.items())),
         )
 
@@ -197,7 +197,7 @@ class Membership:
             case events.PauseEnded():
                 if run.phase is not Phase.PAUSED:
                     return []  # Enough workers came, or the run ends.
-                few = f"no new workers started, and fewer than {run.fewest} are left"
+                few = f"no new workers started, and fewer than {run.request.fewest} are left"
                 return self._give_up(run, few)
             case events.LastSaveEnded():
                 # The run is being stopped already.
@@ -231,35 +231,28 @@ class Membership:
     # ── How a run begins ─────────────────────────────────────────────────────────────────────────
 
     def _start(self, started: events.RunStarted) -> list[Instruction]:
-        number, fewest = started.run, started.fewest
+        request = started.request
         if self._run is not None:
-            raise RuntimeError(f"run {self._run.number} is still in progress")
+            raise RuntimeError(f"run {self._run.request.run} is still in progress")
         ready = [m for m in self._members.values() if m.state is MemberState.READY]
         unready = [m for m in self._members.values() if m.state is not MemberState.READY]
         # A seat may stay empty whose node is gone, as long as there are enough of the others.
-        if len(ready) < fewest or any(m.state is not MemberState.LOST for m in unready):
+        if len(ready) < request.fewest or any(m.state is not MemberState.LOST for m in unready):
             why = "; ".join(f"{member.info} is {member.state.value}" for member in unready)
-            raise RuntimeError(f"run {number} cannot start: {why or 'no worker has registered'}")
+            raise RuntimeError(
+                f"run {request.run} cannot start: {why or 'no worker has registered'}"
+            )
         self._members = {member.info.seat: member for member in ready}
         # A replica has all its ranks; a worker too many waits as a newcomer would.
-        num_ranks = len(ready) - len(ready) % started.replica_size
+        num_ranks = len(ready) - len(ready) % request.replica_size
         members = tuple(in_rank_order(ready)[:num_ranks])
         order = tuple(member.info.worker_id for member in members)
         # The same workers in the same order still have their group, and begin without a rendezvous.
         if order != self._formed:
             self._generation += 1
             self._formed = order
-        ranks = set(range(len(members)))
         self._arrivals = DryRuns()
-        self._run = RunState(
-            number,
-            fewest,
-            started.max_failures,
-            members,
-            ranks,
-            started.saves_last,
-            started.replica_size,
-        )
+        self._run = RunState(request, members, running=set(range(len(members))))
         for member in members:
             member.state = MemberState.RUNNING
         return [
@@ -275,15 +268,8 @@ class Membership:
         self._generation = found.generation
         self._formed = tuple(member.info.worker_id for member in found.members)
         self._arrivals = DryRuns()
-        run = self._run = RunState(
-            taken.run,
-            taken.fewest,
-            taken.max_failures,
-            found.members,
-            set(found.by_rank),  # Before any loss is acted on, all lost ranks are left out.
-            taken.saves_last,
-            taken.replica_size,
-        )
+        # Before any loss is acted on, all lost ranks are left out.
+        run = self._run = RunState(taken.request, found.members, running=set(found.by_rank))
         todo: list[Instruction] = [
             instructions.AttachRank(found.members[rank].info.worker_id)
             for rank in sorted(found.by_rank)
@@ -337,7 +323,7 @@ class Membership:
         # A run that ends with a loss simply collects results; in one that continues a rank has to
         # be released first.
         run.returned[ending.rank] = ending
-        todo = self._rank_returned(run) if run.survives_loss else []
+        todo = self._rank_returned(run) if run.request.survives_loss else []
         if self._run is None:
             return todo  # `_rank_returned` has ended the run.
         return [*todo, *self._end_if_over(run)]
@@ -397,14 +383,16 @@ class Membership:
             returned = "the function had returned on all ranks, and the result of this one is lost"
             loss = replace(loss, detail=f"{loss.detail}; {returned}")
         # A reader who has allowed losses would ask why this one ended the run.
-        elif run.survives_loss and not run.running and run.cause is None:
+        elif run.request.survives_loss and not run.running and run.cause is None:
             loss = replace(loss, detail=f"{loss.detail}; no other rank was left to continue")
         run.losses.append(loss)
         # Released ranks take their results along, and nothing could be formed of no rank.
         if run.phase in (Phase.RELEASED, Phase.STOPPING) or not run.running:
             return self._stop(run, loss)
-        if run.has_lost_too_many and not (run.survives_loss and run.saves_last):
-            return self._stop(run, loss)  # One that is saved first is given up when all are frozen.
+        # A run that is saved first is given up when all are frozen.
+        is_saved = run.request.survives_loss and run.request.last_save_s is not None
+        if run.has_lost_too_many and not is_saved:
+            return self._stop(run, loss)
         todo = self._open_round(run, stop_error(loss, self._generation))
         run.round.died(loss.rank)
         return [*todo, *self._decide(run)]
@@ -431,7 +419,8 @@ class Membership:
         run.asked_in = -1  # Those that come from now on wait for another answer.
         come = newcomers_of(run, self._members.values())
         # Since they were asked a rank may have been lost, or the workers that came.
-        if run.phase is not Phase.RUNNING or self._arrivals.by_id or len(come) < run.replica_size:
+        are_enough = len(come) >= run.request.replica_size
+        if run.phase is not Phase.RUNNING or self._arrivals.by_id or not are_enough:
             return []
         if can_admit and self._arrivals.are_possible:
             return self._arrivals.begin(run.members, come, self._generation)
@@ -452,7 +441,8 @@ class Membership:
     def _leaving(self, run: RunState, notice: events.Leaving) -> list[Instruction]:
         # A run that no loss may meet keeps its ranks until their nodes go; one that ends is soon
         # over.
-        if not run.survives_loss or run.phase not in (Phase.RUNNING, Phase.FREEZING, Phase.PAUSED):
+        continues = run.phase in (Phase.RUNNING, Phase.FREEZING, Phase.PAUSED)
+        if not run.request.survives_loss or not continues:
             return []
         run.departures.note(notice.who, notice.why, notice.num_ready)
         infos = [member.info for member in run.members]
@@ -462,7 +452,7 @@ class Membership:
             return []
         # Too few would be left, a hand-over is under way, or it was tried often enough.
         if not run.departures.is_due(
-            notice.who, infos, run.departures.num_required(infos, run.fewest)
+            notice.who, infos, run.departures.num_required(infos, run.request.fewest)
         ):
             return []
         leave = GroupAborted(self._generation, [], f"ranks leave: {notice.why}")
@@ -544,8 +534,9 @@ class Membership:
 
     def _ask(self, run: RunState) -> list[Instruction]:
         """If workers wait, ask the ranks whether they could be admitted."""
-        may_come = run.phase is Phase.RUNNING and run.survives_loss and run.takes_newcomers
-        if not may_come or len(newcomers_of(run, self._members.values())) < run.replica_size:
+        request = run.request
+        may_come = run.phase is Phase.RUNNING and request.survives_loss and run.takes_newcomers
+        if not may_come or len(newcomers_of(run, self._members.values())) < request.replica_size:
             return []  # They wait for the next run, or for more: all replicas here are whole.
         if self._arrivals.by_id:
             return []  # Others come, and these afterwards.

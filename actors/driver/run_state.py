@@ -62,11 +62,8 @@ class Member:
 class RunState:
     """What the driver knows of a run in progress.
 
-    number, fewest, max_failures: as in RunRequest.
     members: by rank, of the generation that the run is in, or that has just ended.
     running: ranks that have not stopped.
-    saves_last: the ranks save what they have before the run is given up.
-    replica_size: as in RunRequest.
     round: the open round, or the last one; before the first one it has no ranks.
     finished: ranks whose function has returned in this generation, and that wait for the others.
     returned: the results of ranks that have ended with one.
@@ -86,13 +83,9 @@ class RunState:
     achieved: ballots and plain steps by the end of the last round.
     """
 
-    number: int
-    fewest: int
-    max_failures: int | None
+    request: messages.RunRequest
     members: tuple[Member, ...]
     running: set[int]
-    saves_last: bool = False
-    replica_size: int = 1
     phase: Phase = Phase.RUNNING
     round: Regeneration = field(default_factory=lambda: Regeneration(-1, ()))
     finished: set[int] = field(default_factory=set)
@@ -113,18 +106,14 @@ class RunState:
     achieved: int = -1
 
     @property
-    def survives_loss(self) -> bool:
-        """Whether the loss of a worker may be survived."""
-        return self.max_failures != 0
-
-    @property
     def worker_ids(self) -> tuple[str, ...]:
         """By rank."""
         return tuple(member.info.worker_id for member in self.members)
 
     @property
     def has_lost_too_many(self) -> bool:
-        return self.max_failures is not None and len(self.losses) > self.max_failures
+        allowed = self.request.max_failures
+        return allowed is not None and len(self.losses) > allowed
 
 
 def in_rank_order(members: Iterable[Member]) -> list[Member]:
@@ -184,9 +173,9 @@ def failed_run(run: RunState, generation: int) -> messages.RunFailed:
         stuck=tuple(sorted(run.running)),
         story="\n".join(words for words in (run.story, epilogue) if words),
         nobody_began=run.nobody_began and is_by_loss,
-        may_lose=run.survives_loss,
+        may_lose=run.request.survives_loss,
         losses=tuple(run.losses),
-        replica_size=run.replica_size,
+        replica_size=run.request.replica_size,
     )
 
 

@@ -84,7 +84,9 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
     frozen = run.round.frozen
     can_restart = all(word.can_restart for word in frozen.values())
     if run.has_lost_too_many:
-        return _hopeless(f"max_failures={run.max_failures} does not allow more lost workers")
+        return _hopeless(
+            f"max_failures={run.request.max_failures} does not allow more lost workers"
+        )
     unparked = sorted(rank for rank, word in frozen.items() if not word.is_parked)
     # In place all ranks must wait in a step; from the top all functions must be able to run again.
     if unparked and not can_restart:
@@ -97,11 +99,11 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
     # can make their dry run first, and they can do without it until then.
     newcomers = newcomers_of(run, known) if can_restart else []
     can_wait = arrivals.are_possible and all(word.admits for word in frozen.values())
-    if can_wait and not unparked and len(frozen) >= run.fewest:
+    if can_wait and not unparked and len(frozen) >= run.request.fewest:
         newcomers = []
     restarts = bool(unparked or newcomers)
     infos = [member.info for member in run.members]
-    fewest = run.departures.num_required(infos, run.fewest)
+    fewest = run.departures.num_required(infos, run.request.fewest)
     leavers, handing = run.departures.leavers(
         infos, frozen, run.round.lost, fewest, restarts=restarts
     )
@@ -114,7 +116,7 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
         if can_restart:
             return Outlook(Situation.TOO_FEW, missing=missing)
         return _hopeless(
-            f"fewer than {run.fewest} workers are left, and new ones cannot join, because "
+            f"fewer than {run.request.fewest} workers are left, and new ones cannot join, because "
             f"{missing_in(frozen)}"
         )
     try:
@@ -130,9 +132,11 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
     if num_vain >= MAX_VAIN:
         return _hopeless(f"ranks did not meet {MAX_VAIN} times in a row")
     resting: list[Member] = []
-    if run.replica_size > 1 and restarts:
+    if run.request.replica_size > 1 and restarts:
         by_rank = {rank: run.members[rank] for rank in staying.values()}
-        placed, resting = whole_replicas(by_rank, in_rank_order(newcomers), run.replica_size)
+        placed, resting = whole_replicas(
+            by_rank, in_rank_order(newcomers), run.request.replica_size
+        )
         members = [member for member, _ in placed]
         former = tuple(rank for _, rank in placed)
     else:

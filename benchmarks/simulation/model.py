@@ -39,6 +39,7 @@ from benchmarks.simulation.scale import simulated_report, simulated_worker
 from chorusline.actors.driver.events import RankFroze, RunStarted, WorkerDied, WorkerRegistered
 from chorusline.actors.driver.instructions import FreezeRank, Instruction, ResumeRank, StartRank
 from chorusline.actors.driver.membership import Membership
+from chorusline.actors.messages import RunRequest
 from chorusline.collectives.contract.errors import PeerLost
 
 SLICES_S = (0.002, 0.005, 0.02)
@@ -148,7 +149,9 @@ class Cluster:
         self._membership = Membership()
         for seat in range(workers):
             self._membership.handle(WorkerRegistered(simulated_worker(seat)))
-        for one in self._membership.handle(RunStarted(0, 1, None)):
+        for one in self._membership.handle(
+            RunStarted(RunRequest(0, 30.0, False, max_failures=None))
+        ):
             assert isinstance(one, StartRank)
             self._rank_of[one.worker_id] = one.assignment.rank
         self._gates: dict[str, Gate] = {}

@@ -44,7 +44,14 @@ from chorusline.actors.driver.instructions import (
     StartRank,
 )
 from chorusline.actors.driver.membership import Membership
-from chorusline.actors.messages import Frozen, OptimizerProgress, RunSucceeded, Success, WorkerInfo
+from chorusline.actors.messages import (
+    Frozen,
+    OptimizerProgress,
+    RunRequest,
+    RunSucceeded,
+    Success,
+    WorkerInfo,
+)
 from chorusline.collectives.contract.errors import CollectiveError
 
 _RANKS_PER_NODE = 8
@@ -136,14 +143,14 @@ def measure(num_workers: int) -> Scale:
     tracemalloc.start()
     membership = Membership()
     workers = SimulatedWorkers(membership, num_workers)
-    workers.do(membership.handle(RunStarted(0, 1, None)))
+    workers.do(membership.handle(RunStarted(RunRequest(0, 30.0, False, max_failures=None))))
     memory_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
 
     membership = Membership()
     workers = SimulatedWorkers(membership, num_workers)
     began_at = time.perf_counter()
-    workers.do(membership.handle(RunStarted(0, 1, None)))
+    workers.do(membership.handle(RunStarted(RunRequest(0, 30.0, False, max_failures=None))))
     start_s = time.perf_counter() - began_at
     messages_start = workers.messages
 

@@ -24,7 +24,7 @@ from chorusline.actors.messages import (
     RunSucceeded,
     Success,
 )
-from tests.references.driver_events import GONE, death, resumptions, worker
+from tests.references.driver_events import GONE, death, request, resumptions, worker
 
 HERE = ReadyToken("0/0/steps#0", "objects")
 
@@ -39,7 +39,7 @@ def with_newcomers(*seats: int, num: int = 2) -> tuple[Membership, list[Instruct
     membership = Membership()
     for seat in range(num):
         membership.handle(events.WorkerRegistered(worker(seat)))
-    membership.handle(events.RunStarted(0, 1, None, False))
+    membership.handle(events.RunStarted(request(0, 1, None, False)))
     for seat in seats:
         membership.handle(events.WorkerRegistered(worker(seat)))
     return membership, membership.handle(events.RanksReady(0, True))

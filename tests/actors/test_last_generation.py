@@ -43,7 +43,7 @@ from chorusline.actors.messages import (
     Success,
 )
 from chorusline.collectives.contract.errors import GroupAborted
-from tests.references.driver_events import GONE, death, resumptions, worker
+from tests.references.driver_events import GONE, death, request, resumptions, worker
 
 SAVED = GroupAborted(1, [], "it is saved")
 PLACE = "/place/step-00000005-0123abcd-0"
@@ -63,7 +63,7 @@ def running(num: int, *, max_failures: int | None = None, saves: bool = True) ->
     membership = Membership()
     for seat in range(num):
         membership.handle(WorkerRegistered(worker(seat)))
-    membership.handle(RunStarted(0, num, max_failures, saves))
+    membership.handle(RunStarted(request(0, num, max_failures, saves)))
     return membership
 
 
@@ -199,7 +199,7 @@ def test_a_loss_more_than_allowed_is_saved_up_to_as_well(saves: bool) -> None:
     membership = Membership()
     for seat in range(3):
         membership.handle(WorkerRegistered(worker(seat)))
-    membership.handle(RunStarted(0, 1, 1, saves))
+    membership.handle(RunStarted(request(0, 1, 1, saves)))
     for event in (death(1), froze(0), froze(2)):
         membership.handle(event)
     told = membership.handle(death(2))
@@ -248,7 +248,7 @@ def test_another_driver_sees_the_last_generation_to_its_end(late: bool) -> None:
         if late
         else PlaceInRun(worker(2), second.assignment, second),
     )
-    told = membership.handle(RunTakenOver(0, 3, None, places, True))
+    told = membership.handle(RunTakenOver(request(0, 3, None, True), places))
     assert [type(one) for one in told[:2]] == [AttachRank, AttachRank]
     assert StartLastSave(1) in told, "its deadline begins anew"
     assert resumptions(told) == ({"worker-2-0": second} if late else {})

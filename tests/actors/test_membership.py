@@ -38,7 +38,7 @@ from chorusline.actors.messages import (
     WorkerInfo,
 )
 from chorusline.collectives.contract.errors import GroupAborted, PeerLost
-from tests.references.driver_events import death, worker
+from tests.references.driver_events import death, request, worker
 
 
 def with_workers(*workers: WorkerInfo) -> Membership:
@@ -49,7 +49,7 @@ def with_workers(*workers: WorkerInfo) -> Membership:
 
 
 def started(membership: Membership, run: int = 0) -> list[Assignment]:
-    starts = membership.handle(RunStarted(run))
+    starts = membership.handle(RunStarted(request(run)))
     assert all(isinstance(start, StartRank) for start in starts)
     return [start.assignment for start in starts if isinstance(start, StartRank)]
 
@@ -211,7 +211,7 @@ def test_a_new_member_ends_the_generation_and_keeps_the_ranks_of_the_others() ->
     membership = with_workers(worker(0), worker(1))
     assert succeed(membership, 0, 2) == 0
     membership.handle(WorkerRegistered(worker(0, incarnation=1)))
-    starts = membership.handle(RunStarted(1))
+    starts = membership.handle(RunStarted(request(1)))
     assert [s.worker_id for s in starts if isinstance(s, StartRank)] == ["worker-0-1", "worker-1-0"]
     assert all(s.assignment.generation == 1 for s in starts if isinstance(s, StartRank))
 
@@ -226,7 +226,7 @@ def test_a_new_driver_counts_on_from_the_generation_that_workers_know() -> None:
 def test_ranks_of_one_node_are_adjacent() -> None:
     nodes = ["b", "a", "b", "c", "a"]
     membership = with_workers(*(worker(seat, node) for seat, node in enumerate(nodes)))
-    starts = [s for s in membership.handle(RunStarted(0)) if isinstance(s, StartRank)]
+    starts = [s for s in membership.handle(RunStarted(request(0))) if isinstance(s, StartRank)]
     seats = [int(start.worker_id.split("-")[1]) for start in starts]
     parts = [start.assignment for start in starts]
     assert seats == [0, 2, 1, 4, 3]
@@ -265,7 +265,7 @@ def test_a_stuck_worker_keeps_the_next_run_from_starting_until_it_is_replaced() 
     states = [state for _, state in membership.snapshot(0).members]
     assert states == [MemberState.READY, MemberState.STUCK]
     with pytest.raises(RuntimeError, match=r"seat 1 .* is stuck"):
-        membership.handle(RunStarted(1))
+        membership.handle(RunStarted(request(1)))
     membership.handle(WorkerRegistered(worker(1, incarnation=1)))
     assert succeed(membership, 1, 2) == 1
 
@@ -275,8 +275,8 @@ def test_a_death_between_runs_is_remembered_and_the_others_begin_if_they_are_eno
     assert succeed(membership, 0, 2) == 0
     assert membership.handle(death(0)) == []
     with pytest.raises(RuntimeError, match=r"seat 0 .* is lost"):
-        membership.handle(RunStarted(1, fewest=2))
-    (start,) = membership.handle(RunStarted(1, fewest=1))
+        membership.handle(RunStarted(request(1, fewest=2)))
+    (start,) = membership.handle(RunStarted(request(1, fewest=1)))
     assert isinstance(start, StartRank)
     assert (start.worker_id, start.assignment.generation) == (worker(1).worker_id, 1)
 
@@ -318,7 +318,7 @@ def test_a_seat_that_was_emptied_between_runs_is_not_waited_for() -> None:
     membership = with_workers(worker(0), worker(1))
     assert succeed(membership, 0, 2) == 0
     assert membership.handle(SeatEmptied(1)) == []
-    (start,) = membership.handle(RunStarted(1))
+    (start,) = membership.handle(RunStarted(request(1)))
     assert isinstance(start, StartRank)
     assert start.assignment == Assignment(1, 0, 1, 0, 1, 0)
 
@@ -327,7 +327,7 @@ def test_a_second_run_is_refused_while_one_is_in_progress() -> None:
     membership = with_workers(worker(0))
     started(membership)
     with pytest.raises(RuntimeError, match="run 0 is still in progress"):
-        membership.handle(RunStarted(1))
+        membership.handle(RunStarted(request(1)))
 
 
 def test_messages_are_checked_when_they_are_made() -> None:

@@ -52,7 +52,7 @@ from chorusline.actors.messages import (
     WorkerInfo,
 )
 from chorusline.collectives.contract.errors import CollectiveTimeout, GroupAborted
-from tests.references.driver_events import GONE, death, resumptions, worker
+from tests.references.driver_events import GONE, death, request, resumptions, worker
 
 
 def running(
@@ -61,7 +61,7 @@ def running(
     membership = Membership()
     for info in workers:
         membership.handle(WorkerRegistered(info))
-    starts = membership.handle(RunStarted(0, fewest, max_failures))
+    starts = membership.handle(RunStarted(request(0, fewest, max_failures)))
     return membership, [one.assignment for one in starts if isinstance(one, StartRank)]
 
 
@@ -393,7 +393,7 @@ def test_a_worker_that_left_a_run_and_lives_takes_part_in_the_next_one() -> None
     (end,) = membership.handle(RankEnded(Success(0, b"", 0), "worker-0-0"))
     assert isinstance(end, EndRun) and isinstance(end.outcome, RunSucceeded)
     membership.handle(WorkerRegistered(worker(1, "node-b"), 1))
-    told = membership.handle(RunStarted(1, 1, None))
+    told = membership.handle(RunStarted(request(1, 1, None)))
     assert [one.worker_id for one in told if isinstance(one, StartRank)] == [
         "worker-0-0",
         "worker-1-0",
@@ -478,7 +478,7 @@ def test_another_driver_takes_a_run_over_where_the_workers_are() -> None:
     for seat in range(2):
         membership.handle(WorkerRegistered(worker(seat), 3))
     places = tuple(place_in_run(seat, Assignment(3, seat, 2, seat, 2, 0)) for seat in range(2))
-    told = membership.handle(RunTakenOver(0, 1, None, places))
+    told = membership.handle(RunTakenOver(request(0, 1, None), places))
     assert told == [AttachRank("worker-0-0"), AttachRank("worker-1-0")]
     membership.handle(death(1))
     assert len(resumptions(membership.handle(froze(0, generation=3)))) == 1
@@ -496,7 +496,7 @@ def test_another_driver_tells_those_who_have_not_heard_of_the_decision() -> None
         place_in_run(0, decided.assignment, decided),
         place_in_run(2, Assignment(0, 2, 3, 2, 3, 0)),
     )
-    told = membership.handle(RunTakenOver(0, 1, None, places))
+    told = membership.handle(RunTakenOver(request(0, 1, None), places))
     assert sum(isinstance(one, AttachRank) for one in told) == 2
     resumed = resumptions(told)
     assert set(resumed) == {"worker-2-0"}
@@ -508,6 +508,6 @@ def test_a_worker_that_died_with_the_driver_is_lost() -> None:
     membership = Membership()
     membership.handle(WorkerRegistered(worker(0), 0))
     places = (place_in_run(0, Assignment(0, 0, 2, 0, 2, 0)),)
-    told = membership.handle(RunTakenOver(0, 1, None, places))
+    told = membership.handle(RunTakenOver(request(0, 1, None), places))
     assert [one.worker_id for one in told if isinstance(one, FreezeRank)] == ["worker-0-0"]
     assert len(resumptions(membership.handle(froze(0)))) == 1

@@ -18,7 +18,7 @@ from chorusline.actors.driver.replicas import whole_replicas
 from chorusline.actors.errors import WorkerLost
 from chorusline.actors.messages import Failure, Frozen, Loss, RunFailed
 from chorusline.actors.outcomes import raise_failure
-from tests.references.driver_events import GONE, death, resumptions, worker
+from tests.references.driver_events import GONE, death, request, resumptions, worker
 
 
 @pytest.mark.parametrize(("replicas", "size"), [(1, 1), (2, 2), (3, 2), (2, 3), (4, 2), (3, 3)])
@@ -56,7 +56,7 @@ def begun(num_workers=4):
     membership = Membership()
     for seat in range(num_workers):
         membership.handle(WorkerRegistered(worker(seat)))
-    told = membership.handle(RunStarted(0, fewest=2, max_failures=None, replica_size=2))
+    told = membership.handle(RunStarted(request(0, fewest=2, max_failures=None, replica_size=2)))
     return membership, [one.worker_id for one in told if isinstance(one, StartRank)]
 
 

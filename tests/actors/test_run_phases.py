@@ -28,7 +28,7 @@ from chorusline.actors.messages import (
     RunSucceeded,
     Success,
 )
-from tests.references.driver_events import GONE, death, worker
+from tests.references.driver_events import GONE, death, request, worker
 
 
 def froze(rank: int, generation: int = 0, **more: object) -> events.RankFroze:
@@ -54,7 +54,7 @@ def membership_after(
     membership = Membership()
     for seat in range(num):
         membership.handle(events.WorkerRegistered(worker(seat)))
-    membership.handle(events.RunStarted(0, fewest, None, saves_last))
+    membership.handle(events.RunStarted(request(0, fewest, None, saves_last)))
     for event in happened:
         membership.handle(event)
     return membership
@@ -258,7 +258,7 @@ def test_the_situation_follows_from_the_reports_and_to_assess_it_changes_nothing
     if newcomer:
         membership.handle(events.WorkerRegistered(worker(2, incarnation=1)))
     run = run_of(membership)
-    run.fewest, run.max_failures = fewest, max_failures
+    run.request = replace(run.request, fewest=fewest, max_failures=max_failures)
     known = list(membership._members.values())
     assert assess(run, known).situation is Situation.INCOMPLETE
     run.round.froze(froze(1, 0, **words).frozen)
@@ -294,7 +294,7 @@ def taken_over(
     places = tuple(
         PlaceInRun(worker(seat), Assignment(0, seat, size, seat, size, 0), None) for seat in seats
     )
-    return membership, membership.handle(events.RunTakenOver(0, 1, max_failures, places))
+    return membership, membership.handle(events.RunTakenOver(request(0, 1, max_failures), places))
 
 
 def called(told: Sequence[Instruction]) -> set[str]:

@@ -31,6 +31,7 @@ from chorusline.collectives.contract.operation import State
 from chorusline.collectives.group import Group
 from chorusline.runtime.program.context import Context
 from chorusline.runtime.session.session import Session
+from tests.references.driver_events import request
 
 DONE, FAILED, STARTED = State.DONE, State.FAILED, State.STARTED
 
@@ -108,7 +109,7 @@ def test_all_are_asked_before_any_is_stopped_and_the_run_waits_for_the_answers()
     for seat in range(2):
         info = WorkerInfo(f"worker-{seat}", seat, "node", "host", 100 + seat, "cpu", 1.0)
         membership.handle(WorkerRegistered(info))
-    membership.handle(RunStarted(0))
+    membership.handle(RunStarted(request(0)))
     late = Failure(0, None, "CollectiveTimeout", "", (1,), False, asks_all=True)
     ask, abort, grace = membership.handle(RankEnded(late))
     assert ask == AskRanks(("worker-0", "worker-1"))

@@ -35,7 +35,7 @@ from chorusline.runtime.recovery.from_the_top import FromTheTop
 from chorusline.runtime.recovery.live_objects import LiveObjects
 from chorusline.runtime.recovery.rank_state import Facts, RankState, Stage, Where
 from tests import ROOT
-from tests.references.driver_events import resumptions
+from tests.references.driver_events import request, resumptions
 
 GONE = PeerLost("all_reduce #7", 0, [1], "gone")
 
@@ -298,7 +298,7 @@ def test_wherever_ranks_stand_the_driver_has_them_go_on_from_the_last_step(
         membership = Membership()
         for seat in range(3):
             membership.handle(WorkerRegistered(worker(seat)))
-        membership.handle(RunStarted(0, 1, None))
+        membership.handle(RunStarted(request(0, 1, None)))
         told = [one for event in events for one in membership.handle(event)]
         assert not [one for one in told if isinstance(one, EndRun)], events
         words = [one.resumption for one in told if isinstance(one, ResumeRank)]
@@ -339,7 +339,7 @@ def test_ranks_that_are_interrupted_at_different_places_of_their_constructors_go
     membership = Membership()
     for seat in range(3):
         membership.handle(WorkerRegistered(worker(seat)))
-    membership.handle(RunStarted(0, 1, None))
+    membership.handle(RunStarted(request(0, 1, None)))
     newcomer = RankState(0)
     newcomer.is_new()
     made = Facts((OptimizerProgress(0),), missing="it is not registered", spare=1)

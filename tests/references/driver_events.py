@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from chorusline.actors.driver.events import WorkerDied
 from chorusline.actors.driver.instructions import Instruction, ResumeRank
-from chorusline.actors.messages import Resumption, WorkerInfo
+from chorusline.actors.messages import Resumption, RunRequest, WorkerInfo
 from chorusline.collectives.contract.errors import PeerLost
 
 GONE = PeerLost("all_reduce #7", 0, [1], "gone")
+
+
+def request(
+    run: int = 0,
+    fewest: int = 1,
+    max_failures: int | None = 0,
+    saves_last: bool = False,
+    replica_size: int = 1,
+) -> RunRequest:
+    return RunRequest(
+        run,
+        timeout_s=30.0,
+        keep_reports=False,
+        fewest=fewest,
+        max_failures=max_failures,
+        last_save_s=60.0 if saves_last else None,
+        replica_size=replica_size,
+    )
 
 
 def worker(seat: int, node: str = "node-a", incarnation: int = 0) -> WorkerInfo:
