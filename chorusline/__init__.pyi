@@ -83,7 +83,8 @@ from .runtime.data_parallel.pure_distributed_data_parallel import (
     PureDistributedDataParallel as PureDistributedDataParallel,
 )
 from .runtime.data_parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
-from .runtime.join.join import Join as Join, Joinable as Joinable
+from .runtime.join.engine import Joinable as Joinable
+from .runtime.join.join import Join as Join
 from .runtime.join.join_hook import JoinHook as JoinHook
 from .runtime.lightning.strategy import ChoruslineStrategy as ChoruslineStrategy
 from .runtime.notebook import (

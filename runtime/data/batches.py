@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..join.active import active_join
-from ..join.join import JoinEngine
+from ..join.engine import JoinEngine
 from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
 from .cursor import Cursor, Passage, Remainder

@@ -27,7 +27,8 @@ from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import is_informing
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
-from ..join.join import GroupJoinable, Join, Joinable, JoinEngine
+from ..join.engine import GroupJoinable, Joinable, JoinEngine
+from ..join.join import Join
 from ..join.join_hook import JoinHook
 from ..join.pass_pattern import PassPattern
 from ..process.agreement import Agreement

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from chorusline.collectives import Group
 
 from ..process.step_boundary import boundary
-from .join import JoinEngine
+from .engine import JoinEngine
 
 
 def change_ranks(former_ranks: Sequence[int]) -> None:

@@ -42,7 +42,7 @@ from ..process.sharded_tensors import (
     unsharded_parameters,
 )
 from .conductor import Conductor
-from .join import Join, Joinable
+from .engine import Joinable
 from .join_hook import JoinHook
 
 _CLEARED, _NOT_REDUCED = -1, -2
@@ -181,7 +181,8 @@ class FullyShardedModel(Joinable):
             raise RuntimeError(
                 "a function in step_along runs the model, which a rank without data cannot do"
             )
-        Join.notify_join_context(self)
+        if self._join is not None:
+            self._join.notified(self)
 
     def _unshard(self, number: int, group: Any) -> Callable[..., None]:
         original = group.unshard

@@ -33,7 +33,7 @@ from ..data.dealer import Dealer
 from ..data.fetching.fetchers import Fetchers
 from ..data.streaming import Stream
 from ..join.active import active_join
-from ..join.join import Joinable
+from ..join.engine import Joinable
 from ..process.between_runs import LoopPlace, between_runs
 from ..process.registry import Registry, Stateful
 from ..process.step_boundary import boundary

@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from chorusline.actors.messages import OptimizerProgress
 
 from ..data_parallel.distributed_data_parallel import ModelEngine
-from ..join.join import Joinable
+from ..join.engine import Joinable
 from ..process.agreement import MAX_ITERATIONS
 from ..process.registry import Registered, Registry
 from ..process.sharded_tensors import steps_shards

@@ -10,7 +10,7 @@ import torch
 
 from chorusline.collectives import Group
 
-from ..join.join import GroupJoinable, Joinable
+from ..join.engine import GroupJoinable, Joinable
 from ..join.join_hook import JoinHook
 from .zero_redundancy_optimizer import ZeroRedundancyOptimizer
 

@@ -61,8 +61,8 @@ from ..data_parallel.same_model import (
     forward_passes_that_write,
     unlike_values,
 )
+from ..join.engine import GroupJoinable, Joinable, JoinEngine
 from ..join.error_notes import why_not_stepped_along
-from ..join.join import GroupJoinable, Joinable, JoinEngine
 from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement, Note
 from ..process.between_runs import between_runs
