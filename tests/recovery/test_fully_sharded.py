@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 import chorusline as cl
 from chorusline.runtime.recovery.fully_sharded import is_sharded, shard_for, why_not_in_replicas
 from tests.harness.torch_groups import with_torch
+from tests.references.checkpoint_runs import in_run
 
 
 def network():
@@ -61,3 +62,24 @@ def test_a_shard_that_is_gone_is_told_with_the_page_on_replicas():
     ):
         shard_for(group, [0], 2, None, "net")
     assert str(raised.value).endswith("of the function (docs/torch-distributed.md).")
+
+
+def saved(rank, size, folder):
+    mesh = init_device_mesh("cpu", (size,))
+    model = network()
+    fully_shard(model[0], mesh=mesh)
+
+    def train(ctx):
+        ctx.register("net", model)
+        with pytest.raises(RuntimeError) as raised:
+            ctx.save()
+        return str(raised.value)
+
+    return in_run(dist.group.WORLD.group, train, cl.CheckpointConfig(folder))
+
+
+def test_a_checkpoint_refuses_a_model_of_which_a_part_is_sharded(ranks_of, tmp_path):
+    for text in ranks_of(2).run(with_torch, "chorusline", saved, str(tmp_path)):
+        assert text.startswith("'net' is a model of fully_shard, whose shards a checkpoint cannot")
+        assert text.endswith("save it with torch.distributed.checkpoint")
+    assert not list(tmp_path.iterdir())
