@@ -94,7 +94,7 @@ class Driver(StoreActor):
         self._counters = DriverCounters(session)
         self._membership = Membership()
         self._workers: dict[str, Actor] = {}  # by worker id
-        self._events: asyncio.Queue[Event] | None = None  # of the run in progress
+        self._events: asyncio.Queue[Event] | None = None  # None: between two runs
         self._run: int | None = None  # None: between two runs
         self._over = -1  # the last run that has ended
         self._run_is_over = asyncio.Event()
@@ -103,7 +103,7 @@ class Driver(StoreActor):
         self._has_lost = asyncio.Event()
         self._paused_at = 0.0  # time.monotonic(); 0.0 while no run is paused
         self._has_turned = asyncio.Event()  # A pause may have begun, changed or ended.
-        self._request: RunRequest | None = None  # of the run in progress
+        self._request: RunRequest | None = None  # None: between two runs
         self._num_ready = 0  # spare workers
         self._holds: Counter[str] = Counter()  # of ranks that leave, by the notice's node or worker
 

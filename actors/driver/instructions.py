@@ -18,7 +18,7 @@ class StartRank:
 
     worker_id: str
     assignment: Assignment
-    resumption: Resumption | None = None
+    resumption: Resumption | None = None  # None: the run begins
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class RunState:
     gives_up: what the run ends with when its last generation is over; None before that.
     missing: workers that have to come before it continues, where it is paused.
     epilogue: what has become of the last generation.
-    cause: why the run ends, as far as is known (rule 2 of membership.py).
+    cause: why the run ends, as far as is known (rule 2 of membership.py); None while it does not.
     is_asking: the ranks were asked what they do, and the answers are still to come.
     story: what follows from the answers; None before the ranks are asked.
     nobody_began: the function cannot have been called on any rank.

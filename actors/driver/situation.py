@@ -70,7 +70,7 @@ class Outlook:
 
     situation: Situation
     why: str = ""
-    plan: Plan | None = None
+    plan: Plan | None = None  # None: not READY
     missing: int = 0
     """Where they are too few: how many workers have to come."""
 

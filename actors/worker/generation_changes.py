@@ -19,7 +19,7 @@ class GenerationChanges:
         self._begin(num_ranks)
 
     def _begin(self, num_ranks: int) -> None:
-        self._left_at: float | None = None
+        self._left_at: float | None = None  # None: the function runs
         self._num_before = num_ranks  # ranks of the generation in which the function ran last
         self._origins = tuple(range(num_ranks))
         """By rank of the last attempt, the rank in that generation; -1 for a newcomer."""

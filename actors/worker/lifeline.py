@@ -93,10 +93,11 @@ class Lifeline:
         self.missing: Callable[[], str] = str
         """As `readiness`: why the function cannot run again with a worker that comes; empty if it
         can."""
-        self.arrivals: AdmittingRank | None = None
-        self._held: concurrent.futures.Future[None] | None = None  # done when it waits
+        self.arrivals: AdmittingRank | None = None  # None: no recovery, or the function is over
+        self._held: concurrent.futures.Future[None] | None = None
+        """Done when this rank waits in `before_step`; None: it was not asked to."""
         self._unanswered: Callable[[Actor], object] | None = None
-        """The call to the driver that this rank waits for the answer to."""
+        """The call to the driver whose answer this rank waits for; None: it waits for none."""
 
     def begin(self) -> tuple[Assignment, Group, Resumption | None]:
         """Meet the other ranks before the function is called.

@@ -142,12 +142,13 @@ class Worker:
         self._lock = threading.Lock()
         self._session = session
         self._run: RunHere | None = None  # None: between two runs
-        self._group: Group | None = None  # of the last generation; it lives on between runs
+        self._group: Group | None = None
+        """Of the last generation, also between runs; None before the first, and after `stop`."""
         self._group_store: ActorStore  # where its ranks have met
         self._last: tuple[int, Journal] = (-1, Journal(False))  # number and journal of a run
         self._last_status = RunStatus()  # of the run in progress, or of the last one
         self._generation = -1
-        self._ended: RunHere | None = None  # the run before
+        self._ended: RunHere | None = None  # the run before; None: this is the first
         self._early_stops: dict[int, CollectiveError] = {}  # by run; a call may overtake `run`
         self._early_freezes: dict[tuple[int, int], CollectiveError] = {}  # by run and generation
         self._output = Output(self._info.node_id)

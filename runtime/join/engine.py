@@ -66,9 +66,9 @@ class Joinable(ABC):
                 cl.Join.notify_join_context(self)  # And then its collectives.
     """
 
-    _join: JoinEngine | None = None
+    _join: JoinEngine | None = None  # None: in no Join
     _pattern: PassPattern | None = None
-    """How often its agreements come, as far as its Joins have seen."""
+    """How often its agreements come, as far as its Joins have seen; None before the first Join."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "join_process_group" in vars(cls) and "join_group" not in vars(cls):
@@ -234,12 +234,13 @@ class JoinEngine:
             (j for j in joinables if j._ends_step() and not self._needs_header), None
         )
         self._models = [j for j in joinables if j._begins_passes()]
-        self._pacemaker: Joinable | None = None  # the model whose forward pass came first
+        self._pacemaker: Joinable | None = None  # the model that ran first; None: none has
         self._turn = 0  # the number of the joinable that stepped last, plus one
         self.last_step_live: tuple[int, ...] = ()
         """The ranks that took the last step; none for the step that all ranks shadow at the end."""
         self.at_boundary: Callable[[], None] | None = None
-        """Called after each step that this rank shadows, as `ctx.shard` does between batches."""
+        """Called after each step that this rank shadows, as `ctx.shard` does between batches; None
+        before the first iteration over a shard."""
         self.together: list[Sequence[_Batches]] = []
         """The iterations over shards inside this Join, the innermost last: several of them where
         their batches come together, as in a zip."""

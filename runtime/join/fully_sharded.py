@@ -83,7 +83,7 @@ class FullyShardedModel(Joinable):
         self._sharded = [parameter for _, parameter in sharded_parameters(self._model)]
         self._base: dict[int, int] = {}  # by parameter, the writes when it was reduced last
         self._sums: dict[int, str] = {}  # by parameter, of its gradient then, if ranks were out
-        self._heard: list[int] | None = None  # announced, and not yet done by step_along
+        self._heard: list[int] | None = None  # announced to step_along; None: it has done it
         self._is_own = False  # FSDP2 itself, or this file, issues what is issued now
         self._runs_followers = False
         self._undo = contextlib.ExitStack()

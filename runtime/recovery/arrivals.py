@@ -61,7 +61,7 @@ class Arrivals:
         self.replay_log: ReplayLog | None = None
         """For the dry run of this rank; None if it makes none."""
         self.steps: Steps | None = None
-        """The pass over an epoch in which the ranks are, or are to meet."""
+        """The pass over an epoch in which the ranks are, or are to meet; None before the first."""
         self._lifeline = lifeline
         self._objects = objects
         self._cross = cross

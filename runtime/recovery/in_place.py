@@ -81,7 +81,8 @@ class InPlace:
         self._state = state
         self._objects = objects
         self._entry: GenerationEntry | None = None
-        """The generation that this rank was about to enter; other ranks may have entered it."""
+        """The generation that this rank was about to enter, and others may have entered; None if it
+        has entered it, or has not come so far."""
 
     def begin(self) -> None:
         """Forget earlier attempts to continue."""

@@ -33,7 +33,7 @@ class RunningCall(Protocol):
 
     dealer: Dealer
     registry: Registry
-    checkpoints: Checkpoints | None
+    checkpoints: Checkpoints | None  # None: the session keeps none
     group: Group
     rank: int
 
@@ -64,9 +64,9 @@ class LiveObjects:
         self.replica_size = replica_size
         # Nobody reads it: it keeps the optimizer alive, which `_optimizers` does not.
         self.stepped_last: OptimizerEngine | None = None
-        """The optimizer whose step ended last on this rank. Other ranks may still be in that step,
-        and need this rank's state, even after the function has returned. When another step has
-        ended here, they have left it."""
+        """The optimizer whose step ended last on this rank; None before the first. Other ranks may
+        still be in that step, and need this rank's state, even after the function has returned.
+        When another step has ended here, they have left it."""
         self.makes_model = False
         """Whether the function has begun to make a model."""
         self._call: RunningCall | None = None  # None: before the first call

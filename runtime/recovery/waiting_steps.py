@@ -94,7 +94,7 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class _RankHoldings:
-    want: _Want | None
+    want: _Want | None  # None: no step waits here
     held: Mapping[str, Sequence[Range]]
     synced: Mapping[str, int]
 

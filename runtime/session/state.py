@@ -37,7 +37,7 @@ class SessionSnapshot:
     """
 
     state: SessionState
-    driver: DriverSnapshot | None
+    driver: DriverSnapshot | None  # None: it did not answer, or belongs to a session host
     workers: tuple[WorkerSnapshot | str, ...]
 
     def statistics(self) -> str:

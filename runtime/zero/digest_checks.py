@@ -97,8 +97,9 @@ class DigestChecks:
         self._state = StateDigests()
         self._noted: tuple[int, torch.Tensor, torch.Tensor] | None = None
         """What the last update has written: the shard's num_rewritten then, and the digests of
-        state and parameters by distance to the owner."""
+        state and parameters by distance to the owner; None where no check is due."""
         self._last: tuple[tuple[tuple[float, ...], ...], Verdicts] | None = None
+        """The digests that were judged last, and the verdicts; None before the first."""
 
     def laid_out(self) -> int:
         """The shards have been laid out again. Lets go of their memory; returns how many numbers a

@@ -231,7 +231,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         self.uses_scaler = False
         """Whether losses are scaled; set by chorusline.GradScaler, on all ranks."""
         self._scaler: weakref.ref[Any] | None = None
-        """The chorusline.GradScaler that scales the losses."""
+        """The chorusline.GradScaler that scales the losses; None: none does."""
         self.found_overflow = False
         """Whether the last step was left out because a scaled gradient was not finite."""
         self.check_every = check_every

@@ -76,7 +76,7 @@ class EarlierPasses:
         self.has_mean = False
         self.kept: Collection[int] = ()
         self._gradients = gradients
-        self._kind: Note | None = None  # CONTINUES or MIXES
+        self._kind: Note | None = None  # CONTINUES or MIXES; None: no pass was added to a mean
         self._why: Note | None = None  # it MIXES: BEGINS_INSIDE or REPLACED; None: in no_sync
         self._aside: dict[int, torch.Tensor] = {}
         self._weights: dict[int, float] = {}  # by parameter, of the losses of the mean

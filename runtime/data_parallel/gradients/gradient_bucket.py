@@ -49,7 +49,7 @@ class GradientBucket:
         self.launched_version = self.held_version = 0
         self.work: Work | None = None  # None: not launched, or waited for
         self.future: torch.futures.Future[Any] | None = None
-        """The future that a communication hook returned for this bucket."""
+        """The future that a communication hook returned; None: none is under way."""
 
     def another_flat(self) -> torch.Tensor:
         """Zeros, as long as `flat`, for gradients that travel in its place."""

@@ -128,7 +128,7 @@ class LocalSteps:
         self._gradients = gradients
         self.have_been_seen = False
         self.scaler: torch.amp.GradScaler | None = None  # None: none in the last step
-        self._scale_before: torch.Tensor | None = None  # at the vote before
+        self._scale_before: torch.Tensor | None = None  # at the vote before; None: no scaler then
         self._steps: list[_Steps] = []
         self._voted: list[_Steps] = []
         self._is_known = True

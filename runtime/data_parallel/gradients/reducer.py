@@ -110,7 +110,7 @@ class Reducer:
         """The number of the model among those of its group."""
         self._reduction: Reduction = AllReduce()
         self._failure: CollectiveError | None = None
-        """The error of a launch that was parked, until `wait` raises it."""
+        """The error of a launch that was parked, for `wait` to raise; None: none has failed."""
         self._num_launched = 0
         self.is_syncing = True
         """Whether the next backward pass launches the buckets; `no_sync` sets it to False."""
@@ -124,7 +124,7 @@ class Reducer:
         self.unused: UnusedParameters | None = None
         """None below debug level INFO, as is `clock`."""
         self.on_new_order: Callable[[], None] | None = None
-        """Called when the buckets have been laid out in the measured order."""
+        """Called when the buckets have been laid out in the measured order; None as `clock`."""
         self.num_passes = 0
         """How often gradients were sent: with a sharded step once in a step."""
         self.num_in_step = 0

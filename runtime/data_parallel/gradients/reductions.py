@@ -30,9 +30,9 @@ _COUNTING = (torch.float32, torch.float64)
 class Reduction(ABC):
     """How the buckets of one model are reduced.
 
-    hook: the communication hook that reduces them, if there is one.
+    hook: the communication hook that reduces them; None: none does.
     votes: whether the step is voted on here, and not in the ballot of an optimizer.
-    carrier: the bucket that carries the vote after its content, if one does.
+    carrier: the bucket that carries the vote after its content; None: the vote travels by itself.
     """
 
     hook: CommHook | None = None

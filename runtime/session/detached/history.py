@@ -57,7 +57,7 @@ class RunHistory:
         self._numbers: Mapping[int, dict[str, float]] = {}
         self._num_lost = 0
         self._notices: list[str] = []
-        self._pause: RunPause | None = None
+        self._pause: RunPause | None = None  # None: it is not paused
         self._changes: dict[int, GenerationChange] = {}  # by generation
 
     def add(self, news: News) -> None:

@@ -102,7 +102,7 @@ class SessionHost:
         # Ray starts a session host again with its id.
         saved = self._detached.saved("session")
         is_again = saved is not None and saved[0] == ray.get_runtime_context().get_actor_id()
-        self._again: int | None = saved[1] if is_again else None
+        self._again: int | None = saved[1] if is_again else None  # None: this is the first start
         self._tasks: set[asyncio.Task[None]] = set()
         self._said: deque[tuple[int, str]] = deque(maxlen=_LINES)
         log = logging.getLogger("chorusline")

@@ -46,7 +46,7 @@ class DetachedStatus:
     ended: str
     ended_s: float
     checkpoint: Any
-    seed: int | None
+    seed: int | None  # None: no seed was given
 
     def __str__(self) -> str:
         if self.ended:

@@ -68,7 +68,7 @@ class PlacedSeats:
         strategy = needs.strategy
         self._is_borrowed = isinstance(first, Borrowed)
         self._first: PlacementGroup | None = None
-        """The group of several first seats."""
+        """The group of several first seats; None: each has its own."""
         self._first_bundles: tuple[int, ...] = ()
         """By place of such a seat, the index of its bundle."""
         self._own: dict[int, PlacementGroup] = {}  # by another place

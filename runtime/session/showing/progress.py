@@ -73,12 +73,12 @@ class Progress:
         self._num_entered = 0
         self._entered_s = self._waits_since_s = time.monotonic()
         self._waits_for = "starting"
-        self._began_s: float | None = None  # when there was something to show first
+        self._began_s: float | None = None  # None: nothing to show so far
         self._line_s = -LINE_INTERVAL_S  # when the last line was printed
         self._last_line = ""
         self._live: Live | None = None  # None: nothing is drawn
         self._happened: list[TrackedEvent] = []
-        self._pause: RunPause | None = None
+        self._pause: RunPause | None = None  # None: the run is not paused
         self._has_stdout = False  # True: what this process prints goes above the bars.
 
     @classmethod

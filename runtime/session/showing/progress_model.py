@@ -25,7 +25,7 @@ class RankProgress:
 
     epoch: int
     taken: int  # batches of that epoch, one per report
-    left: int | None  # batches of that epoch, if reported
+    left: int | None  # batches of that epoch; None: not reported
     numbers: Mapping[str, float]
 
 

@@ -78,10 +78,10 @@ def _all_but(digest: int, copies: Sequence[Copy]) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One rank's digests of one shard, its own or a replica. None: not noted, or not kept.
+    """One rank's digests of one shard, its own or a replica.
 
     state: of the optimizer's state, and what has become of it. gradient: of the reduced gradient.
-    written: of the parameters, as this rank's last update left them.
+    written: of the parameters, as this rank's last update left them; None: it noted none.
     """
 
     state: int

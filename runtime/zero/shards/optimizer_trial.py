@@ -241,7 +241,7 @@ class _Piece:
 
     parameter: int
     start: int = 0
-    stop: int | None = None
+    stop: int | None = None  # None: all of the parameter
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.stop is None else tensor.reshape(-1)[self.start : self.stop]

@@ -28,8 +28,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """An all-gather of a bucket's parameters in flight. If `staged` is given, `wait` copies it to
-    `target`, and then to parameters in another memory format."""
+    """An all-gather of a bucket's parameters in flight. `wait` copies `staged` to `target`, then
+    to parameters in another memory format. Where it gathers in place, both are None."""
 
     bucket: ParameterBucket
     work: Work
