@@ -32,7 +32,8 @@ class Pass(enum.Enum):
     NONE = "no such pass runs"
     QUIET = "a pass in no_sync runs, whose gradients only add up; autograd will report the end"
     ENTERED = "the output has its gradient, no parameter has; autograd will report the end"
-    ARRIVING = "parameters get gradients, full buckets are launched; autograd will report the end"
+    SENDING = "parameters get gradients, full buckets are launched; autograd will report the end"
+    KEEPING = "parameters get gradients, which `step()` will send; autograd will report the end"
 
 
 _IN_NO_SYNC = (

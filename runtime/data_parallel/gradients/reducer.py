@@ -159,7 +159,6 @@ class Reducer:
         """By parameter, the gradients that a pass brings (default 1); None until counted."""
         self._arrivals: dict[int, int] = {}
         """By parameter number, the gradients in this pass so far, ordered by the latest one."""
-        self._launches_now = True
         self._has_measured_order = False
         self.has_leftover = False
         """Whether gradients from no_sync are still to be sent."""
@@ -254,7 +253,7 @@ class Reducer:
         self.held.begin_pass(looks=self._is_uneven())
         if not self.is_sharded:
             self._set_earlier_aside()
-        # Not ARRIVING yet: a pass that reaches the output may be one for gradients of inputs only.
+        # Not SENDING yet: a pass that reaches the output may be one for gradients of inputs only.
         self._pass = Pass.ENTERED if self.is_syncing else Pass.QUIET
         self._ask_for_the_end()
 
@@ -278,8 +277,8 @@ class Reducer:
     def _pass_ended(self) -> None:
         stood, self._pass = self._pass, Pass.NONE
         # A pass that has only entered has computed gradients of other tensors than parameters.
-        if stood is Pass.ARRIVING:
-            self._end_backward()
+        if stood in (Pass.SENDING, Pass.KEEPING):
+            self._end_backward(sends=stood is Pass.SENDING)
         elif stood is Pass.ENTERED:
             self.earlier.restore()
 
@@ -309,7 +308,7 @@ class Reducer:
             self.has_leftover = True
             self.held.has_come(number, bucket)
             return
-        if self._pass is not Pass.ARRIVING:
+        if self._pass not in (Pass.SENDING, Pass.KEEPING):
             self._begin_backward()
         self.held.has_come(number, bucket)
         # Taken out and put in again, so that the order is that of the latest arrivals.
@@ -318,7 +317,7 @@ class Reducer:
         # A parameter that is used several times in a pass counts when all its parts have come.
         if so_far < self._num_expected(number):
             bucket.missing -= 1
-        elif self._launches_now and bucket in self.buckets[: self._num_launched]:
+        elif self._pass is Pass.SENDING and bucket in self.buckets[: self._num_launched]:
             # A launched bucket lacks this gradient. One that is not launched holds the sum.
             shape = tuple(parameter.shape)
             raise RuntimeError(why_not_twice(self.gradients.names[number], shape))
@@ -333,7 +332,10 @@ class Reducer:
     def _begin_backward(self) -> None:
         is_announced = self._pass is Pass.ENTERED
         self._on_backward_begin()
-        self._pass = Pass.ARRIVING
+        # A sharded step sends the sum of its passes once: a second pass waits for `step()`, and so
+        # does the first where the last step had several.
+        is_late = self.sends_late or bool(self.num_in_step) or not self._may_launch()
+        self._pass = Pass.KEEPING if self.is_sharded and is_late else Pass.SENDING
         self.is_live = True
         if not is_announced:  # The pass began inside the model, not at its output.
             self.held.begin_pass(looks=self._is_uneven())
@@ -346,13 +348,9 @@ class Reducer:
         self._begin_pass()
 
     def _begin_pass(self) -> None:
-        # A sharded step sends the sum of its passes once: a second pass waits for `step()`, and so
-        # does the first where the last step had several.
-        is_late = self.sends_late or bool(self.num_in_step) or not self._may_launch()
-        self._launches_now = not (self.is_sharded and is_late)
         self.num_in_step += 1
         self._arrivals.clear()
-        if self._launches_now:
+        if self._pass is not Pass.KEEPING:
             self._begin_launching()
 
     def _begin_launching(self) -> None:
@@ -371,7 +369,7 @@ class Reducer:
 
     def _launch_complete_buckets(self) -> None:
         # Until the gradients of a pass have been counted, no bucket is known to be complete.
-        if not (self.launches_early and self._launches_now) or self._expected is None:
+        if not self.launches_early or self._pass is Pass.KEEPING or self._expected is None:
             return
         # The vote says which parameters were used. A rank knows that at the end of the pass, so
         # the last bucket waits for the end; a sharded step has no vote here.
@@ -382,19 +380,19 @@ class Reducer:
                 return
             self._launch(bucket)
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, *, sends: bool) -> None:
         """Launch the other buckets; parameters outside this pass send the gradients they hold."""
         # The first pass shows how often each parameter's gradient comes (static_graph).
         if self._expected is None:
             self._expected = dict(self._arrivals)
         # Once in a step: passes that are kept for later launch nothing of their own.
-        if self._launches_now or self.num_in_step == 1:
+        if sends or self.num_in_step == 1:
             self._on_backward_end()
         if self.clock is not None:
             self.clock.backward_ended()
         if self.unused is not None:
             self.unused.tell([number in self._arrivals for number in range(len(self.parameters))])
-        if self._launches_now:
+        if sends:
             self._clear_unused(self.buckets[self._num_launched :])
             self._send_rest()
         else:
