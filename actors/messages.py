@@ -199,6 +199,19 @@ NOWHERE = -1
 """The generation of a rank that has not begun, and so has nothing to continue with."""
 
 
+class Waiting(enum.Enum):
+    """Where the function of a frozen rank waits."""
+
+    IN_STEP = "in a step"
+    """The function waits inside a step, or has returned, and can continue there."""
+
+    AT_BOUNDARY = "between two steps"
+    """The function waits for a worker that comes after its dry run, or is that worker's."""
+
+    NOWHERE = "nowhere"
+    """The function has been left, and has to run again from the top."""
+
+
 @dataclass(frozen=True, slots=True)
 class Frozen:
     """A rank has ended `generation` for itself and waits for the next one.
@@ -207,8 +220,6 @@ class Frozen:
     error: what ended the generation for this rank.
     entered: the last generation that this rank has continued in, or NOWHERE. Later ones have not
     come about for it.
-    is_parked: the function waits inside a step, and can continue there. Otherwise it has been left,
-    and has to run again from the top.
     can_restart: everything that has to survive that is registered.
     spare: ranks that may go at once without any state being lost, as far as this rank knows.
     handed_over: the ranks that leave have handed over their state in this generation, to all who
@@ -219,7 +230,6 @@ class Frozen:
     saved: the path of the run's last checkpoint, if it was written in this generation.
     admits: the function continues where it is when a worker comes after its dry run
     (arrivals.py).
-    is_at_boundary: it waits between two steps for such a worker.
     """
 
     rank: int
@@ -227,7 +237,7 @@ class Frozen:
     progress: tuple[OptimizerProgress, ...]
     error: CollectiveError
     entered: int = 0
-    is_parked: bool = True
+    waiting: Waiting = Waiting.IN_STEP
     can_restart: bool = False
     spare: int = 0
     handed_over: bool = False
@@ -236,7 +246,11 @@ class Frozen:
     can_save: bool = False
     saved: str = ""
     admits: bool = False
-    is_at_boundary: bool = False
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the function can continue where it waits."""
+        return self.waiting is not Waiting.NOWHERE
 
 
 @dataclass(frozen=True, slots=True)

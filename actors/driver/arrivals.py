@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from chorusline.collectives.contract.errors import GroupAborted
 
 from ..arrivals import AdmissionRequest, ReadyToken
-from ..messages import Assignment, Frozen, MemberState
+from ..messages import Assignment, Frozen, MemberState, Waiting
 from . import instructions
 from .instructions import Instruction
 from .run_state import Member, assign, in_rank_order
@@ -140,7 +140,7 @@ class DryRuns:
 
         survivors: by rank. frozen: of all of them. generation: the one that has ended."""
         # A rank that is inside a step has to finish it with those that were in it.
-        if not self.by_id or any(not one.is_at_boundary for one in frozen.values()):
+        if not self.by_id or any(one.waiting is not Waiting.AT_BOUNDARY for one in frozen.values()):
             return []
         # One that has not continued in this generation is on its way out of an earlier one.
         if any(one.entered != generation for one in frozen.values()):

@@ -25,7 +25,7 @@ from ..arrivals import AdmissionRequest, GivenReplayLog, ReadyToken
 from ..calls import HEAD_S, HEAD_WATCH_S, Actor, HeadWatch
 from ..errors import ends_a_generation
 from ..fault_plan import Faults, Instant
-from ..messages import NOWHERE, Assignment, Frozen, Readiness, Resumption, RunRequest
+from ..messages import NOWHERE, Assignment, Frozen, Readiness, Resumption, RunRequest, Waiting
 from ..run_status import MOST_CHANGES, RunStatus
 from .generation_changes import GenerationChanges
 
@@ -116,7 +116,7 @@ class Lifeline:
                     raise
                 # Nothing has begun here, so nothing has to be registered to begin once more.
                 frozen = self.leave_generation(error)
-                self.regenerate(replace(frozen, is_parked=False, can_restart=True))
+                self.regenerate(replace(frozen, waiting=Waiting.NOWHERE, can_restart=True))
                 continue
             last = self.last_resumption
             has_begun = last is not None and last.entered != NOWHERE

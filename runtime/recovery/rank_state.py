@@ -25,6 +25,7 @@ from chorusline.actors.messages import (
     OptimizerProgress,
     Readiness,
     Resumption,
+    Waiting,
 )
 
 
@@ -151,7 +152,7 @@ class RankState:
             progress=self._progress(facts),
             # Nobody has received anything of such a rank: to the driver it has begun nowhere.
             entered=NOWHERE if where is Where.NOT_BEGUN else self.entered,
-            is_parked=_is_parked(facts, where),
+            waiting=_waiting(facts, where),
             can_restart=not self._missing(facts, where),
             spare=self._spare(facts),
             handed_over=frozen.generation == self._handed_over,
@@ -161,7 +162,6 @@ class RankState:
             saved=self._saved,
             # An admitted worker gets registered state; what is missing could not be sent.
             admits=admits and not self._missing(facts, where),
-            is_at_boundary=where is Where.AT_BOUNDARY,
         )
 
     def can_run_again(self, facts: Facts, where: Where) -> bool:
@@ -308,11 +308,13 @@ class RankState:
         self.stage, self._saved = Stage.SAVED, path
 
 
-def _is_parked(facts: Facts, where: Where) -> bool:
-    """Whether the function waits where it can continue in the next generation."""
+def _waiting(facts: Facts, where: Where) -> Waiting:
     if facts.follows_groups:  # Such a Join ends with its group, and cannot continue in a step.
-        return False
-    # A plain model has summed gradients of the lost rank, and may have been stepped with them.
+        return Waiting.NOWHERE
     if where is Where.AT_END:
-        return True
-    return where in (Where.IN_STEP, Where.AT_BOUNDARY) and not facts.has_plain_steps
+        return Waiting.IN_STEP
+    # A plain model has summed gradients of the lost rank, and may have been stepped with them.
+    if facts.has_plain_steps:
+        return Waiting.NOWHERE
+    at = {Where.IN_STEP: Waiting.IN_STEP, Where.AT_BOUNDARY: Waiting.AT_BOUNDARY}
+    return at.get(where, Waiting.NOWHERE)

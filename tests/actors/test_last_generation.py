@@ -41,6 +41,7 @@ from chorusline.actors.messages import (
     PlaceInRun,
     RunFailed,
     Success,
+    Waiting,
 )
 from chorusline.collectives.contract.errors import GroupAborted
 from tests.references.driver_events import GONE, death, request, resumptions, worker
@@ -56,7 +57,7 @@ def froze(rank: int, ballots: int = 5, generation: int = 0, **more: object) -> R
 
 
 def saved(rank: int) -> RankFroze:
-    return froze(rank, generation=1, error=SAVED, saved=PLACE, is_parked=False)
+    return froze(rank, generation=1, error=SAVED, saved=PLACE, waiting=Waiting.NOWHERE)
 
 
 def running(num: int, *, max_failures: int | None = None, saves: bool = True) -> Membership:
@@ -74,7 +75,7 @@ def aborted(told: list[Instruction]) -> list[str]:
 def giving_up(**words: object) -> tuple[Membership, list[Instruction]]:
     """Of three, rank 1 is lost, none comes, and the other two are in the last generation."""
     membership = running(3)
-    for event in (death(1), froze(0, 4), froze(2, 5, is_parked=False, **words)):
+    for event in (death(1), froze(0, 4), froze(2, 5, waiting=Waiting.NOWHERE, **words)):
         told = membership.handle(event)
     assert [type(one) for one in told] == [StartPause]
     return membership, membership.handle(PauseEnded(0))

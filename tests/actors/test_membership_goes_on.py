@@ -49,6 +49,7 @@ from chorusline.actors.messages import (
     RunFailed,
     RunSucceeded,
     Success,
+    Waiting,
     WorkerInfo,
 )
 from chorusline.collectives.contract.errors import CollectiveTimeout, GroupAborted
@@ -65,7 +66,7 @@ def running(
     return membership, [one.assignment for one in starts if isinstance(one, StartRank)]
 
 
-def froze(rank: int, ballots: int = 0, generation: int = 0, **more: bool | int | str) -> RankFroze:
+def froze(rank: int, ballots: int = 0, generation: int = 0, **more: object) -> RankFroze:
     progress = (OptimizerProgress(ballots, (float(ballots),)),)
     word = Frozen(rank, generation, progress, GONE, generation)
     return RankFroze(replace(word, **more))  # type: ignore[arg-type]
@@ -151,7 +152,9 @@ def test_a_run_that_is_given_up_without_a_loss_says_why_it_cannot_go_on() -> Non
     drained = GroupAborted(0, [], "ranks leave: it is drained")
     told = []
     for rank in range(3):
-        word = replace(froze(rank).frozen, error=drained, is_parked=False, can_restart=False)
+        word = replace(
+            froze(rank).frozen, error=drained, waiting=Waiting.NOWHERE, can_restart=False
+        )
         told += membership.handle(RankFroze(replace(word, missing="no model is registered")))
     errors = {str(one.error) for one in told if isinstance(one, AbortRank)}
     assert all("it is drained; and the run cannot continue: ranks" in e for e in errors)
@@ -211,14 +214,14 @@ def test_ranks_end_together_and_a_finished_one_takes_part_until_then() -> None:
 def test_a_rank_outside_a_step_ends_the_run_if_nothing_is_registered() -> None:
     membership, _ = running(worker(0), worker(1))
     membership.handle(death(1))
-    told = membership.handle(froze(0, is_parked=False))
+    told = membership.handle(froze(0, waiting=Waiting.NOWHERE))
     assert [one.worker_id for one in told if isinstance(one, AbortRank)] == ["worker-0-0"]
 
 
 def test_a_rank_outside_a_step_has_all_run_again_if_everything_is_registered() -> None:
     membership, _ = running(worker(0), worker(1), worker(2))
     membership.handle(death(1))
-    membership.handle(froze(0, is_parked=False, can_restart=True))
+    membership.handle(froze(0, waiting=Waiting.NOWHERE, can_restart=True))
     resumed = resumptions(membership.handle(froze(2, can_restart=True)))
     assert all(word.restarts for word in resumed.values())
 
@@ -348,7 +351,7 @@ def test_ranks_that_do_not_meet_again_and_again_are_given_up() -> None:
 def test_ranks_that_take_steps_of_plain_optimizers_in_between_are_not_given_up() -> None:
     membership, _ = running(worker(0), worker(1))
     for generation in range(MAX_VAIN + 3):
-        word = {"is_parked": False, "can_restart": True}
+        word = {"waiting": Waiting.NOWHERE, "can_restart": True}
         membership.handle(froze(0, 0, generation, plain_steps=generation, **word))
         told = membership.handle(froze(1, 0, generation, plain_steps=generation + 1, **word))
         assert len(resumptions(told)) == 2, "one of them has taken a step since the last time"
@@ -358,7 +361,7 @@ def test_ranks_that_take_steps_of_plain_optimizers_in_between_are_not_given_up()
 def test_what_keeps_functions_from_running_again_is_named(fewest: int) -> None:
     membership, _ = running(worker(0), worker(1), worker(2), fewest=fewest + 1)
     membership.handle(death(1))
-    membership.handle(froze(0, can_restart=True, is_parked=False))
+    membership.handle(froze(0, can_restart=True, waiting=Waiting.NOWHERE))
     told = membership.handle(froze(2, missing="no registered optimizer has parameter weight"))
     assert any(isinstance(one, AbortRank) for one in told)
     for rank in (0, 2):
@@ -463,7 +466,10 @@ def test_nobody_leaves_while_functions_run_again_and_the_notice_comes_again() ->
         told = membership.handle(Leaving("node-b", "preempted"))
         assert sum(isinstance(one, FreezeRank) for one in told) == 3
         for rank in (0, 1, 2):
-            word = {"is_parked": rank != 1, "can_restart": True}
+            word = {
+                "waiting": Waiting.IN_STEP if rank != 1 else Waiting.NOWHERE,
+                "can_restart": True,
+            }
             told = membership.handle(froze(rank, generation, generation, **word))
         assert all(one.restarts and not one.leaving for one in resumptions(told).values())
     assert membership.handle(Leaving("node-b", "preempted")) == [], "it costs the run too much"

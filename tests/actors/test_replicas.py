@@ -16,7 +16,7 @@ from chorusline.actors.driver.instructions import AwaitReadiness, RestRank, Resu
 from chorusline.actors.driver.membership import Membership
 from chorusline.actors.driver.replicas import whole_replicas
 from chorusline.actors.errors import WorkerLost
-from chorusline.actors.messages import Failure, Frozen, Loss, RunFailed
+from chorusline.actors.messages import Failure, Frozen, Loss, RunFailed, Waiting
 from chorusline.actors.outcomes import raise_failure
 from tests.references.driver_events import GONE, death, request, resumptions, worker
 
@@ -63,7 +63,9 @@ def begun(num_workers=4):
 def froze(membership, ranks, generation=0):
     told = []
     for rank in ranks:
-        frozen = Frozen(rank, generation, (), GONE, is_parked=False, can_restart=True, spare=1)
+        frozen = Frozen(
+            rank, generation, (), GONE, waiting=Waiting.NOWHERE, can_restart=True, spare=1
+        )
         told += membership.handle(RankFroze(frozen))
     return told
 

@@ -27,13 +27,19 @@ from chorusline.actors.messages import (
     RunFailed,
     RunSucceeded,
     Success,
+    Waiting,
 )
 from tests.references.driver_events import GONE, death, request, worker
 
 
 def froze(rank: int, generation: int = 0, **more: object) -> events.RankFroze:
     word = Frozen(
-        rank, generation, (OptimizerProgress(5, (5.0,)),), GONE, 0, True, True, can_save=True
+        rank,
+        generation,
+        (OptimizerProgress(5, (5.0,)),),
+        GONE,
+        can_restart=True,
+        can_save=True,
     )
     return events.RankFroze(replace(word, **more))  # type: ignore[arg-type]
 
@@ -237,12 +243,12 @@ def test_what_is_decided_follows_from_phase_and_situation(
     ("words", "newcomer", "fewest", "max_failures", "expected"),
     [
         ({}, False, 2, None, Situation.READY),
-        ({"is_parked": False}, False, 2, None, Situation.READY),
+        ({"waiting": Waiting.NOWHERE}, False, 2, None, Situation.READY),
         ({}, False, 3, None, Situation.TOO_FEW),
         ({}, True, 3, None, Situation.READY),
         ({"can_restart": False}, False, 2, None, Situation.READY),
         ({"can_restart": False}, True, 3, None, Situation.HOPELESS),
-        ({"can_restart": False, "is_parked": False}, False, 2, None, Situation.HOPELESS),
+        ({"can_restart": False, "waiting": Waiting.NOWHERE}, False, 2, None, Situation.HOPELESS),
         ({"progress": ()}, False, 2, None, Situation.HOPELESS),
         ({}, False, 2, 0, Situation.HOPELESS),
     ],
@@ -271,7 +277,7 @@ def test_the_situation_follows_from_the_reports_and_to_assess_it_changes_nothing
     assert before == (run.num_vain, run.achieved, run.takes_newcomers, run.phase, run.losses)
     if outlook.plan is not None:
         assert [one.info.seat for one in outlook.plan.members] == [0, 1, 2][: 2 + newcomer]
-        assert outlook.plan.restarts == (newcomer or words.get("is_parked") is False)
+        assert outlook.plan.restarts == (newcomer or "waiting" in words)
 
 
 def test_the_end_of_a_pause_is_void_when_the_run_stops_already() -> None:
