@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 from ..contract.errors import CollectiveTimeout
 from ..contract.operation import Operation
@@ -93,12 +92,7 @@ class Coalesced(Work):
     async def __aenter__(self) -> Coalesced:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._close()
         if error is None:
             await self

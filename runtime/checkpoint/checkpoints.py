@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
-from types import TracebackType
 from typing import Any, Self
 
 from chorusline.collectives import CollectiveError, Group, StoreLost
@@ -415,12 +414,7 @@ class Checkpoints:
         self.begin()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for the checkpoint in flight. After the loss of another rank the wait is short, and
         a failed checkpoint raises nothing: it is not the cause. After any other error there is no
         wait: peers wait to hear of the error."""

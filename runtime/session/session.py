@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import ray
@@ -332,12 +331,7 @@ class Session:
         """`session = await cl.attach("night")`, as start() does it."""
         return self.start().__await__()
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @says(**{TOO_MANY: ARGUMENTS_BY_NAME})

@@ -8,7 +8,6 @@ import logging
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import Any
 
 from ... import notebook
@@ -58,12 +57,7 @@ class Starting:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join()
         with self._lock:
