@@ -39,6 +39,7 @@ STORE_CONCURRENCY = {"store": 10_000}
 _OF_A_GENERATION = re.compile(rb"group/default/(\d+)/")
 """The keys of the group of a generation (collectives/meeting.py), and of all that it wrote."""
 
+_OF_ONE_KEY = ("set", "add", "compare_set", "append", "delete_key")
 _ANSWER_S = 10.0  # A live actor answers in milliseconds; on a machine that swaps, in seconds.
 
 
@@ -75,36 +76,16 @@ class StoreActor:
         self._gatherings_of: dict[bytes, list[_Gathering]] = {}  # by a key that they miss
 
     @ray.method(concurrency_group="store")
-    async def store_set(self, key: Data, value: Data) -> None:
-        self._store.set(key, value)
-        self._wake(key)
-
-    @ray.method(concurrency_group="store")
-    async def store_check(self, keys: Sequence[Data]) -> bool:
-        return self._store.check(keys)
-
-    @ray.method(concurrency_group="store")
-    async def store_add(self, key: Data, amount: int) -> int:
-        total = self._store.add(key, amount)
-        self._wake(key)
-        return total
-
-    @ray.method(concurrency_group="store")
-    async def store_compare_set(self, key: Data, expected: Data, desired: Data) -> bytes:
-        value = self._store.compare_set(key, expected, desired)
-        # Not where nothing was written, and the key is still absent.
-        if self._store.check([key]):
-            self._wake(key)
-        return value
-
-    @ray.method(concurrency_group="store")
-    async def store_append(self, key: Data, value: Data) -> None:
-        self._store.append(key, value)
-        self._wake(key)
-
-    @ray.method(concurrency_group="store")
-    async def store_delete_key(self, key: Data) -> bool:
-        return self._store.delete_key(key)
+    async def store_call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of HashStore that waits for nothing, and wake whoever waits for its keys.
+        Its first argument, if it has one, is a key or several."""
+        result = getattr(self._store, method)(*arguments)
+        keys = arguments[:1] if method in _OF_ONE_KEY else arguments[0] if arguments else ()
+        for key in keys:
+            # A key may still be absent: nothing was compared equal, or it was deleted.
+            if self._store.check([key]):
+                self._wake(key)
+        return result
 
     @ray.method(concurrency_group="store")
     async def store_forget(self, newest: int) -> None:
@@ -119,25 +100,18 @@ class StoreActor:
             self._written.pop(key).set()  # Whoever waits looks again, until its own deadline.
 
     @ray.method(concurrency_group="store")
-    async def store_num_keys(self) -> int:
-        return self._store.num_keys()
-
-    @ray.method(concurrency_group="store")
-    async def store_multi_set(self, keys: Sequence[Data], values: Sequence[Data]) -> None:
-        self._store.multi_set(keys, values)
-        for key in keys:
-            self._wake(key)
-
-    @ray.method(concurrency_group="store")
-    async def store_wait(self, keys: Sequence[Data], timeout_s: float) -> list[bytes]:
-        """Suspend until all keys exist. Returns the keys that are missing after `timeout_s`."""
-        return await self._until_written(encoded_keys(keys), timeout_s)
+    async def store_wait(
+        self, keys: Sequence[Data], timeout_s: float
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Suspend until all keys exist. Returns those that are missing after `timeout_s`, and none
+        of the values."""
+        return await self._until_written(encoded_keys(keys), timeout_s), []
 
     @ray.method(concurrency_group="store")
     async def store_multi_get(
         self, keys: Sequence[Data], timeout_s: float
     ) -> tuple[list[bytes], list[bytes]]:
-        """As store_wait. Returns the missing keys, and if there are none, the values."""
+        """As store_wait, with the values if no key is missing."""
         missing = await self._until_written(encoded_keys(keys), timeout_s)
         return missing, [] if missing else self._store.multi_get(keys, 0)
 
@@ -270,7 +244,7 @@ class ActorStore(Store):
         with self._lock:
             if self._cancelled_by is not None:
                 raise fresh_copy(self._cancelled_by)
-        self._actor.store_set.remote(encoded(key, "key"), encoded(value, "value"))
+        self._actor.store_call.remote("set", encoded(key, "key"), encoded(value, "value"))
 
     def check(self, keys: Sequence[Data]) -> bool:
         return bool(self._call("check", encoded_keys(keys)))
@@ -293,36 +267,34 @@ class ActorStore(Store):
         return int(self._call("num_keys"))
 
     def wait(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> None:
-        waited_s = self._seconds(timeout_s)
-        missing = self._call("wait", encoded_keys(keys), waited_s, suspended_s=waited_s)
-        if missing:
-            raise timed_out(missing, waited_s)
+        self._suspended("wait", timeout_s, encoded_keys(keys))
 
     def multi_get(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> list[bytes]:
-        waited_s = self._seconds(timeout_s)
-        wanted = encoded_keys(keys)
-        missing, values = self._call("multi_get", wanted, waited_s, suspended_s=waited_s)
-        if missing:
-            raise timed_out(missing, waited_s)
-        return list(values)
+        return self._suspended("multi_get", timeout_s, encoded_keys(keys))
 
     def gather(
         self, name: Data, rank: int, size: int, value: Data, timeout_s: Seconds | None = None
     ) -> list[bytes]:
-        waited_s = self._seconds(timeout_s)
         own = encoded(name, "name"), rank, size, encoded(value, "value")
-        missing, values = self._call("gather", *own, waited_s, suspended_s=waited_s)
-        if missing:
-            raise timed_out(missing, waited_s)
-        return list(values)
+        return self._suspended("gather", timeout_s, *own)
 
     def multi_set(self, keys: Sequence[Data], values: Sequence[Data]) -> None:
         pairs = paired(keys, values)
         self._call("multi_set", [key for key, _ in pairs], [value for _, value in pairs])
 
-    def _call(self, operation: str, *arguments: object, suspended_s: float = 0.0) -> Any:
+    def _suspended(
+        self, operation: str, timeout_s: Seconds | None, *arguments: object
+    ) -> list[bytes]:
+        """The values of a call that waits for keys."""
+        waited_s = self._seconds(timeout_s)
+        missing, values = self._call(operation, *arguments, waited_s, suspended_s=waited_s)
+        if missing:
+            raise timed_out(missing, waited_s)
+        return list(values)
+
+    def _call(self, operation: str, *arguments: object, suspended_s: float | None = None) -> Any:
         """Make one remote call from a thread that may block. suspended_s: how long the actor may
-        wait.
+        wait; None: it answers at once.
 
         `ray.get` would not do: it cannot be left early, and inside an async actor it warns of
         blocking the loop, which a training thread does not block.
@@ -333,10 +305,13 @@ class ActorStore(Store):
                 raise fresh_copy(self._cancelled_by)
             self._blocked.add(is_over)
         try:
-            call = getattr(self._actor, f"store_{operation}").remote(*arguments)
+            if suspended_s is None:
+                call = self._actor.store_call.remote(operation, *arguments)
+            else:
+                call = getattr(self._actor, f"store_{operation}").remote(*arguments)
             future = call.future()
             future.add_done_callback(lambda _: is_over.set())
-            limit_s = suspended_s + _ANSWER_S
+            limit_s = (suspended_s or 0.0) + _ANSWER_S
             was_set = is_over.wait(limit_s)
         finally:
             with self._lock:

@@ -115,7 +115,7 @@ def keys_in_store() -> int:
         for one in ray.util.list_named_actors(all_namespaces=True)
         if "/driver-" in one["name"]
     ]
-    return int(ray.get(ray.get_actor(name, "chorusline").store_num_keys.remote(), timeout=10))
+    return int(ray.get(ray.get_actor(name, "chorusline").store_call.remote("num_keys"), timeout=10))
 
 
 class Soak:

@@ -44,7 +44,7 @@ def start_actor() -> Any:
 def actor(cluster: None) -> Iterator[Any]:
     """One for all tests, each of which writes keys of its own."""
     actor = start_actor()
-    ray.get(actor.store_num_keys.remote(), timeout=60)
+    ray.get(actor.store_call.remote("num_keys"), timeout=60)
     yield actor
     ray.kill(actor)
 
@@ -143,7 +143,7 @@ async def test_a_dead_actor_is_a_lost_store(cluster: None) -> None:
 def test_many_waiters_do_not_keep_the_store_from_answering(actor: Any, store: ActorStore) -> None:
     calls = [actor.store_wait.remote(["flag"], 30.0) for _ in range(200)]
     store.set("flag", "1")
-    assert ray.get(calls, timeout=10) == [[]] * 200
+    assert ray.get(calls, timeout=10) == [([], [])] * 200
 
 
 @pytest.mark.parametrize(

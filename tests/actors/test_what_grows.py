@@ -15,13 +15,13 @@ from chorusline.runtime.session.detached.session_host import _LINES, SessionHost
 async def test_the_store_forgets_the_generations_before_the_last_two() -> None:
     actor = StoreActor()
     for generation in (2, 9, 10, 11):
-        await actor.store_set(f"group/default/{generation}/1/card/0", "x")
-        await actor.store_append(f"group/default/{generation}/1/others/1/group/a/0/b", "x")
-    await actor.store_set("group/mine/2/1/card/0", "x")
+        await actor.store_call("set", f"group/default/{generation}/1/card/0", "x")
+        await actor.store_call("append", f"group/default/{generation}/1/others/1/group/a/0/b", "x")
+    await actor.store_call("set", "group/mine/2/1/card/0", "x")
     await actor.store_wait(["group/default/2/1/never"], 0)
     await actor.store_forget(10)
-    assert await actor.store_num_keys() == 5
-    assert await actor.store_check(["group/default/10/1/card/0", "group/mine/2/1/card/0"])
+    assert await actor.store_call("num_keys") == 5
+    assert await actor.store_call("check", ["group/default/10/1/card/0", "group/mine/2/1/card/0"])
     assert not actor._written, "what was waited for in vain is forgotten, too"
 
 
