@@ -887,17 +887,8 @@ class Group:
                 objects[:] = values[root]
             return objects
 
-        timeout_s = self._count_objects(Kind.BROADCAST_OBJECT_LIST, timeout_s)
-        return self._objects().issue(
-            Kind.BROADCAST_OBJECT_LIST,
-            root,
-            len(objects),
-            payload,
-            timeout_s,
-            body,
-            read,
-            map_location,
-        )
+        kind, num = Kind.BROADCAST_OBJECT_LIST, len(objects)
+        return self._issue_objects(kind, root, num, payload, timeout_s, body, read, map_location)
 
     @object_operation(object_list="it is the result of the Work", obj="write value=")
     def all_gather_object(
@@ -912,10 +903,8 @@ class Group:
         def body(group: BytesGroup, lengths: list[int]) -> dict[int, bytes]:
             return dict(enumerate(all_gather_bytes(group, payload, lengths)))
 
-        timeout_s = self._count_objects(Kind.ALL_GATHER_OBJECT, timeout_s)
-        return self._objects().issue(
-            Kind.ALL_GATHER_OBJECT, -1, -1, payload, timeout_s, body, _in_order, map_location
-        )
+        kind = Kind.ALL_GATHER_OBJECT
+        return self._issue_objects(kind, -1, -1, payload, timeout_s, body, _in_order, map_location)
 
     @object_operation(
         obj="write value=", object_gather_list="it is the result of the Work", dst="write root="
@@ -942,10 +931,8 @@ class Group:
         def read(values: dict[int, Any]) -> list[Any] | None:
             return _in_order(values) if is_root else None
 
-        timeout_s = self._count_objects(Kind.GATHER_OBJECT, timeout_s)
-        return self._objects().issue(
-            Kind.GATHER_OBJECT, root, -1, payload, timeout_s, body, read, map_location
-        )
+        kind = Kind.GATHER_OBJECT
+        return self._issue_objects(kind, root, -1, payload, timeout_s, body, read, map_location)
 
     @object_operation(
         scatter_object_output_list="the object is the result of the Work",
@@ -979,17 +966,11 @@ class Group:
         def body(group: BytesGroup, lengths: list[int]) -> dict[int, bytes]:
             return {root: scatter_bytes(group, parts, root)}
 
-        timeout_s = self._count_objects(Kind.SCATTER_OBJECT_LIST, timeout_s)
-        return self._objects().issue(
-            Kind.SCATTER_OBJECT_LIST,
-            root,
-            -1,
-            b"",
-            timeout_s,
-            body,
-            lambda values: values[root],
-            map_location,
-        )
+        def read(values: dict[int, Any]) -> Any:
+            return values[root]
+
+        kind = Kind.SCATTER_OBJECT_LIST
+        return self._issue_objects(kind, root, -1, b"", timeout_s, body, read, map_location)
 
     @object_operation(
         object_list="write objects=", device="the objects say where their tensors are; leave it out"
@@ -1552,23 +1533,29 @@ class Group:
             return None
         return block
 
-    def _count_objects(self, kind: Kind, timeout_s: Seconds | None) -> float:
+    def _issue_objects(
+        self,
+        kind: Kind,
+        root: int,
+        count: int,
+        payload: bytes,
+        timeout_s: Seconds | None,
+        *reading: Any,
+    ) -> ObjectWork:
+        """As ObjectChannel.issue, whose last parameters are `reading`."""
         deadline_s = self._deadline_s(kind, timeout_s)
         if self._announce is not None:
             self._announce(kind, 0, -1, -1)
         if self._kept is not None:
             self._kept.spoil("it sends objects through its group before its first step")
         self.statistics.count(kind, 0)
-        return deadline_s
-
-    def _objects(self) -> ObjectChannel:
         if self._channel is None:
             self._channel = ObjectChannel(self, self._channel_group)
             failure = self.failure()
             # The group had ended before the channel was made, and could not tell it.
             if failure is not None:
                 self._channel.fail(failure)
-        return self._channel
+        return self._channel.issue(kind, root, count, payload, deadline_s, *reading)
 
     def _object_messages(self, operation: str) -> ObjectMessages:
         if self._block_here() is not None and not self._communicator.has_tags:
