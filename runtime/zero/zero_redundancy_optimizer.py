@@ -374,31 +374,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         """The GradScaler; None without one, and when it is gone."""
         return self._scaler() if self._scaler is not None else None
 
-    def _scale_of_losses(self) -> torch.Tensor | None:
-        """The scale of the losses on this rank, (1,); None without a GradScaler."""
-        scaler = self._scaler_of_losses
-        return scaler._current_scale() if scaler is not None else None
-
-    def _growth_of_scale(self) -> tuple[float, float, float]:
-        """By what the scale grows and shrinks (ballot.GROWTH); zeros without a GradScaler."""
-        scaler = self._scaler_of_losses
-        return scaler.growth if scaler is not None else (0.0, 0.0, 0.0)
-
-    def _scaler_state(self) -> dict[str, Any] | None:
-        scaler = self._scaler_of_losses
-        return None if scaler is None else scaler.state_dict()
-
-    def _load_scaler_state(self, state: dict[str, Any] | None) -> None:
-        scaler = self._scaler_of_losses
-        if scaler is not None and state and scaler.state_dict() != state:
-            scaler.load_state_dict(state)
-
-    def _follow_scale(self, scale: float, growth: Sequence[float]) -> None:
-        """On a rank without data: take scale and growth of the others."""
-        scaler = self._scaler_of_losses
-        if scaler is not None:
-            scaler.follow(scale, growth)
-
     def __getattr__(self, name: str) -> Any:
         """`train()` and `eval()` of optimizers that have them (schedule-free ones); collective."""
         # Not self._engine: before it is set, that would come here again.
@@ -995,14 +970,17 @@ class OptimizerEngine:
         if self._recovery is not None and self._recovery.has_gone_on:
             return  # Another rank may have been in here when the ranks changed, and be through.
         try:
-            own = self.state_changes.own, self.optimizer._scaler_state()
+            scaler = self.optimizer._scaler_of_losses
+            own = self.state_changes.own, scaler.state_dict() if scaler is not None else None
             digest = zlib.crc32(repr((sorted(own[0].dropped), own[0].num_loads, own[1])).encode())
             if len({*map(tuple, all_gather_row(self.group, [digest]))}) == 1:
                 return  # As most often.
             told = all_gather_object(self.group, own)
             live = join.ledger.last_live
             self.state_changes.take([changes for changes, _ in told], live, self.group)
-            self.optimizer._load_scaler_state(told[join.newest_rank(live)][1])
+            state = told[join.newest_rank(live)][1]
+            if scaler is not None and state and scaler.state_dict() != state:
+                scaler.load_state_dict(state)
         except Exception as error:
             if self._recovery is None or not ends_a_generation(error):
                 raise  # Else the next step recovers.
@@ -1090,8 +1068,9 @@ class OptimizerEngine:
                 self.optimizer.max_norm = numbers[-len(OF_THE_STEP)] or None
         if self.optimizer.uses_scaler:
             scale = agreed_scale(outcome.loss_scales, live)
-            if live and self.group.rank not in live:
-                self.optimizer._follow_scale(scale, outcome.options[max(live)][-len(GROWTH) :])
+            scaler = self.optimizer._scaler_of_losses
+            if live and self.group.rank not in live and scaler is not None:
+                scaler.follow(scale, outcome.options[max(live)][-len(GROWTH) :])
         self.optimizer.found_overflow = self.optimizer.uses_scaler and not math.isfinite(
             outcome.squared_norm
         )
@@ -1203,7 +1182,9 @@ class OptimizerEngine:
         """The numeric options of the optimizer, without entries that schedulers add to groups, and
         the numbers of OF_THE_STEP; 0 for none."""
         numbers = numbers_of(self.optimizer.param_groups, sorted(self.optimizer.defaults))
-        return [*numbers, float(self.optimizer.max_norm or 0.0), *self.optimizer._growth_of_scale()]
+        scaler = self.optimizer._scaler_of_losses
+        growth = scaler.growth if scaler is not None else [0.0] * len(GROWTH)
+        return [*numbers, float(self.optimizer.max_norm or 0.0), *growth]
 
     def _option_labels(self) -> list[str]:
         return labels_of(self.optimizer.param_groups, sorted(self.optimizer.defaults))
@@ -1272,7 +1253,8 @@ class OptimizerEngine:
         assert self.reducer is not None and sums is not None
         self.reducer.weight = None
         self.reducer.offer_nothing(sums.used)
-        self.loss_scale = self.optimizer._scale_of_losses()
+        scaler = self.optimizer._scaler_of_losses
+        self.loss_scale = scaler._current_scale() if scaler is not None else None
         self.shard.bring_home()
         payload = self._vote_with_others(True)
         self.faults.reach(Instant.SEEN)
