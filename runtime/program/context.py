@@ -370,15 +370,7 @@ class Context:
             shuffle=shuffle,
             keep_together=keep_together,
             drop_last=drop_last,
-            options=FetchOptions(
-                num_workers,
-                prefetch_factor,
-                pin_memory,
-                collate_fn,
-                persistent_workers,
-                worker_init_fn,
-                multiprocessing_context,
-            ),
+            options=FetchOptions.of(locals()),
             device=device,
         )
 
@@ -442,18 +434,9 @@ class Context:
         DistributedDataParallel, and for a model with a communication hook, with SyncBatchNorm in
         training or with broadcast_buffers=False.
         """
-        call = self._call
+        call, options = self._call, FetchOptions.of(locals())
         if epoch is None:
             epoch = call.epoch_of(dataset, is_shuffled=shuffle)
-        options = FetchOptions(
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            pin_memory=pin_memory,
-            collate_fn=collate_fn,
-            persistent_workers=persistent_workers,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
-        )
         rows: StepRows
         if isinstance(dataset, Stream):
             refuse_loaders_of_stream(options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -65,6 +65,11 @@ class FetchOptions:
                     f"{without[0]} needs num_workers of at least 1: without loader processes the "
                     "training thread makes each batch when the loop asks for it"
                 )
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> FetchOptions:
+        """From those of the arguments of a call that have these names."""
+        return cls(**{one.name: arguments[one.name] for one in fields(cls)})
 
     @property
     def context(self) -> str:
