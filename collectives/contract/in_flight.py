@@ -85,6 +85,13 @@ class InFlight(Generic[AnyWork]):
         with self.changed:
             return self.works[0] if self.works else None
 
+    def next(self) -> AnyWork | None:
+        """Wait for the first work, if there is none; None when the generation has ended."""
+        with self.changed:
+            while not self.works and self.failure is None:
+                self.changed.wait()
+            return self.works[0] if self.works else None
+
     def in_order(self) -> list[AnyWork]:
         with self.changed:
             return list(self.works)

@@ -153,7 +153,7 @@ class ObjectChannel:
 
     def _run(self) -> None:
         try:
-            while (work := self._next()) is not None:
+            while (work := self._in_flight.next()) is not None:
                 self._perform(work)
                 del work  # An idle thread must not keep objects alive.
         # This rank has closed it: the others are told by that.
@@ -167,13 +167,6 @@ class ObjectChannel:
             text = f"the objects' channel failed: {type(error).__name__}: {error}"
             trace = traceback.format_exc()
             self._owner.abort(GroupAborted(self._owner.generation, [self._owner.rank], text, trace))
-
-    def _next(self) -> ObjectWork | None:
-        in_flight = self._in_flight
-        with in_flight.changed:
-            while not in_flight.works and in_flight.failure is None:
-                in_flight.changed.wait()
-            return None if in_flight.failure is not None else in_flight.works[0]
 
     def _perform(self, work: ObjectWork) -> None:
         operation = work.operation

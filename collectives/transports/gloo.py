@@ -319,7 +319,7 @@ class GlooCommunicator(Communicator):
     def _run(self) -> None:
         broken = ""
         try:
-            while (work := self._next()) is not None:
+            while (work := self._in_flight.next()) is not None:
                 self._perform(work)
                 del work  # While the runner is idle, it must not keep tensors alive.
         except _Over:
@@ -331,14 +331,6 @@ class GlooCommunicator(Communicator):
         head = self._in_flight.head()
         if broken and head is not None:
             self._end_broken(head.operation, broken)
-
-    def _next(self) -> GlooWork | None:
-        """Wait for the next work; None when the generation has ended."""
-        in_flight = self._in_flight
-        with in_flight.changed:
-            while not in_flight.works and in_flight.failure is None:
-                in_flight.changed.wait()
-            return in_flight.works[0] if in_flight.works else None
 
     def _perform(self, work: GlooWork) -> None:
         if time.monotonic() - self._in_flight.settled_at >= _IDLE_LOOK_S:
