@@ -76,13 +76,9 @@ def rings_start(size: int, slot_bytes: int) -> int:
     return slots_start(size) + size * 2 * slot_bytes
 
 
-def bytes_needed(size: int, slot_bytes: int) -> int:
-    return rings_start(size, slot_bytes) + size * size * RING_BYTES
-
-
 def make_memory(size: int, slot_bytes: int) -> int:
     """The descriptor of a new, zeroed, nameless file for `size` ranks. Raises OSError."""
-    nbytes = bytes_needed(size, slot_bytes)
+    nbytes = rings_start(size, slot_bytes) + size * size * RING_BYTES
     descriptor = -1
     try:
         descriptor = nameless_file("chorusline", nbytes)

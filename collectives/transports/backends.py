@@ -84,25 +84,19 @@ def backend_for(name: str | None, device: torch.device) -> Backend:
 # A transport is imported when it is chosen: CuPy may be missing, and Gloo takes a second to import.
 
 
-def _host(
-    store: Store, rank: int, size: int, device: torch.device, generation: int
-) -> Communicator:
+def _host(store: Store, rank: int, size: int, _: object, generation: int) -> Communicator:
     from .host import connect
 
     return connect(store, rank, size, generation)
 
 
-def _shared_memory(
-    store: Store, rank: int, size: int, device: torch.device, generation: int
-) -> Communicator:
+def _shared_memory(store: Store, rank: int, size: int, _: object, generation: int) -> Communicator:
     from .host import connect
 
     return connect(store, rank, size, generation, between_hosts=False)
 
 
-def _gloo(
-    store: Store, rank: int, size: int, device: torch.device, generation: int
-) -> Communicator:
+def _gloo(store: Store, rank: int, size: int, _: object, generation: int) -> Communicator:
     from .gloo import GlooCommunicator
 
     return GlooCommunicator(store, rank, size, generation)

@@ -110,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "the name of the file)",
     )
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["run"] and given[1:2] and is_flag(given[1]):
+    # A flag of the ranks, which comes before the script.
+    has_flag = any(word.startswith("-") and word not in ("-h", "--help") for word in given[1:2])
+    if given[:1] == ["run"] and has_flag:
         return _run_on_ranks(function_flags.made_for_script(run.prog), given[1:])
     # argparse drops a `--` that comes first in a REMAINDER, so split there before it parses.
     is_function = given[:1] == ["run"] and arguments.names_function(given[1:2])
@@ -170,11 +172,6 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
         return run_function(script, function, given, theirs)
     except arguments.WrongUsage as error:
         flags.error(str(error))
-
-
-def is_flag(word: str) -> bool:
-    """Whether it is a flag of the ranks, which comes before the script."""
-    return word.startswith("-") and word not in ("-h", "--help")
 
 
 def _run_on_ranks(flags: argparse.ArgumentParser, given: list[str]) -> int:

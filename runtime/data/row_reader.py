@@ -248,19 +248,20 @@ class RowReader:
 
         key: of the iteration; another one begins again. Also a reader that replaces one that died
         can answer: it reads the rows again."""
-        if self._window is None or self._window[0] != key or self._window[1].first > first:
-            self._window = key, _Window(self._iterated(epoch))
-        return self._window[1].fill(first, count)
+        return self._window_from(key, epoch, first).fill(first, count)
 
     def window(self, key: ReadingKey, epoch: int, first: int, count: int) -> list[Any]:
         """The rows from place `first` on, which `count_window` has counted."""
-        if self._window is None or self._window[0] != key or self._window[1].first > first:
-            self.count_window(key, epoch, first, count)
-        assert self._window is not None
-        window = self._window[1]
+        window = self._window_from(key, epoch, first)
         window.read(first + count)
         begin = first - window.first
         return list(itertools.islice(window.rows, begin, begin + count))
+
+    def _window_from(self, key: ReadingKey, epoch: int, first: int) -> _Window:
+        if self._window is None or self._window[0] != key or self._window[1].first > first:
+            self._window = key, _Window(self._iterated(epoch))
+            self._window[1].fill(first, 0)
+        return self._window[1]
 
     def take(
         self, key: ReadingKey, holder: int, count: int, drop_last: bool, counted: int | None

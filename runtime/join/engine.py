@@ -385,7 +385,7 @@ class JoinEngine:
                 joinable._shadowed()
             bound.stop_if_agreed()
         # A header asks all ranks before each step; agreements of the last step say it in advance.
-        while self._header() if self._needs_header else self._comes_next():
+        while self._exchange_header()[0] if self._needs_header else self._comes_next():
             bound.steps.has_joined = True
             for hook in self._hooks:
                 hook.main_hook()
@@ -590,12 +590,8 @@ class JoinEngine:
         self._pacemaker = self._pacemaker or joinable
         return joinable is self._pacemaker or torch.is_grad_enabled()
 
-    def _header(self) -> bool:
-        """Whether any rank takes the coming step."""
-        live, _ = self._exchange_header()
-        return bool(live)
-
     def _exchange_header(self) -> tuple[tuple[int, ...], Work]:
+        """The ranks that take the coming step."""
         mine = [0] * self._group.size
         mine[self._group.rank] = int(self.ledger.live)
         header = device_numbers(mine, torch.int32, self._device)

@@ -68,11 +68,6 @@ def instead_of(name: str) -> str:
     return f"; write ctx.{_INSTEAD[name]}" if name in _INSTEAD else ""
 
 
-def is_relative(path: object) -> bool:
-    """Whether an error names a file by a path that begins in the working directory."""
-    return isinstance(path, str | Path) and not Path(path).is_absolute()
-
-
 def note_on(error: BaseException, device: torch.device) -> str | None:
     """A note to an error of a train function. device: of the rank."""
     # torch's and Python's errors of these kinds have no class of their own: their texts tell.
@@ -86,9 +81,10 @@ def note_on(error: BaseException, device: torch.device) -> str | None:
             f"{_VARIABLES[error.args[0]]}. ctx.init_torch_distributed() sets these variables for "
             "libraries that read them"
         )
-    if isinstance(error, FileNotFoundError) and is_relative(error.filename):
+    name = error.filename if isinstance(error, FileNotFoundError) else None
+    if isinstance(name, str | Path) and not Path(name).is_absolute():
         return (
-            f"{error.filename!r} is a relative path, and a rank looks for it in its own folder, "
+            f"{name!r} is a relative path, and a rank looks for it in its own folder, "
             f"{Path.cwd()} on {socket.gethostname()}, not in that of the program. Pass a path that "
             "every node has, or send the program's folder with the session: "
             "Session(runtime_env={'working_dir': '.'})"

@@ -32,7 +32,12 @@ def batches_of(
     """The parameters are those of `Context.shard`. Raises what it raises."""
     # With a batch_size the DataLoader is refused as a dataset, with what to write (check_dataset).
     if isinstance(dataset, DataLoader) and batch_size is None:
-        _refuse_beside_loader(shuffle, drop_last, options)
+        if not shuffle or drop_last or options != FetchOptions():
+            raise TypeError(
+                "a DataLoader has its own options; set it there, and write ctx.shard(loader, "
+                "epoch=epoch). Or write ctx.shard(loader.dataset, batch_size, ...) with all "
+                "arguments here"
+            )
         loader = of_loader(dataset)
         dataset, batch_size, options = loader.dataset, loader.batch_size, loader.options
         shuffle, drop_last = loader.shuffle, loader.drop_last
@@ -78,15 +83,6 @@ def batches_of(
         cursor=call.cursor,
         at_boundary=call.at_boundary,
     )
-
-
-def _refuse_beside_loader(shuffle: bool, drop_last: bool, options: FetchOptions) -> None:
-    if not shuffle or drop_last or options != FetchOptions():
-        raise TypeError(
-            "a DataLoader has its own options; set it there, and write ctx.shard(loader, "
-            "epoch=epoch). Or write ctx.shard(loader.dataset, batch_size, ...) with all "
-            "arguments here"
-        )
 
 
 def _refuse_for_stream(keep_together: Sequence[Hashable] | None, options: FetchOptions) -> None:

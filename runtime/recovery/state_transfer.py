@@ -34,7 +34,7 @@ from ..process.random_state import RandomState
 from ..process.registry import Registered
 from ..process.step_boundary import boundary
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
-from .live_objects import LiveObjects
+from .live_objects import LiveObjects, RunningCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +89,17 @@ class ReplayLog:
 def replay_log_of(objects: LiveObjects, kept: KeptResults) -> tuple[bytes, str]:
     """The pickled replay log, between two steps of this rank; or why it cannot be given."""
     call = objects.call
-    optimizers, states = {}, {}
-    for entry in call.registry:
-        made = entry.object
-        if isinstance(made, ZeroRedundancyOptimizer):
-            optimizers[entry.name] = OptimizerOptions.of(made)
-        elif not (isinstance(made, torch.nn.Module) or entry.per_rank):
-            states[entry.name] = made.state_dict()
+    registered = {entry.name: entry.object for entry in call.registry}
     replay_log = ReplayLog(
         call.data_state(),
         boundary().steps.taken,
         call.checkpoints.place if call.checkpoints is not None else None,
-        optimizers,
-        states,
+        {
+            name: OptimizerOptions.of(made)
+            for name, made in registered.items()
+            if isinstance(made, ZeroRedundancyOptimizer)
+        },
+        _plain_states(call),
         *kept.results(),
     )
     try:
@@ -173,17 +171,18 @@ def _transfer_of(objects: LiveObjects, steps: Steps) -> StateTransfer:
         },
         {number: model.reducer.num_passes for number, model in models.items()},
         {number: model.buffers.synced_step for number, model in models.items()},
-        {
-            entry.name: entry.object.state_dict()
-            for entry in call.registry
-            if not (_is_ours(entry) or entry.per_rank)
-        },
+        _plain_states(call),
     )
 
 
-def _is_ours(entry: Registered) -> bool:
-    """Whether its state comes in another way: as shards or as tensors."""
-    return isinstance(entry.object, ZeroRedundancyOptimizer | torch.nn.Module)
+def _plain_states(call: RunningCall) -> dict[str, Any]:
+    """By name, of the objects whose state does not come as shards or as tensors."""
+    ours = ZeroRedundancyOptimizer | torch.nn.Module
+    return {
+        entry.name: entry.object.state_dict()
+        for entry in call.registry
+        if not (isinstance(entry.object, ours) or entry.per_rank)
+    }
 
 
 def transfer_state(

@@ -45,10 +45,6 @@ def with_names(plain: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
     }
 
 
-def is_by_name(state_dict: Mapping[str, Any]) -> bool:
-    return any(isinstance(p, str) for saved in state_dict["param_groups"] for p in saved["params"])
-
-
 def match_state(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Mapping[int, str]
 ) -> tuple[dict[int, tuple[str, Mapping[str, Any]]], list[dict[str, Any]]]:
@@ -60,7 +56,7 @@ def match_state(
 
     Raises ValueError if groups or parameters differ.
     """
-    by_name = is_by_name(state_dict)
+    by_name = any(isinstance(p, str) for g in state_dict["param_groups"] for p in g["params"])
     # Numbers mean the same groups in the same order, as in torch; names may be in other groups.
     saved = _by_our_groups(state_dict, groups, names) if by_name else state_dict["param_groups"]
     if len(saved) != len(groups):
