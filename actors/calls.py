@@ -139,6 +139,17 @@ async def answers(
     return {key: task.result() for key, task in settled.items()}
 
 
+async def answers_or_why(
+    calls: Mapping[Key, Awaitable[Any]], timeout_s: float
+) -> dict[Key, Any | str]:
+    """As `answers`, with a text in place of an answer that did not come, which says why."""
+    said = await answers(calls, timeout_s)
+    return {
+        key: one.detail if isinstance(one, ActorGone | NoAnswer) else one
+        for key, one in said.items()
+    }
+
+
 async def first_answer(calls: Iterable[Awaitable[Any]], timeout_s: float) -> None:
     """Return when one of these calls has ended, or none has in time."""
     tasks = [asyncio.ensure_future(answer(call, timeout_s)) for call in calls]

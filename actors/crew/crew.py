@@ -24,6 +24,7 @@ from ..calls import (
     NoAnswer,
     answer,
     answers,
+    answers_or_why,
     head_stays_gone,
     until_head_is_gone,
 )
@@ -534,11 +535,8 @@ class Crew:
     async def workers_seen(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
         """Snapshots of the workers, by seat, without asking the driver."""
         calls = {seat: worker.snapshot.remote() for seat, worker in self._workers.items()}
-        said = await answers(calls, timeout_s)
-        return tuple(
-            word.detail if isinstance(word, ActorGone | NoAnswer) else word
-            for _, word in sorted(said.items())
-        )
+        said = await answers_or_why(calls, timeout_s)
+        return tuple(said[seat] for seat in sorted(said))
 
     async def whereabouts(
         self, timeout_s: float
@@ -547,13 +545,11 @@ class Crew:
         workers = sorted(self._workers.items())
         calls = {(seat, 0): worker.snapshot.remote() for seat, worker in workers}
         calls |= {(seat, 1): worker.whereabouts.remote() for seat, worker in workers}
-        said = await answers(calls, timeout_s)
+        said: dict[tuple[int, int], Any] = await answers_or_why(calls, timeout_s)
         seen: dict[int, tuple[WorkerSnapshot, Whereabouts] | str] = {}
         for seat, _ in workers:
             who, what = said[seat, 0], said[seat, 1]
-            if isinstance(who, ActorGone | NoAnswer):
-                seen[seat] = who.detail
-            else:
-                # Its loop answers, and what it holds could not be read in time.
-                seen[seat] = what.detail if isinstance(what, ActorGone | NoAnswer) else (who, what)
+            # Its loop may answer, and what it holds could not be read in time.
+            why = next((one for one in (who, what) if isinstance(one, str)), "")
+            seen[seat] = why or (who, what)
         return seen

@@ -35,6 +35,7 @@ from ..calls import (
     actor_class,
     answer,
     answers,
+    answers_or_why,
     end_with_parent,
     first_answer,
 )
@@ -367,14 +368,9 @@ class Driver(StoreActor):
             for info, _ in seen.members
             if info.worker_id in self._workers
         }
-        said = await answers(calls, timeout_s)
-        words = [said.get(info.seat, "is gone") for info, _ in seen.members]
-        return messages.Survey(
-            seen,
-            tuple(
-                word.detail if isinstance(word, ActorGone | NoAnswer) else word for word in words
-            ),
-        )
+        said = await answers_or_why(calls, timeout_s)
+        words = tuple(said.get(info.seat, "is gone") for info, _ in seen.members)
+        return messages.Survey(seen, words)
 
     async def readiness(self, run: int, worker_ids: Iterable[str]) -> list[Readiness]:
         """What would become of these ranks if their generation were ended now."""
@@ -605,11 +601,7 @@ class _InstructionTasks:
             for rank, worker_id in enumerate(worker_ids)
             if self._driver.knows(worker_id)
         }
-        said = await answers(calls, _ANSWER_S)
-        by_rank = {
-            rank: word.detail if isinstance(word, ActorGone | NoAnswer) else word
-            for rank, word in said.items()
-        }
+        by_rank = await answers_or_why(calls, _ANSWER_S)
         self._events.put_nowait(events.RanksAnswered(by_rank))
 
     async def _await_readiness(self, worker_ids: tuple[str, ...], generation: int) -> None:

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from chorusline.actors.calls import ActorGone, NoAnswer, answers
+from chorusline.actors.calls import ActorGone, NoAnswer, answers, answers_or_why
 from chorusline.actors.detached_actors import (
     INCARNATION,
     NAMESPACE,
@@ -114,10 +114,7 @@ async def detached(session: str | None) -> dict[str, DetachedStatus | str]:
         if session in (None, name) and (host := DetachedActors(name).host()) is not None
     }
     calls = {name: host.status.remote() for name, host in hosts.items()}
-    return {
-        name: said.detail if isinstance(said, ActorGone | NoAnswer) else said
-        for name, said in (await answers(calls, _ANSWER_S + 1.0)).items()
-    }
+    return await answers_or_why(calls, _ANSWER_S + 1.0)
 
 
 def nothing_found(session: str | None, others: Mapping[str, object]) -> str:
