@@ -52,7 +52,7 @@ from .placing import placement
 from .showing.hearing import Audience, hearing
 from .showing.progress import Progress
 from .showing.starting import Starting
-from .state import REMEDIES, SessionSnapshot, SessionState, how_interrupted
+from .state import REMEDIES, SessionKind, SessionSnapshot, SessionState, how_interrupted
 from .trace import as_json, traced
 
 _log = logging.getLogger("chorusline")
@@ -201,7 +201,7 @@ class Session:
         self._live_view = live_view
         self._log_to_driver = log_to_driver
         self._detached_name = name or ""
-        self._is_attached = False  # True: the session is there already.
+        self._kind = SessionKind.DETACHED if detached else SessionKind.OWN
         self._is_local = False  # True: sessions of this process have started the cluster.
         self._holding = Holding(self._options)  # Has no actors in a detached session.
         self._client: DetachedClient | None = None  # None: the session is not detached
@@ -253,18 +253,17 @@ class Session:
 
     async def _start(self) -> None:
         try:
-            # A detached session needs a cluster that outlives this program.
-            is_new = bool(self._detached_name) and not self._is_attached
-            if is_new:
+            # It needs a cluster that outlives this program.
+            if self._kind is SessionKind.DETACHED:
                 connecting.check_stays(self._detached_name, self._address)
             with Starting(self._shown_progress) as starting:
-                may_start = not self._detached_name
+                may_start = self._kind is SessionKind.OWN
                 starting.phase(connecting.what_it_does(self._address, may_start=may_start))
                 self._is_local = connecting.connect(
                     self._address, self._log_to_driver, may_start=may_start
                 )
                 # Its host starts the actors, and has what this process would hold.
-                if self._detached_name:
+                if self._kind is not SessionKind.OWN:
                     starting.phase(f"waiting for the session {self._detached_name!r}")
                     await self._take_client()
                     return
@@ -279,13 +278,13 @@ class Session:
 
     async def _take_client(self) -> None:
         name = self._detached_name
-        if self._is_attached:
+        if self._kind is SessionKind.ATTACHED:
             self._client = await DetachedClient.found(name)
         else:
             self._client = await DetachedClient.started(name, self._options, self._idle_timeout_s)
         status = self._client.last
         assert status is not None
-        if self._is_attached:
+        if self._kind is SessionKind.ATTACHED:
             # A function is packed here with both, and the host's are those of the session.
             its = {"checkpoint": status.checkpoint, "seed": status.seed}
             self._options = replace(self._options, **its)
@@ -532,7 +531,7 @@ class Session:
         if self._client is None:
             raise RuntimeError(
                 REMEDIES[self._state]
-                if self._detached_name
+                if self._kind is not SessionKind.OWN
                 else "only a detached session outlives its call: write Session(name='night', "
                 "detached=True), or cl.attach('night') for one that is there"
             )
@@ -569,5 +568,5 @@ def attach(
         name=name,
         detached=True,
     )
-    session._is_attached = True
+    session._kind = SessionKind.ATTACHED
     return session

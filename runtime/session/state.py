@@ -26,6 +26,15 @@ class SessionState(enum.Enum):
     CLOSED = "closed"
 
 
+class SessionKind(enum.Enum):
+    """OWN: its actors end with this process, or before. DETACHED: it is started here, and outlives
+    this process. ATTACHED: it is detached, and there already."""
+
+    OWN = "own"
+    DETACHED = "detached"
+    ATTACHED = "attached"
+
+
 @dataclass(frozen=True, slots=True)
 class SessionSnapshot:
     """The state of the session, its driver and its workers; print it when something hangs.
