@@ -420,10 +420,8 @@ class Crew:
             self._reserve,
             self._take_from_reserve,
             self._starting,
-            self._starting.discard,
             payload,
-            self.listener.note,
-            self.listener.note_pause,
+            self.listener,
         )
         async with (
             self._reserve.kept(payload),

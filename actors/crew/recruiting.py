@@ -13,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from ..calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
 from ..driver.driver import Unfit
-from ..messages import RunPause, RunRequest
+from ..messages import RunRequest
 from ..versions import versions_here
+from .listening import Listener
 from .persisting import persist
 from .replacing import Replacing
 from .reserve import Reserve
@@ -45,9 +46,8 @@ class Recruiter:
     reserve: the crew's spare workers.
     take: gives one of them a seat, if there is one.
     starting: seats whose workers have not answered yet; the crew's own set.
-    has_started: called with the seat when that worker has answered.
     program: a reference to the run's Parcel.
-    tell: called with a sentence for whoever looks at the run.
+    listener: takes sentences for whoever looks at the run, and its pauses.
     """
 
     def __init__(
@@ -59,11 +59,9 @@ class Recruiter:
         start: Callable[[int], Actor],
         reserve: Reserve,
         take: Callable[[int], Awaitable[Actor | None]],
-        starting: Collection[int],
-        has_started: Callable[[int], None],
+        starting: set[int],
         program: Any,
-        tell: Callable[[str], None],
-        tell_pause: Callable[[RunPause | None], None],
+        listener: Listener,
     ) -> None:
         self._driver = driver
         self._request = request
@@ -73,10 +71,8 @@ class Recruiter:
         self._reserve = reserve
         self._take = take
         self._starting = starting
-        self._has_started = has_started
         self._program = program
-        self._tell = tell
-        self._tell_pause = tell_pause
+        self._listener = listener
         self._told: set[str] = set()
 
     @asynccontextmanager
@@ -198,7 +194,9 @@ class Recruiter:
             # Once for each reason: many seats may be filled, and mostly they wait for the same.
             if why and why not in self._told:
                 self._told.add(why)
-                self._tell(f"a new worker is ready, but the function cannot admit it: {why}")
+                self._listener.note(
+                    f"a new worker is ready, but the function cannot admit it: {why}"
+                )
 
     async def _newcomer(self, seat: int) -> tuple[Actor, bool]:
         """A spare worker; or, if there is room for the seat before one is ready, a new
@@ -237,7 +235,7 @@ class Recruiter:
         # The driver registers it by that, and what is left over could not be registered.
         if await self._unfit({seat: newcomer}, self._request.pause_s):
             return False
-        self._has_started(seat)
+        self._starting.discard(seat)
         return True
 
     async def _watch_pauses(self) -> None:
@@ -247,13 +245,13 @@ class Recruiter:
             while (
                 pause := await answer(self._driver.next_pause.remote(run, missing))
             ) is not None or missing:
-                self._tell_pause(pause)
+                self._listener.note_pause(pause)
                 # A pause that changes is the same pause: it is told with the first number.
                 if not missing:
-                    self._tell(f"the run is paused, {pause}")
+                    self._listener.note(f"the run is paused, {pause}")
                 missing = pause.missing if pause is not None else 0
         finally:
-            self._tell_pause(None)
+            self._listener.note_pause(None)
 
     async def _watch_nodes(self) -> None:
         """Tell the driver of nodes that are drained or preempted, while they are still there; and
