@@ -99,10 +99,15 @@ _FUNCTIONS = {
 _MULTI_GPU = "_multigpu"
 """The end of five names that torch has removed: operations on several GPUs of one process."""
 
+_ONE_GPU = "a rank has one GPU; start a rank for each GPU, and write"
+
 
 def instead_of_method(name: str) -> str:
     """The end of an AttributeError for an attribute that a Group does not have; it may be empty."""
-    return f": {_METHODS[name]}" if name in _METHODS else ""
+    if name.endswith(_MULTI_GPU):
+        return f": {_ONE_GPU} {name.removesuffix(_MULTI_GPU)}(…)"
+    text = _METHODS.get(name) or _FUNCTIONS.get(name)
+    return f": {text}" if text else ""
 
 
 def instead_of_function(name: str, is_method: bool) -> str:
@@ -110,8 +115,7 @@ def instead_of_function(name: str, is_method: bool) -> str:
     if name in _FUNCTIONS:
         return f": {_FUNCTIONS[name]}"
     if name.endswith(_MULTI_GPU):
-        one = name.removesuffix(_MULTI_GPU)
-        return f": a rank has one GPU; start a rank for each GPU, and write ctx.group.{one}(tensor)"
+        return f": {_ONE_GPU} ctx.group.{name.removesuffix(_MULTI_GPU)}(…)"
     if name in _METHODS:
         return f": of a group (ctx.group in a train function) {_METHODS[name]}"
     if is_method:

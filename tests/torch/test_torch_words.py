@@ -1,6 +1,7 @@
 """What people type who come from torch: it works, or an error says what to write."""
 
 import copy
+from operator import attrgetter
 
 import pytest
 import torch
@@ -75,6 +76,8 @@ TYPED = {
         "write all_gather(output, input)",
     ),
     "rank of a group": (lambda h: h.group.get_rank(), "write rank"),
+    "spawn of a group": (lambda h: h.group.spawn(print), "write cl.run(function, num_workers=4)"),
+    "launch of a group": (lambda h: h.group.launch(), "chorusline run --workers 4 script.py"),
     "a typing error": (lambda h: h.group.al_reduce(h.one), "no attribute 'al_reduce'"),
     "new_group": (lambda h: h.group.new_group([0], timeout=3), "pass timeout_s= to an operation"),
     "new_group of": (lambda h: h.group.new_group([0], backend="gloo"), "Group.create(store"),
@@ -85,7 +88,6 @@ TYPED = {
     "init_process_group": (lambda h: cl.init_process_group("gloo"), "Group.from_url('env://')"),
     "function": (lambda h: cl.all_reduce(h.one), "write ctx.group.all_reduce(...)"),
     "isend of the module": (lambda h: cl.isend(h.one, 0), "send() returns a Work at once"),
-    "several GPUs": (lambda h: cl.all_gather_multigpu([h.one]), "write ctx.group.all_gather("),
     "spawn": (lambda h: cl.spawn(print, nprocs=2), "write cl.run(function, num_workers=4)"),
     "launch": (lambda h: cl.launch("script.py"), "chorusline run --workers 4 script.py"),
     "is_nccl_available": (lambda h: cl.is_nccl_available(), "chorusline doctor"),
@@ -166,6 +168,16 @@ TYPED = {
     "no list": (lambda h: cl.Join(h.model), "as in Join([model])"),
 }
 """By name, a call on `Here` and a part of the error, which says what to write."""
+
+for _one in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"):
+    _wanted = attrgetter(f"{_one}_multigpu")
+    TYPED |= {
+        f"{_one} on several GPUs": (lambda h, get=_wanted: get(h.group), f"GPU, and write {_one}("),
+        f"the same, of the module: {_one}": (
+            lambda h, get=_wanted: get(cl),
+            f"GPU, and write ctx.group.{_one}(",
+        ),
+    }
 
 
 def answers(group):
