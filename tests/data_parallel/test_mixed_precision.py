@@ -1,5 +1,6 @@
 """`mixed_precision` against one process that computes on a copy in the other dtype."""
 
+import contextlib
 import copy
 
 import pytest
@@ -11,10 +12,9 @@ from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, largest_difference, loss_of, make_model
 
 LOW = torch.bfloat16
-NUM_STEPS = 3
 
 
-def train(group, sharded, dtypes):
+def train(group, sharded, dtypes, lengths):
     model = cl.DistributedDataParallel(
         make_model(torch.float32), group, mixed_precision=_MixedPrecision(**dtypes)
     )
@@ -23,31 +23,36 @@ def train(group, sharded, dtypes):
         if sharded
         else torch.optim.SGD(model.parameters(), lr=0.1)
     )
-    for batch in batches_of(group.rank, NUM_STEPS, torch.float32):
-        optim.zero_grad()
-        output = model(batch)
-        output.square().mean().backward()
-        optim.step()
-    assert output.dtype == dtypes.get("param_dtype", torch.float32)
+    is_even = len(set(lengths)) == 1
+    with contextlib.nullcontext() if is_even else cl.Join([model, optim] if sharded else [model]):
+        for batch in batches_of(group.rank, lengths[group.rank], torch.float32):
+            optim.zero_grad()
+            output = model(batch)
+            output.square().mean().backward()
+            optim.step()
+            assert output.dtype == dtypes.get("param_dtype", torch.float32)
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def one_process(num_ranks, param_dtype=torch.float32, reduce_dtype=torch.float32):
+def one_process(lengths, param_dtype=torch.float32, reduce_dtype=torch.float32):
     model = make_model(torch.float32)
-    data = [batches_of(rank, NUM_STEPS, torch.float32) for rank in range(num_ranks)]
-    for number in range(NUM_STEPS):
+    data = [batches_of(rank, length, torch.float32) for rank, length in enumerate(lengths)]
+    for number in range(max(lengths)):
         total = [torch.zeros_like(p, dtype=reduce_dtype) for p in model.parameters()]
         for batches in data:
+            if number >= len(batches):
+                continue  # It counts as zeros.
             low = copy.deepcopy(model).to(param_dtype)
             loss_of(low, batches[number].to(param_dtype)).backward()
             for summed, parameter in zip(total, low.parameters(), strict=True):
                 summed += parameter.grad.float().to(reduce_dtype)
         with torch.no_grad():
             for parameter, summed in zip(model.parameters(), total, strict=True):
-                parameter -= 0.1 * (summed / num_ranks).float()
+                parameter -= 0.1 * (summed / len(lengths)).float()
     return list(model.parameters())
 
 
+@pytest.mark.parametrize("lengths", [(3, 3), (1, 4)], ids=["even", "uneven"])
 @pytest.mark.parametrize(
     ("sharded", "dtypes"),
     [
@@ -57,10 +62,10 @@ def one_process(num_ranks, param_dtype=torch.float32, reduce_dtype=torch.float32
         (False, {"param_dtype": torch.float16, "reduce_dtype": LOW}),
     ],
 )
-def test_each_dtype_is_used_where_torch_says(ranks_of, sharded, dtypes):
-    expected = one_process(2, **dtypes)
-    assert largest_difference(one_process(2), expected) > 1e-5  # It does show in the numbers.
-    for parameters in ranks_of(2).run(train, sharded, dtypes):
+def test_each_dtype_is_used_where_torch_says(ranks_of, sharded, dtypes, lengths):
+    expected = one_process(lengths, **dtypes)
+    assert largest_difference(one_process(lengths), expected) > 1e-5  # It shows in the numbers.
+    for parameters in ranks_of(2).run(train, sharded, dtypes, lengths):
         assert {p.dtype for p in parameters} == {torch.float32}
         assert largest_difference(parameters, expected) < 1e-7
 
