@@ -204,12 +204,16 @@ HAPPENINGS: dict[str, Callable[[Membership], Event]] = {
 }
 
 
+@pytest.mark.parametrize("num_others", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first", HAPPENINGS)
-def test_no_order_of_events_loses_a_worker_or_gives_it_another_place(first: str) -> None:
-    """All orders of four events: whoever comes in has made its dry run in that place, in the
-    generation of all; and a worker is in its dry run exactly as long as is known."""
+def test_no_order_of_events_loses_a_worker_or_gives_it_another_place(
+    first: str, num_others: int
+) -> None:
+    """All orders of three and of four events: whoever comes in has made its dry run in that place,
+    in the generation of all; and a worker is in its dry run exactly as long as is known."""
     begun, _ = with_newcomers(2, 3)
-    for order in itertools.permutations([one for one in HAPPENINGS if one != first], 3):
+    others = [one for one in HAPPENINGS if one != first]
+    for order in itertools.permutations(others, num_others):
         membership = deepcopy(begun)
         places = {
             worker_id: replace(one.assignment, generation=0)

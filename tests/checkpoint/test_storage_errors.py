@@ -18,6 +18,7 @@ from chorusline.runtime.checkpoint import opening
 from chorusline.runtime.checkpoint.format.catalog import listing, newest_whole
 from chorusline.runtime.checkpoint.format.errors import CheckpointPlaceUnusable
 from chorusline.runtime.checkpoint.format.storage import Folder, Storage, open_storage
+from tests.harness.combinations import combinations
 from tests.references.checkpoint_places import resume_and_listen, write_two
 from tests.references.checkpoint_runs import Parts, in_run
 
@@ -88,9 +89,7 @@ def _save_while_it_fails(
     return said, _in_failing_run(group, body, config)[1]
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["own place", "named place"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("who", [0, 1])
+@combinations(2, who=[0, 1], method=METHODS, named=[False, True])
 def test_an_error_of_a_backend_is_told_to_all_ranks_alike_and_ends_no_run(
     ranks_of, tmp_path, method, who, named
 ):
@@ -146,8 +145,7 @@ def _begin_while_it_fails(
         return resume_and_listen(group, cl.CheckpointConfig(place))
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("who", [0, 1])
+@combinations(2, who=[0, 1], method=METHODS)
 def test_a_place_that_does_not_answer_at_the_beginning_is_told_to_all_ranks_alike(
     ranks_of, tmp_path, method, who
 ):

@@ -237,7 +237,7 @@ def _restore(model, saved):
 
 
 @settings(
-    max_examples=int(os.environ.get("CHORUSLINE_EXAMPLES", "60")),
+    max_examples=int(os.environ.get("CHORUSLINE_EXAMPLES", "30")),
     deadline=None,
     derandomize="CHORUSLINE_EXAMPLES" not in os.environ,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
