@@ -64,9 +64,11 @@ def weight_of(given: object, takes: str) -> float:
 
 def like(value: Any, number: float) -> Any:
     """`number` in place of `value`. A tensor stays the same one, since a compiled step reads it; a
-    whole number (weight_decay=0) becomes a float where another rank has set one."""
+    whole number (weight_decay=0), or a tensor that would round, becomes a float where another rank
+    has set one."""
     if isinstance(value, torch.Tensor):
-        return value.fill_(number)
+        is_exact = torch.tensor(number, dtype=value.dtype).item() == number
+        return value.fill_(number) if is_exact or math.isnan(number) else number
     if number_of(value) == number:
         return value
     # A flag stays a flag.

@@ -13,6 +13,7 @@ CHANGES = {
     "a whole number becomes a fraction": ({"weight_decay": 0}, {"weight_decay": 0.5}),
     "two whole numbers": ({"lr": 1, "momentum": 0}, {"lr": 0.25, "momentum": 0.5}),
     "numpy": ({"lr": np.float32(0.5)}, {"lr": np.float32(0.25)}),
+    "a tensor that would round": ({"lr": torch.tensor(0.5)}, {"lr": 0.1}),
     "max_norm, at once": ({"max_norm": None}, {"max_norm": 0.1}),
     "max_norm": ({"max_norm": 5.0}, {"max_norm": 0.1}),
 }
