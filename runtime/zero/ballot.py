@@ -255,7 +255,7 @@ def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[f
         number_of(entry)
         for options in groups
         for name in names
-        for entry in entries(options[name])
+        for entry in entries(options.get(name))
         if is_number(entry)
     ]
 
@@ -266,7 +266,7 @@ def labels_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[st
         f"{name} of parameter group {number}" if len(groups) > 1 else name
         for number, options in enumerate(groups)
         for name in names
-        for entry in entries(options[name])
+        for entry in entries(options.get(name))
         if is_number(entry)
     ]
 

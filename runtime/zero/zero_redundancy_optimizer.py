@@ -724,8 +724,17 @@ class OptimizerEngine:
         return [[*map(id, options["params"])] for options in self.optimizer.param_groups]
 
     def _why_regrouped(self) -> str:
-        """Says that the program has changed the lists of parameters itself, by whose numbers shards
-        and options are found; empty if it has not."""
+        """Says that the program has deleted options, or changed the lists of parameters itself, by
+        whose numbers shards and options are found; empty if it has not."""
+        for number, options in enumerate(self.optimizer.param_groups):
+            if absent := sorted(self.optimizer.defaults.keys() - options.keys()):
+                kind, first = self.shard.optimizer_class.__name__, absent[0]
+                return (
+                    f"parameter group {number} of the optimizer no longer has {', '.join(absent)}, "
+                    f"and {kind} steps by all of its options. Set what is missing before step(), "
+                    f"on all ranks, as in optimizer.param_groups[{number}][{first!r}] = "
+                    f"{self.optimizer.defaults[first]!r}"
+                )
         if (now := self._parameters_now()) == self._given:
             return ""
         before, after = [*map(len, self._given)], [*map(len, now)]

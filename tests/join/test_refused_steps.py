@@ -82,6 +82,22 @@ def clips_after_several(model, optimizer, batch, number):
     optimizer.zero_grad()
 
 
+def deletes_an_option(model, optimizer, batch, number):
+    loss_of(model, batch).backward()
+    if number >= 2:
+        del optimizer.param_groups[0]["lr"]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def makes_its_group_anew(model, optimizer, batch, number):
+    loss_of(model, batch).backward()
+    if number >= 2:
+        optimizer.param_groups[0] = {"params": optimizer.param_groups[0]["params"], "lr": 0.2}
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 BODIES: dict[Body, str] = {
     steps_twice: "step() needs gradients that were reduced since the last step",
     steps_before_a_pass: "outside no_sync()",
@@ -91,6 +107,8 @@ BODIES: dict[Body, str] = {
     adds_in_no_sync: "a backward pass in no_sync() has added to the gradient of a parameter",
     adds_in_no_sync_after_two: "a backward pass in no_sync() has added to the gradient",
     replaces_gradients: "(0.bias) was changed after the backward pass",
+    deletes_an_option: "parameter group 0 of the optimizer no longer has lr, and SGD",
+    makes_its_group_anew: "optimizer.param_groups[0]['dampening'] = 0",
 }
 
 

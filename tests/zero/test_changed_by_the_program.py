@@ -143,6 +143,34 @@ def test_gradients_that_are_sent_already_cannot_be_changed_in_silence(ranks_of, 
         assert "was changed after the backward pass" in told and "max_norm=" in told
 
 
+def delete_options(group: cl.Group) -> tuple[list[str], bool]:
+    """Each option of each group in turn; it is set again, and the step is taken."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(), own)
+        first, *others = model.parameters()
+        groups = [{"params": [first]}, {"params": others, "lr": 0.5}]
+        optimizer = cl.ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.01)
+        (batch,) = batches_of(own.rank, 1, torch.float64)
+        said = []
+        for number, options in enumerate(optimizer.param_groups):
+            for name in optimizer.defaults:
+                model(batch).square().mean().backward()
+                value = options.pop(name)
+                with pytest.raises(RuntimeError, match=f"group {number} .* has {name},") as told:
+                    optimizer.step()
+                said.append(str(told.value))
+                options[name] = value
+                optimizer.step()
+                optimizer.zero_grad()
+        return said, optimizer.num_steps == len(said)
+
+
+def test_an_option_that_the_program_has_deleted_is_named_with_its_group(ranks_of):
+    for said, has_stepped in ranks_of(2).run(delete_options):
+        assert len(said) > 20 and has_stepped
+        assert all("Set what is missing before step(), on all ranks" in one for one in said)
+
+
 def convert(group: cl.Group) -> str:
     with another_group(group) as own:
         model = cl.DistributedDataParallel(make_model(), own)
