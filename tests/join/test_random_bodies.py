@@ -24,6 +24,11 @@ REFUSED = (
     # Where a hook of a rank without data may have read what the body had not written yet there.
     "the loop's body has written parameter",
 )
+REFUSED_ALONG = (
+    # What the body writes beside the optimizer, which alone is in step_along.
+    "parameter 0.weight differs between rank",
+    "so the parameters of the ranks drift apart",
+)
 
 BODIES: dict[str, tuple[int, list[Act]]] = {
     "cleared before the next pass": (1, [Act(CLEAR), Act(PASS), Act(STEP), Act(PASS)]),
@@ -65,12 +70,13 @@ def check(
     joins: bool = True,
     follows: bool = False,
     hooks: bool = False,
+    refused: Sequence[str] = REFUSED,
 ) -> None:
     whole = in_one_process(body, lengths, num_models, epochs, momentum, hooks)
     args = body, lengths, num_models, epochs, momentum, way, joins, follows, hooks
     results = ranks_of(len(lengths)).run(on_ranks, *args)  # type: ignore[operator]
     if all(isinstance(told, str) for told in results):
-        known = [text for text in REFUSED if all(text in told for told in results)]
+        known = [text for text in refused if all(text in told for told in results)]
         assert known, results
         return
     for rank, told in enumerate(results):
@@ -121,6 +127,26 @@ def test_any_body_over_any_lengths_is_exact_with_a_plain_optimizer(
     # A step in a batch without a pass is seen by no other rank.
     body = [*body, Act(PASS, 0, every), Act(STEP, 0, every), *body[:1]]
     check(ranks_of, body, lengths, "plain", epochs=epochs)
+
+
+@MANY
+@given(
+    acts([QUIET, *CLEARS], [0], 4),
+    acts(CLEARS, [0], 2),
+    st.none() | st.sampled_from(WRITES),
+    LENGTHS,
+    st.integers(1, 3),
+)
+def test_any_body_whose_plain_optimizer_is_stepped_along_is_exact_or_told(
+    ranks_of, before, after, write, lengths, epochs
+):
+    """With momentum: a rank without data has to have the state of the others, too."""
+    writes = [] if write is None else [Act(write)]
+    body = [*before, Act(PASS), Act(STEP), *writes, *after]
+    refused = (*REFUSED, *REFUSED_ALONG) if writes else REFUSED
+    check(ranks_of, body, lengths, "along", epochs=epochs, momentum=0.9, refused=refused)
+    if write is None:
+        check(ranks_of, body, (3, 3), "plain", joins=False, epochs=epochs, momentum=0.9)
 
 
 @MANY

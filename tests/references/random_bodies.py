@@ -199,8 +199,9 @@ def on_ranks(
     follows: bool = False,
     hooks: bool = False,
 ) -> Any:
-    """way: "zero" or "plain". follows: whether the Join has a group to follow. Returns the
-    parameters and the numbers of steps, or an error."""
+    """way: "zero"; "plain", where joined ranks step nothing; or "along", where they step along.
+    follows: whether the Join has a group to follow. Returns the parameters and the numbers of
+    steps, or an error."""
     with another_group(group) as own:
         beside = [own.new_group(range(own.size))] if follows else []
         models = [Model(number, momentum, own, way) for number in range(num_models)]
@@ -208,10 +209,11 @@ def on_ranks(
             model.hook()
         steps = steps_of(body, max(lengths), epochs)
         listed = [[m.net, m.optimizer] if way == "zero" else [m.net] for m in models]
+        along = [m.optimizer for m in models] if way == "along" else []
         try:
             for epoch in range(epochs):
                 joinables = list(itertools.chain(*listed))
-                with cl.Join(joinables, enable=joins, groups=beside, skew_warning=None):
+                with cl.Join(joinables, joins, step_along=along, groups=beside, skew_warning=None):
                     for batch in range(lengths[own.rank]):
                         for number, act in enumerate(body):
                             place = epoch, batch, number
