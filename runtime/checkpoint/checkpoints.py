@@ -85,13 +85,14 @@ class Checkpoints:
         self._group = group
         self._storage = open_storage(config.storage_path) if config else None
         self._host = HostCopy(group.device)
+        self.last_step = -1
+        """The step of the last automatic save."""
         self._run = ""  # drawn by rank 0
         self._corrupted: list[str] = []  # the folders that this run has found so at its beginning
         self._count = 0
         self._in_flight: Saving | None = None  # None: nothing is being written
         self._last_save: LastSave | None = None  # of the epoch that is under way
         self._epoch_ends: list[EpochEnd] = []  # that are being noted
-        self._last_step = -1  # the step of the last automatic save
         self._looked_at: set[Path] = set()  # by writing.py: objects that checkpoints had
 
     # -- The beginning -------------------------------------------------------------------------
@@ -105,7 +106,9 @@ class Checkpoints:
         config, storage = self.config, self._storage
         if config is None or storage is None or self._run:
             return  # No storage, or begun already: a coroutine enters twice.
-        self._run = broadcast_object(self._group, secrets.token_hex(4))
+        # As rank 0 knows of the last save, since a new worker knows of none.
+        drawn = secrets.token_hex(4), self.last_step
+        self._run, self.last_step = broadcast_object(self._group, drawn)
         is_usable = probe(storage, self._group, self._run, has_trained=self.has_trained)
         # Before the choice: what an unfinished run has left is no candidate.
         unlisted = swept(storage) if is_usable and self._group.rank == 0 else []
@@ -161,11 +164,11 @@ class Checkpoints:
     @property
     def place(self) -> tuple[str, int, int]:
         """What ranks have in common here, for a worker that comes to them."""
-        return self._run, self._count, self._last_step
+        return self._run, self._count, self.last_step
 
     @place.setter
     def place(self, place: tuple[str, int, int]) -> None:
-        self._run, self._count, self._last_step = place
+        self._run, self._count, self.last_step = place
 
     def restore(self, entry: Registered, *, required: bool) -> bool:
         """Load an object from the checkpoint to resume from. Returns whether this was done."""
@@ -188,7 +191,7 @@ class Checkpoints:
             )
         # Not saved again at the step from which it has just been loaded.
         if isinstance(entry.object, ZeroRedundancyOptimizer):
-            self._last_step = entry.object.num_steps
+            self.last_step = entry.object.num_steps
         return True
 
     # -- Saving --------------------------------------------------------------------------------
@@ -197,8 +200,8 @@ class Checkpoints:
         """Save if every_n_steps says so; all ranks call it at the same step boundary."""
         every = self.config.every_n_steps if self.config else None
         # A boundary may come again at the same step, as after a batch that only accumulates.
-        if every is not None and step > 0 and step % every == 0 and step != self._last_step:
-            self._last_step = step
+        if every is not None and step > 0 and step % every == 0 and step != self.last_step:
+            self.last_step = step
             join = active_join()
             # Ranks that shadow have no current state of the loop's body.
             live = join.last_step_live if join else ()
@@ -426,6 +429,9 @@ class Checkpoints:
         if last is not None and isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
                 last.wait(LAST_WORD_S)
+        # If the function runs again from the top, this save is due again.
+        if last is not None and not (last.is_ready and last.is_whole_at_the_end()):
+            self.last_step = -1
 
 
 def _check_free(storage: Storage) -> Exception | None:

@@ -233,8 +233,8 @@ class Steps(Dealt):
         try:
             self._dealer.begin(self)
             self._dealer.check_room()
-            bound.begin_steps()
             with bound.iterating(self):
+                bound.begin_steps()
                 self._rows.begin((*self._dealer.call_key, self.number))
                 if self._admission is not None:
                     # A worker that comes waits here, until it is admitted.

@@ -68,6 +68,8 @@ class Boundary:
         self.at_first_step: Callable[[int], None] | None = None
         """Called once, with the number of steps so far, when the function's first batch is taken,
         or the first forward of a DistributedDataParallel begins."""
+        self.at_first_batch: Callable[[], None] | None = None
+        """Called once, when the function's first iteration that trains asks for a batch."""
         self.would_admit = False
         """Whether this rank would admit a worker after the step under way."""
         self.admits = False
@@ -185,6 +187,9 @@ class Boundary:
         if self.at_first_step is not None:
             at_first_step, self.at_first_step = self.at_first_step, None
             at_first_step(self.steps.taken)
+        if self.at_first_batch is not None and self.iterations and torch.is_grad_enabled():
+            at_first_batch, self.at_first_batch = self.at_first_batch, None
+            at_first_batch()
 
     @property
     def num_samples(self) -> list[int]:

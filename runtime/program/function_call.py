@@ -321,6 +321,12 @@ class FunctionCall:
         if self.recovery is not None and boundary().steps.batches_left:
             self.recovery.before_step()
 
+    def save_at_first_batch(self) -> None:
+        """The function runs again from the top. It may have been left right after a step, before
+        the boundary at which that step is saved; or the save was given up, as a rank was lost."""
+        if self.checkpoints is not None and len(self.registry):
+            self.checkpoints.save_if_due(self.step)
+
     def without_reader(self, error: Exception) -> Exception:
         """The error to raise when the reader of a Stream is gone: one that makes all ranks run
         again from the top, if they can, else `error`."""

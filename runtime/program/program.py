@@ -96,6 +96,7 @@ class FunctionRun:
             self._recovery.begin_as_newcomer()
         self._call: FunctionCall | None = None  # None: before the first call
         self._seeded: tuple[FunctionCall, Callable[[int], None] | None] | None = None
+        self._runs_again = False  # True: from the top, with the state that the ranks have kept
         self._goes_back = False  # True: to the last checkpoint, as no rank's memory has all state.
 
     def begin_dry_run(self, replay_log: bytes) -> None:
@@ -147,15 +148,15 @@ class FunctionRun:
         # The function was called before in this run: what `ctx.keep` made then may be torn.
         if self._call is not None:
             between_runs().begin_again()
-        call = FunctionCall(
+        former = self._call
+        call = self._call = FunctionCall(
             assignment,
             group,
             self._journal,
             self._recovery,
-            self._call,
+            former,
             run_id=self._program.run_id,
         )
-        self._call = call
         config = self._program.checkpoint
         replay_log = self._recovery.arrivals.replay_log if self._recovery is not None else None
         if config is not None and (resumption is not None or replay_log is not None):
@@ -166,6 +167,8 @@ class FunctionRun:
         elif config is not None and self._goes_back:
             config = replace(config, resume=AUTO)
         checkpoints = call.checkpoints = Checkpoints(group, call.registry, config)
+        if resumption is not None and former is not None and former.checkpoints is not None:
+            checkpoints.last_step = former.checkpoints.last_step
         checkpoints.tell_progress = call.data_state
         checkpoints.check_progress = call.check_progress
         checkpoints.run_id = self._program.run_id
@@ -194,6 +197,7 @@ class FunctionRun:
             self._lifeline.has_entered(runs_again=True)
         if self._recovery is not None:
             self._recovery.arrivals.begin_call()
+        self._runs_again = resumption is not None and replay_log is None
 
     @contextlib.contextmanager
     def _scope(self) -> Iterator[FunctionCall]:
@@ -202,6 +206,8 @@ class FunctionRun:
         # A coroutine enters the scope again: its body has not begun when its function returns.
         with running(call), call.checkpoints, entered(self._steps):
             self._seed(call)
+            if self._runs_again:
+                boundary().at_first_batch = call.save_at_first_batch
             try:
                 yield call
             except Exception as error:

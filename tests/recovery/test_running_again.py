@@ -318,8 +318,7 @@ async def test_when_a_shard_is_lost_the_run_goes_back_to_the_last_checkpoint(
     async with cl.Session(
         (1, 3), resources_per_worker=few, timeout_s=20, checkpoint=saves
     ) as session:
-        # Slow enough for the checkpoint of step 3 to be whole before step 5 is lost; and an epoch
-        # more, as the step at which a third rank comes has no checkpoint.
+        # Slow enough for the checkpoint of step 3 to be whole before step 5 is lost.
         told = await session.run(
             train, dies_on=1, dies_at=4, where="step", num_epochs=2, replicas=1, step_s=0.3
         )
