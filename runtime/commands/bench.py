@@ -205,23 +205,22 @@ def _case(group: Group, op: str, nbytes: int) -> tuple[Callable[[], None], Calla
         other.zero_()
         mine.fill_(rank + 1.0)
 
-    def issue() -> list[Work]:
-        match op:
-            case "all_reduce":
-                return [group.all_reduce(whole)]
-            case "reduce_scatter":
-                return [group.reduce_scatter(mine, whole)]
-            case "all_gather":
-                return [group.all_gather(other, mine)]
-            case "broadcast":
-                return [group.broadcast(whole)]
-            case "reduce":
-                return [group.reduce(whole, 0)]
-            case "all_to_all":
-                return [group.all_to_all(other, whole)]
-            case "send_recv":
-                return [group.send(whole, right), group.recv(other, left)]
-        return [group.barrier()]
+    # By operation: what issues it, and where it leaves which values.
+    cases: dict[str, tuple[Callable[[], list[Work]], torch.Tensor, torch.Tensor | float]] = {
+        "all_reduce": (lambda: [group.all_reduce(whole)], whole, total),
+        "reduce_scatter": (lambda: [group.reduce_scatter(mine, whole)], mine, total),
+        "all_gather": (lambda: [group.all_gather(other, mine)], other, blocks),
+        "broadcast": (lambda: [group.broadcast(whole)], whole, 1.0),
+        "reduce": (lambda: [group.reduce(whole, 0)], whole, rank + 1.0 if rank else total),
+        "all_to_all": (lambda: [group.all_to_all(other, whole)], other, blocks),
+        "send_recv": (
+            lambda: [group.send(whole, right), group.recv(other, left)],
+            other,
+            left + 1.0,
+        ),
+        "barrier": (lambda: [group.barrier()], whole[:0], 0.0),
+    }
+    issue, result, expected = cases[op]
 
     def call() -> None:
         for work in issue():
@@ -233,22 +232,7 @@ def _case(group: Group, op: str, nbytes: int) -> tuple[Callable[[], None], Calla
         fill()
         for work in issue():
             work.wait_on_host()  # The elements are looked at below.
-        match op:
-            case "all_reduce":
-                differs = whole != total
-            case "reduce_scatter":
-                differs = mine != total
-            case "all_gather" | "all_to_all":
-                differs = other != blocks
-            case "broadcast":
-                differs = whole != 1.0
-            case "reduce":
-                differs = whole != (total if rank == 0 else rank + 1.0)
-            case "send_recv":
-                differs = other != left + 1.0
-            case _:
-                return 0
-        return int(differs.sum().item())
+        return int((result != expected).sum().item())
 
     fill()
     if op in ("all_reduce", "reduce"):
