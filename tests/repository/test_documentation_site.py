@@ -222,6 +222,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert found, f"a search for {word!r} does not find {page}"
     later = {e["location"] for e in index["docs"] if e.get("boost", 1) < 1}
     assert {"changelog.html", "decisions.html"} <= later
+    ideas = (tmp_path / "site/ideas.html").read_text()
+    assert 'srcset="images/step-narrow.svg"><img ' in ideas
+    assert (
+        "benchmarks/<wbr>speed/<wbr>step.py</td>"
+        in (tmp_path / "site/performance.html").read_text()
+    )
 
 
 @pytest.mark.slow
