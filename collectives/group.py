@@ -739,10 +739,11 @@ class Group:
         *,
         timeout_s: Seconds | None = None,
     ) -> Work:
-        """Receive into `tensor` what rank `src` sends with the same tag; None: any rank, on CPU.
+        """Receive into `tensor` what rank `src` sends with the same tag.
 
         tensor: with the number of elements and the dtype that were sent; anything else ends the
-        group with CollectiveMismatch. The work's `source_rank` is the rank that sent the message.
+        group with CollectiveMismatch.
+        src: None, on CPU only: whatever rank sends first. The work's `source_rank` says which.
         """
         tensor = self._checked(tensor, "tensor", True)
         peer = self._check_source(src)

@@ -854,8 +854,8 @@ class ModelEngine:
             self.reduce_also([p for p in self._frozen if p.requires_grad])
 
     def why_unfrozen(self) -> str:
-        """Names the parameters that are trainable, and that nothing reduces or steps; empty if the
-        sharded optimizer has all that it steps next."""
+        """The error about parameters that are trainable now, and that the sharded optimizer does
+        not have; empty if there are none."""
         unfrozen = {id(p) for p in self._frozen if p.requires_grad}
         if not unfrozen:
             return ""
