@@ -220,7 +220,7 @@ class StateLost(ChoruslineError):
         return (
             f"the run cannot continue, because a part of the optimizer's state was kept on {held} "
             f"only, and was lost with {them}. With ZeroRedundancyOptimizer(..., "
-            f"replicas={self.replicas + 1}) a run survives the loss of {at_once} at a time. "
+            f"replicas={self.replicas + 1}) {at_once} may be lost at a time. "
             f"{remedy} Lost in generation {self.generation}: {self.lost}"
         )
 

@@ -96,7 +96,7 @@ class RunRequest:
     keep_reports: the session will pull the reports; otherwise a worker keeps only the last one.
     debug_level: of the session's process; a worker whose own level is higher keeps its own.
     fewest: the smallest number of workers with which the run continues when others are lost.
-    max_failures: workers that may be lost before the run fails. With 0 the first loss ends it;
+    max_failures: workers that may be lost before the run fails. With 0 the first one ends it;
     None allows any number.
     pause_s: how long the run waits for new workers when fewer than `fewest` are left.
     last_save_s: how long the run waits for the checkpoint that the ranks write before it is given
@@ -134,7 +134,7 @@ class RunRequest:
 
     @property
     def survives_loss(self) -> bool:
-        """Whether the loss of a worker may be survived."""
+        """Whether a lost worker may be survived."""
         return self.max_failures != 0
 
 
@@ -415,7 +415,7 @@ class RunFailed:
     story: where each rank was, if ranks did not meet (whereabouts.py).
     nobody_began: workers were lost before any rank had called the function, so the run may begin
     once more, with others in their place.
-    may_lose: the run could have survived the loss of a worker.
+    may_lose: the run could have survived a lost worker.
     losses: of workers, in their order.
     replica_size: as in RunRequest.
     """

@@ -1,8 +1,8 @@
 """A small GPT learns Python from Python's own standard library, on data of uneven lengths.
 
 The corpus is on every machine with Python: the library's source files, as bytes. Each file goes to
-one rank as a whole, so the ranks get different numbers of batches. The run survives the loss of a
-worker: kill one while it trains, with the line that the program prints. Read `train` first; the
+one rank as a whole, so the ranks get different numbers of batches. The run survives a lost worker:
+kill one while it trains, with the line that the program prints. Read `train` first; the
 rest is its data, its model and its output.
 
     python examples/stdlib_gpt.py                    two CPU workers, about a minute

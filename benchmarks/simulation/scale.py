@@ -8,8 +8,8 @@ actors/driver/regeneration.py), unchanged: events go in, instructions come out, 
 workers answer each of them as a live one does. Left out is what carries them: Ray's calls, at 0.7
 to 1 ms each of one caller, side by side.
 
-A *generation change* is the loss of one worker in the middle of a run that continues: from its
-death until all others were told how to continue. *Messages* are calls between driver and workers.
+A *generation change* lasts, in a run that continues, from the death of one worker until all others
+were told how to continue. *Messages* are calls between driver and workers.
 
 A step in steady state costs the driver nothing, whatever the number of workers. That is not
 simulated here: tests/session/test_observing.py stops the driver's process, and the ranks continue.

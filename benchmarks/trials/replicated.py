@@ -3,7 +3,7 @@ TorchftConfig have in common.
 
 A replica's samples are its own, as in torchft's example: what belongs to steps in which it is away
 is used by nobody. The gradients go through `Manager.allreduce`, since torchft's wrapper of a model
-fails an assertion in the surviving replicas when Gloo reports the loss of one (torchft 0.2.0,
+fails an assertion in the surviving replicas when Gloo reports that one is lost (torchft 0.2.0,
 ddp.py: `assert fut._fut`), so that all would begin from nothing.
 """
 

@@ -418,7 +418,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait for the checkpoint in flight. After the loss of another rank the wait is short, and
+        """Wait for the checkpoint in flight. After another rank is lost the wait is short, and
         a failed checkpoint raises nothing: it is not the cause. After any other error there is no
         wait: peers wait to hear of the error."""
         # The run has ended well, and its last checkpoint has to be whole, or be told of.

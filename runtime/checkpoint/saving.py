@@ -59,7 +59,7 @@ class Saving:
 
         Raises CheckpointWriteFailed, on all ranks, if the checkpoint was given up; TimeoutError if
         it is still in flight after `timeout_s`. If it was given up because ranks were lost, and the
-        run continues, the function runs again from the top, as after the loss of a rank in any
+        run continues, the function runs again from the top, as after a rank is lost in any
         collective.
         """
         try:

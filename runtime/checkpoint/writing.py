@@ -34,7 +34,7 @@ from .format.storage import Storage
 from .saving import Saving, SavingTimes
 
 LAST_WORD_S = 2.0
-"""Seconds for a checkpoint in flight to become whole after the loss of another rank. This is less
+"""Seconds for a checkpoint in flight to become whole after another rank is lost. This is less
 than the grace period of a run, after which a worker that has not stopped is replaced."""
 
 STORE_S = 60.0

@@ -252,7 +252,7 @@ class Batches(Dealt):
 
     @abstractmethod
     def has_more(self) -> bool:
-        """Whether this rank has another batch; a loss may give it more later."""
+        """Whether this rank has another batch; a lost rank's may come to it later."""
 
     @abstractmethod
     def _take(self) -> Any:

@@ -3,7 +3,7 @@
 Each rank keeps its own part in a `Cursor`. As plain data the part goes
 
 - into a checkpoint;
-- to the function's next call, when the function runs again from the top after a loss;
+- to the function's next call, when the function runs again from the top after a death;
 - to the session's next run, for a loop over `ctx.epochs(..., resume=name)` that was left.
 
 `Used` says which samples each of them counts. `resume` makes a rank's new cursor from the parts of

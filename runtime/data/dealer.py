@@ -204,7 +204,7 @@ class Dealt(ABC):
 
     @abstractmethod
     def redeal(self, cut: Cut) -> Left:
-        """Deal again after a loss; return what all ranks have left."""
+        """Deal again after a rank is lost; return what all ranks have left."""
 
     @abstractmethod
     def ids_by_counts(self, counts: Sequence[int]) -> Sequence[int]:

@@ -11,7 +11,7 @@ its beginning and leaves out the rows that count. The ranks tell it their number
 those of its own rows, and those that the former reader has listed for lost ranks.
 
 The number of batches of a rank is unknown. Each rank looks one batch ahead, so each step's vote
-says which ranks take the next step, except for the first step and the first one after a loss.
+says which ranks take the next step, except for the first step and the first one after a death.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each rank writes its vote: whether it took this step with data of its own, whether it may take
 another step, whether it was asked to stop, and which parameters got a gradient. A rank that has run
 out of data says whether it still holds gradients of its last batches (leftovers.py). If the run
-continues after a loss, the vote of a step also says how many samples the rank has taken
+continues after a death, the vote of a step also says how many samples the rank has taken
 (dealer.py). All ranks read the same agreement from the sum.
 
 The vote travels with a collective that a step needs anyway (the last gradient bucket, or ZeRO's

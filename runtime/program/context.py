@@ -247,8 +247,8 @@ class Context:
         Until the first batch of `shard`, or the first forward of a DistributedDataParallel, all
         ranks draw the same numbers, those of `torch.manual_seed(seed)`: models start with the same
         values. From then on each rank draws its own, so that dropout and augmentation differ. The
-        generators are part of every checkpoint, and continue where they were after a resume or the
-        loss of a worker; do not register a RandomState as well.
+        generators are part of every checkpoint, and continue where they were after a resume or when
+        a worker is lost; do not register a RandomState as well.
 
         seed: at least 0. Raises ValueError for another number, and for a second call.
         """

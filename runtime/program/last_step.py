@@ -1,10 +1,10 @@
-"""What a plain script holds as of its last completed step, written down by a survivor of a loss.
+"""What a plain script holds as of its last completed step, written down when a rank is lost.
 
 A script that begins again goes back to its own checkpoint. But when a rank is lost, each survivor
 of data-parallel training holds everything that a checkpoint needs, as of the last completed step:
-only an optimizer's step changes parameters and its state, and the loss ends a collective of the
-step after it, before its optimizer. So one survivor writes that state where the script looks for a
-checkpoint, before the script begins again.
+only an optimizer's step changes parameters and its state, and the death of a rank ends a collective
+of the step after it, before its optimizer. So one survivor writes that state where the script looks
+for a checkpoint, before the script begins again.
 
     1. During the run, at the end of each step, this rank keeps what the step after it changes
        early: the generators of random numbers, and the buffers of the model.
@@ -82,7 +82,7 @@ class HeldStep:
 
 def writer_of(holdings: Mapping[int, HeldStep]) -> int | None:
     """The rank that writes: the lowest of those with the latest step. None if none can. A rank is
-    one step late if the loss came in a collective that was over for the others."""
+    one step late if the rank died in a collective that was over for the others."""
     steps = {rank: one.step for rank, one in holdings.items() if one.step is not None}
     if not steps or any(one.why_not for one in holdings.values()):
         return None
@@ -177,7 +177,7 @@ class LastStep:
     # ── A rank was lost ──────────────────────────────────────────────────────────────────────────
 
     def write(self, error: BaseException) -> None:
-        """The script has ended with `error` on this rank. If that is by the loss of another rank,
+        """The script has ended with `error` on this rank. If that is because another rank is lost,
         meet the survivors; one of them writes. Raises nothing: the script begins again anyhow."""
         lost = _lost(error, self._group)
         if lost is None or (self._kept is None and not self.why_not):

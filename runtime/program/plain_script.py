@@ -53,7 +53,7 @@ def run_plain_script(ctx: Context, script: PlainScript, num_restarts: int = 0) -
 
     num_restarts: how often the ranks have begun the script before.
 
-    If it ends by the loss of another rank, the last step is written down first (last_step.py).
+    If it ends because another rank is lost, the last step is written down first (last_step.py).
 
     Raises what the script raises; RuntimeError for an exit code other than 0.
     """

@@ -76,7 +76,7 @@ class Program:
 
 class FunctionRun:
     """One run of a program on one rank. The function is called once, and again from the top where
-    the run needs that after a loss."""
+    the run needs that after a rank is lost."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A model of torch's `fully_shard` (FSDP2) in replicas, in a run that recovers from a loss.
+"""A model of torch's `fully_shard` (FSDP2) in replicas, in a run that recovers from a lost rank.
 
 The model is on a mesh of (replicas, ranks of a replica), so each rank has one shard of it and of
 its optimizer's state, and the ranks with the same number in their replicas have the same one. A
@@ -40,7 +40,7 @@ def is_sharded(made: object) -> bool:
 
 
 def why_not_in_replicas(model: Any, name: str, replica_size: int, group: Group) -> str:
-    """The reason why a registered model does not survive the loss of a rank; empty if it does."""
+    """The reason why a registered model does not survive a lost rank; empty if it does."""
     if beside := unsharded_parameters(model):
         return (
             f"parameter {beside[0]} of {name!r} is not sharded, so each rank has its own; apply "

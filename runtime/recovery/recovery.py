@@ -1,4 +1,4 @@
-"""Recovery: how a rank's objects get from one generation into the next, after the loss of a rank.
+"""Recovery: how a rank's objects get from one generation into the next, after a rank is lost.
 
 If a generation ends during a step of a `ZeroRedundancyOptimizer`, the step calls `recover`, which
 returns in the next generation, and the step continues. No user code runs meanwhile.
@@ -126,7 +126,7 @@ class Recovery:
     @property
     def counts_samples(self) -> bool:
         """Whether steps report their samples, so that a lost rank's samples can be dealt again.
-        With optimizers that are not registered, the loss of a rank ends the run."""
+        With optimizers that are not registered, a lost rank ends the run."""
         return bool(self._objects.optimizers()) or self._objects.plain.is_watching
 
     def cursors(self) -> list[int]:

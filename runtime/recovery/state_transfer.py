@@ -6,7 +6,7 @@ run with it.
 
 A **state transfer** comes last, in the generation that the worker enters: where the ranks are in
 their steps and in the data, what a step counts on, and the state of everything that is registered
-and not sharded. The shards move as they do after a loss (in_place.py), and the parameters are
+and not sharded. The shards move as they do after a death (in_place.py), and the parameters are
 gathered.
 """
 

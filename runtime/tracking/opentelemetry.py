@@ -25,7 +25,7 @@ class OpenTelemetryTracker(Tracker):
         chorusline.run            the whole run; its status is that of the run
           chorusline.generation   the time in which the same workers train
             chorusline.step       every n-th step, with the numbers that were reported
-          chorusline.recovery     from the loss of ranks until all others continue
+          chorusline.recovery     from the death of ranks until all others continue
 
     every_n_steps: how often there is a span of a step; 0: never.
     tracer_provider: default: the global one, as your program or `opentelemetry-instrument` has

@@ -14,7 +14,7 @@ A step has the phases below; the code repeats the numbers.
 
 (4) and (5) run bucket by bucket.
 
-If the run survives the loss of a rank (recovery/recovery.py), a failure in any phase parks the
+If the run survives a lost rank (recovery/recovery.py), a failure in any phase parks the
 step. If some rank has seen the ballot, the step counts, and this rank finishes it in the next
 generation. Otherwise the step begins again at (1), from the buckets that every rank has kept.
 """

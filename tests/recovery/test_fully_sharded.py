@@ -1,4 +1,4 @@
-"""Which models of `fully_shard` survive the loss of a rank, and what the others are told."""
+"""Which models of `fully_shard` survive a lost rank, and what the others are told."""
 
 import pytest
 import torch

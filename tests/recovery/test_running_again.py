@@ -1,6 +1,6 @@
 """Functions that run again from the top in the middle of a run: with what they have registered.
 
-That is how the loss of a worker is survived outside a step, and how new workers come in.
+That is how a lost worker is survived outside a step, and how new workers come in.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ FORBIDDEN = {
     r"\bdeal(?:s|t)? out\b|\bdealing out\b": "distribute",
     r"(?<!\bleft )(?<!\bnothing )(?<!\bfar )(?<!\bfurther )\bbehind\b"
     r"(?! a gateway| the other)": "after",
+    r"\bloss(?:es)? of (?:\w+ )?(?:rank|worker|node)s?\b": "lost worker",
     r"\bflipped bits\b": "silent data corruption",
     r"\bsearch(?:es)? for cycles\b": "garbage collection",
     r"\bloss(?:es)? (?:is|are|be|were) weighed\b|\bweighed loss": "weighted",

@@ -140,7 +140,7 @@ def session(num_workers, **more):
 
 
 @pytest.mark.promise(
-    "the loss of a rank with a shard of a [`fully_shard` model in replicas]"
+    "a lost rank with a shard of a [`fully_shard` model in replicas]"
     "(torch-distributed.md#survive-lost-workers-with-fsdp2)"
 )
 async def test_whole_replicas_go_on_when_a_rank_is_killed_in_its_step(cluster, tmp_path):

@@ -159,7 +159,7 @@ async def place(
     give_up_at, left_s = time.monotonic() + timeout_s, timeout_s
     while True:
         group = await _place_together(needs, fewest, most, left_s, may_grow=may_grow)
-        # One group will do: the loss of any worker ends the run, or all are on one node.
+        # One group will do: any lost worker ends the run, or all are on one node.
         if not survives_loss or needs.strategy == "STRICT_PACK":
             return (group,)
         groups = await _divided(group, needs)
