@@ -1,6 +1,6 @@
 """The picture of docs/same-result.md: the losses of two runs, one of them with four deaths.
 
-    python -m benchmarks.proofs.loss_curves [--out docs/images/loss_curves.svg]
+    python -m benchmarks.proofs.loss_curves [--out docs/images]
 
 Both runs train the transformer of invariance_training.py. One has one worker and nothing happens
 to it. The other begins with five, of which four are killed, one after another, while they train.
@@ -113,8 +113,7 @@ async def curve_of(num_workers: int, deaths: dict[int, int]) -> Curve:
 
 # -- the picture -----------------------------------------------------------------------------------
 
-_WIDTH, _HEIGHT = 860, 380
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 840, 60, 310
+_LEFT, _TOP, _BOTTOM = 40, 60, 310
 
 _STYLE = """
   text { font: 14px sans-serif; fill: #222; }
@@ -130,13 +129,17 @@ _STYLE = """
 """
 
 
-def picture(alone: Curve, struck: Curve) -> str:
-    """SVG: the curve without deaths wide and light, that with deaths thin and dark upon it."""
+def picture(alone: Curve, struck: Curve, width: int = 860) -> str:
+    """SVG: the curve without deaths wide and light, that with deaths thin and dark upon it.
+
+    width: 400 for the site on a telephone, where the words are fewer and the key has two rows."""
+    is_narrow = width < 600
+    height, right = 400 if is_narrow else 380, width - 20
     highest = max(*alone.losses, *struck.losses)
     num_steps = len(alone.losses)
 
     def x(step: float) -> float:
-        return _LEFT + (_RIGHT - _LEFT) * step / (num_steps - 1)
+        return _LEFT + (right - _LEFT) * step / (num_steps - 1)
 
     def y(loss: float) -> float:
         return _BOTTOM - (_BOTTOM - _TOP) * loss / (highest * 1.05)
@@ -146,35 +149,35 @@ def picture(alone: Curve, struck: Curve) -> str:
         return f'<polyline class="{kind}" points="{points}"/>'
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        f'width="{_WIDTH}" height="{_HEIGHT}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img">',
         "<title>The losses of two runs, of which one loses four workers: they coincide</title>",
         f"<style>{_STYLE}</style>",
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
     ]
     for loss in range(int(highest) + 1):
         parts.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"/>'
+            f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"/>'
         )
         parts.append(f'<text class="small end" x="{_LEFT - 8}" y="{y(loss) + 4:.1f}">{loss}</text>')
     for step in range(0, num_steps, 5):
         parts.append(f'<text class="small mid" x="{x(step):.1f}" y="{_BOTTOM + 18}">{step}</text>')
-    parts.append(f'<path class="axis" d="M{_LEFT} {_TOP} V{_BOTTOM} H{_RIGHT}"/>')
-    parts.append(f'<text class="mid" x="{(_LEFT + _RIGHT) / 2}" y="{_BOTTOM + 38}">step</text>')
+    parts.append(f'<path class="axis" d="M{_LEFT} {_TOP} V{_BOTTOM} H{right}"/>')
+    parts.append(f'<text class="mid" x="{(_LEFT + right) / 2}" y="{_BOTTOM + 38}">step</text>')
     parts.append(f'<text x="15" y="{_TOP - 12}">loss</text>')
+    death = "killed" if is_narrow else "a worker dies"
     for at in struck.deaths:
         parts.append(
             f'<line class="death" x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{_BOTTOM}"/>'
         )
-        parts.append(
-            f'<text class="small mid lost" x="{x(at):.1f}" y="{_TOP - 6}">a worker dies</text>'
-        )
+        parts.append(f'<text class="small mid lost" x="{x(at):.1f}" y="{_TOP - 6}">{death}</text>')
     parts += [line(alone.losses, "alone"), line(struck.losses, "struck")]
-    key = _BOTTOM + 57
-    for left, kind, words in (
-        (_LEFT, "alone", "one worker"),
-        (_LEFT + 160, "struck", "five workers, four of which are killed with SIGKILL"),
+    first, second = ((_LEFT, 57), (_LEFT, 77)) if is_narrow else ((_LEFT, 57), (_LEFT + 160, 57))
+    for (left, below), kind, words in (
+        (first, "alone", "one worker"),
+        (second, "struck", "five workers, four are killed with SIGKILL"),
     ):
+        key = _BOTTOM + below
         parts.append(f'<path class="{kind}" d="M{left} {key - 5} h36"/>')
         parts.append(f'<text x="{left + 46}" y="{key}">{words}</text>')
     return "\n".join([*parts, "</svg>", ""])
@@ -186,7 +189,7 @@ async def curves() -> tuple[Curve, Curve]:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--out", type=Path, default=Path("docs/images/loss_curves.svg"))
+    flags.add_argument("--out", type=Path, default=Path("docs/images"))
     args = flags.parse_args()
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
@@ -200,7 +203,8 @@ def main() -> None:
     print(f"two runs {'have the same bits' if same else 'DIFFER'}: {struck.parameters}")
     if not same or len(struck.deaths) != len(DEATHS):
         sys.exit(1)
-    args.out.write_text(picture(alone, struck))
+    (args.out / "loss_curves.svg").write_text(picture(alone, struck))
+    (args.out / "loss_curves-narrow.svg").write_text(picture(alone, struck, width=400))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,19 @@ _CLUSTER = "Llama 3"
 
 
 def draw(rows: Sequence[Compared], outlooks: Sequence[Outlook], path: Path) -> None:
-    """rows: of the check; its panel is left out if there are none."""
+    """rows: of the check; its panel is left out if there are none. The panels are side by side, and
+    one below the other in a second file, for narrow windows."""
+    _draw(rows, outlooks, path, 3)
+    _draw(rows, outlooks, path.with_stem(f"{path.stem}-narrow"), 1)
+
+
+def _draw(rows: Sequence[Compared], outlooks: Sequence[Outlook], path: Path, columns: int) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 3, figsize=(13.5, 4.2))
+    figure, panels = pyplot.subplots(3 // columns, columns, figsize=(4.5 * columns, 12.6 / columns))
     checked, changes, goodput = panels
     if rows:
         sizes = [row.survivors for row in rows]

@@ -1,7 +1,7 @@
 """The picture of a storm of kills: the samples that counted over time, of every system.
 
     python -m benchmarks.trials.check --storm-every 15 --minutes 2 --trials 1 --keep out/storm
-    python -m benchmarks.trials.picture out/storm docs/images/storm.svg
+    python -m benchmarks.trials.picture out/storm docs/images
 
 It is drawn from what `--keep` has left of each training, and from nothing else: the lines that the
 ranks have logged, and those of the kills. A step that a system takes again takes back what it and
@@ -28,8 +28,7 @@ TITLES = SYSTEMS | {f"chorusline {way}": f"Chorusline, {way}" for way in ("zero"
 FIXED_BATCH = "chorusline steps"
 """Its steps have the same samples, however many ranks share them."""
 
-_WIDTH, _HEIGHT = 860, 440
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 640, 50, 380
+_LEFT, _TOP, _BOTTOM = 70, 50, 380
 
 
 @dataclass(frozen=True)
@@ -66,30 +65,35 @@ def kept_in(folder: Path) -> dict[str, Curve]:
     return found
 
 
-def picture(curves: Mapping[str, Curve]) -> str:
-    """SVG: a line for each system, with its name at its end, and a dashed one for each kill."""
+def picture(curves: Mapping[str, Curve], width: int = 860) -> str:
+    """SVG: a line for each system, with its name at its end, and a dashed one for each kill.
+
+    width: 400 for the site on a telephone, where the names stand below."""
+    is_narrow = width < 600
+    right = width - 20 if is_narrow else width - 220
+    height = _BOTTOM + 60 + (20 * len(curves) if is_narrow else 0)
     ends = {name: curve.points[-1] for name, curve in curves.items()}
     seconds = max(at for at, _ in ends.values())
     most = max(samples for curve in curves.values() for _, samples in curve.points)
 
     def x(at: float) -> float:
-        return _LEFT + (_RIGHT - _LEFT) * at / seconds
+        return _LEFT + (right - _LEFT) * at / seconds
 
     def y(samples: float) -> float:
         return _BOTTOM - (_BOTTOM - _TOP) * samples / most
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-        f'width="{_WIDTH}" height="{_HEIGHT}" role="img" font-family="sans-serif" font-size="14">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" font-family="sans-serif" font-size="14">',
         "<title>Samples that counted, over seconds, while workers are killed</title>",
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
         f'<text x="{_LEFT}" y="28">samples that counted</text>',
-        f'<text x="{(_LEFT + _RIGHT) / 2}" y="{_BOTTOM + 42}" text-anchor="middle">'
+        f'<text x="{(_LEFT + right) / 2}" y="{_BOTTOM + 42}" text-anchor="middle">'
         "seconds (dashed: a worker is killed)</text>",
     ]
     for samples in ticks(0, most):
         parts.append(
-            f'<path d="M{_LEFT} {y(samples):.1f} H{_RIGHT}" stroke="#e5e5e5"/>'
+            f'<path d="M{_LEFT} {y(samples):.1f} H{right}" stroke="#e5e5e5"/>'
             f'<text x="{_LEFT - 8}" y="{y(samples) + 5:.1f}" text-anchor="end">{samples:g}</text>'
         )
     for at in ticks(0, seconds):
@@ -99,15 +103,17 @@ def picture(curves: Mapping[str, Curve]) -> str:
             f'<path class="kill" d="M{x(at):.1f} {_TOP} V{_BOTTOM}" stroke="#fa5252" '
             'stroke-dasharray="4 3"/>'
         )
-    below = 0.0  # Names stand apart where lines end together.
+    below = _BOTTOM + 50.0 if is_narrow else 0.0
     for color, name in zip(COLORS, sorted(ends, key=lambda one: -ends[one][1]), strict=False):
         seen = dict.fromkeys(f"{x(at):.0f},{y(samples):.0f}" for at, samples in curves[name].points)
         points = " ".join(seen)  # One point for a pixel: there are thousands of steps.
         at, samples = ends[name]
-        below = max(below + 18, y(samples) + 5)
+        # Names stand apart where lines end together.
+        below = below + 20 if is_narrow else max(below + 18, y(samples) + 5)
+        left = _LEFT if is_narrow else x(at) + 8
         parts.append(
             f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>'
-            f'<text x="{x(at) + 8:.1f}" y="{below:.1f}" fill="{color}">'
+            f'<text x="{left:.1f}" y="{below:.1f}" fill="{color}">'
             f"{escape(TITLES.get(name, name))}</text>"
         )
     return "\n".join([*parts, "</svg>", ""])
@@ -119,7 +125,8 @@ def main() -> None:
     curves = kept_in(Path(sys.argv[1]))
     if not curves:
         sys.exit(f"{sys.argv[1]} has no training that was struck: run check.py with --keep")
-    Path(sys.argv[2]).write_text(picture(curves))
+    (Path(sys.argv[2]) / "storm.svg").write_text(picture(curves))
+    (Path(sys.argv[2]) / "storm-narrow.svg").write_text(picture(curves, width=400))
     for name, curve in curves.items():
         print(f"{name}: {curve.points[-1][1]} samples, {len(curve.kills)} kills")
 

@@ -3,7 +3,10 @@
 1. README.md, CONTRIBUTING.md and CHANGELOG.md become pages, and the notebooks files to download, so
    that no text stands twice. Their links, which are for readers of the repository, are rewritten.
 2. reference/index.md is made: every public name of `chorusline`, with the first sentence about it.
-3. It warns, and `strict` makes an error of each warning: of a public name or method without a
+3. A picture that has a narrow drawing beside it (step.svg: step-narrow.svg) is shown as that one in
+   a narrow window.
+4. Long names in tables get places where a narrow window may break them.
+5. It warns, and `strict` makes an error of each warning: of a public name or method without a
    docstring, of a public name that no page of the reference has, and of a page that would make
    a browser fetch something from another host.
 
@@ -36,6 +39,8 @@ PAGES = {
 
 BEHIND_GUIDES = ("changelog.md", "contributing.md", "decisions.md", "architecture.md")
 """Pages that a search lists after the guides, which answer the same words."""
+
+_MARK_IN_A_NAME = re.compile(r"(?<=[/_.(,=\[:])(?=\w)|(?<=[a-z])(?=[A-Z])")
 
 HEADINGS = {
     "sessions": "Sessions and runs",
@@ -73,12 +78,34 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return markdown
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    def both(image: re.Match[str]) -> str:
+        narrow = "-narrow.".join(image[1].rsplit(".", 1))
+        folder = page.file.src_uri.rpartition("/")[0]
+        if not (ROOT / "docs" / folder / narrow).exists():
+            return image[0]
+        source = f'<source media="(max-width: 45em)" srcset="{narrow}">'
+        return f"<picture>{source}{image[0]}</picture>"
+
+    return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', both, html)
+
+
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     for tag in re.findall(
         r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"?(?:https?:)?//[^>]*>", output
     ):
         log.warning(f"{page.file.src_uri} would be shown with something from another host: {tag}")
-    return output
+    return re.sub(r"(?s)<td\b.*?</td>", _with_places_to_break, output)
+
+
+def _with_places_to_break(cell: re.Match[str]) -> str:
+    """After a mark inside a long name; style.css uses them in a narrow window."""
+    texts = re.split(r"(<[^>]*>)", cell[0])
+    texts[::2] = [
+        re.sub(r"\S{14,}", lambda name: _MARK_IN_A_NAME.sub("<wbr>", name[0]), text)
+        for text in texts[::2]
+    ]
+    return "".join(texts)
 
 
 def _links_of_the_root(text: str) -> str:

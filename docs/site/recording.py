@@ -5,7 +5,7 @@ r"""What a program prints, as a picture of a terminal: an SVG whose text can be 
         --keep "^(worker|Kill|step|rank) " --keep "^[0-9]+ (library|workers|steps) "
 
 With `--keep` (regular expressions) the lines that match none are left out; "…" stands for them.
-The line of a kill is red.
+The line of a kill is red. `--width 46` draws kill-narrow.svg, for a telephone (hook.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def shown(text: str, keep: list[str]) -> list[str]:
     return lines[:-1] if lines[-1:] == ["…"] else lines
 
 
-def picture(command: str, lines: list[str], width: int = 100) -> str:
+def picture(command: str, lines: list[str], width: int) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
     console.print(Text(f"$ {command}", "bold"))
     for line in lines:
@@ -49,9 +49,10 @@ def main() -> None:
     flags.add_argument("printed", type=Path)
     flags.add_argument("out", type=Path)
     flags.add_argument("--keep", action="append", default=[])
+    flags.add_argument("--width", type=int, default=100, help="of the terminal, in characters")
     args = flags.parse_args()
     lines = shown(args.printed.read_text(), args.keep)
-    args.out.write_text(picture(args.command, lines))
+    args.out.write_text(picture(args.command, lines, args.width))
 
 
 if __name__ == "__main__":

@@ -256,8 +256,25 @@ def test_a_broken_link_and_an_undocumented_name_fail_the_site(tmp_path: Path) ->
 
 def test_the_page_of_performance_has_current_figures_only() -> None:
     """The log with its dates is benchmarks/RESULTS.md."""
-    assert len((ROOT / "docs/performance.md").read_text().splitlines()) <= 120
+    lines = (ROOT / "docs/performance.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert [one for one in lines if len(one) > 120 and not one.startswith(("|", "[^"))] == []
     assert (ROOT / "benchmarks/RESULTS.md").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_drawing_of_a_page_has_a_narrow_one_whose_letters_are_large_on_a_telephone(
+    page: Path,
+) -> None:
+    """368 pixels of a telephone's 400 are the page's; style.css and hook.py show the narrow one."""
+    for image in re.findall(r"!\[[^]]*\]\(([^)]+\.svg)\)", page.read_text()):
+        wide = page.parent / image
+        drawn = [ET.parse(one).getroot() for one in (wide, wide.with_stem(f"{wide.stem}-narrow"))]
+        titles = [one.findtext("{http://www.w3.org/2000/svg}title") for one in drawn]
+        assert titles[0] == titles[1]
+        width = float(drawn[1].attrib["viewBox"].split()[2])
+        sizes = re.findall(r"font(?:-size)?[:=][ \"](\d+)", ET.tostring(drawn[1]).decode())
+        assert sizes and all(int(size) * 368 / width >= 11 for size in sizes)
 
 
 def test_no_group_of_the_navigation_has_more_than_seven_entries() -> None:
