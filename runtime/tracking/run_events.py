@@ -90,6 +90,7 @@ def _in_words(changes: Sequence[GenerationChange]) -> str:
         pids = dict(zip(one.came, one.pids, strict=False))
         ranks = ", ".join(_named(rank, pids.get(rank, 0)) for rank in one.came)
         new = "a new worker is" if len(one.came) == 1 else "new workers are"
+        new = new.capitalize() if sentences else new
         sentences.append(f"{new} {ranks}; {workers}")
     step = max(change.step for change in changes)
     return f"step {step}: " + (". ".join(sentences) or f"the ranks met again; {workers}")

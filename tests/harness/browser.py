@@ -96,6 +96,9 @@ class Browser:
             raise
         self._address += f"/session/{said['sessionId']}"
 
+    def resize(self, width: int, height: int = 1700) -> None:
+        self._ask("POST", "/window/rect", {"width": width, "height": height})
+
     def open(self, address: str) -> None:
         self._ask("POST", "/url", {"url": address})
 

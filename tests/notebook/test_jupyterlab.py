@@ -159,11 +159,12 @@ def test_a_notebook_runs_in_a_browser(
     assert all(cell["count"] for cell in cells), "every cell has run"
     folder = Path(os.environ.get("CHORUSLINE_PICTURES", tmp_path)).absolute()
     for (of, number), (picture, part) in PICTURES.items():
-        if of == name:
+        for width, kind in ((500, "-narrow"), (1100, "")) if of == name else ():
+            browser.resize(width)
             browser.run(CELL.format(number=number, part="node && null"))
             browser.wait_until(CELL.format(number=number, part="outputArea.node.isConnected"))
             drawn = browser.picture(CELL.format(number=number, part=part))
-            (folder / f"{picture}.png").write_bytes(drawn)
+            (folder / f"{picture}{kind}.png").write_bytes(drawn)
     browser.run("return window.jupyterapp.commands.execute('docmanager:save')")
     svgs = browser.run("return document.querySelectorAll('svg[aria-label]').length")
     assert svgs > 0 or "text/html" not in str(cells)

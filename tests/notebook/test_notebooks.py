@@ -107,11 +107,24 @@ def test_a_notebook_runs_and_shows_plots(kernel: Kernel, path: Path, tmp_path: P
     if path.stem == "killed_worker":
         told = "".join(output.get("text", "") for cell in code for output in cell.outputs)
         assert "a new worker took its first of" in told
+        (html,) = [one for one in shown_in(code) if "1 worker lost" in one]
+        lines = re.findall(r"<div>(step \d+: [^<]*)</div>", html)
+        assert re.match(
+            r"step \d+: rank 1 \(pid \d+\) was killed or crashed. 1 worker con", lines[0]
+        )
+        assert all(html.count(f"<title>{line}</title>") == 2 for line in lines), (
+            "marks in the plots"
+        )
+
+
+def shown_in(code: list[nbformat.NotebookNode]) -> list[str]:
+    outputs = [output for cell in code for output in cell.outputs]
+    return [one.data["text/html"] for one in outputs if "text/html" in one.get("data", {})]
 
 
 def assert_shows_plots(code: list[nbformat.NotebookNode]) -> None:
     outputs = [output for cell in code for output in cell.outputs]
-    shown = [one.data["text/html"] for one in outputs if "text/html" in one.get("data", {})]
+    shown = shown_in(code)
     assert any("<svg" in html for html in shown)
     assert not any("running for" in html for html in shown), "saved as it ended, not as it ran"
     assert not any(one.output_type == "error" for one in outputs)

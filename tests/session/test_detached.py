@@ -27,7 +27,7 @@ from chorusline.actors.detached_actors import DetachedActors, new_group_name
 from chorusline.actors.errors import StartupError
 from chorusline.runtime.session.detached.client import DetachedClient
 from tests.harness.forked_workers import python
-from tests.harness.programs import output_of
+from tests.harness.programs import completed
 
 PROGRAM = """
 import asyncio, json, os, sys, time
@@ -261,9 +261,10 @@ async def test_the_command_line_lists_shows_and_stops_a_detached_session(
 ) -> None:
     def command(*words: str) -> str:
         arguments = ("-m", "chorusline.runtime.commands.command_line", *words)
-        return output_of(*arguments, timeout_s=120, environment=on_cluster)
+        done = completed(*arguments, timeout_s=120, environment=on_cluster)
+        return done.stdout + done.stderr
 
-    given = {"num_workers": 2, "name": name}
+    given = {"num_workers": 2, "max_failures": 1, "name": name}
     script = Script(tmp_path, on_cluster, session=given, num_samples=600)
     await script.says("submitted")
     script.kill()
@@ -272,8 +273,14 @@ async def test_the_command_line_lists_shows_and_stops_a_detached_session(
     # The session host may not have missed the killed program yet.
     attached = "it trains in the background; (1 program is|0 programs are) attached"
     assert re.search(f"{attached}; its workers are freed 30 min", listed)
+    (pid,) = re.findall(r"(?m)^ *1 +(\d+) on ", listed)
+    os.kill(int(pid), signal.SIGKILL)
     shown = await asyncio.to_thread(command, "attach", name)
-    assert "[rank 0] at step 290" in shown and "[rank 1] returned (300, " in shown
+    assert "[rank 0] at step 290" in shown and "[rank 0] returned (" in shown
+    killed = rf"step \d+: rank 1 \(pid {pid}\) was killed or crashed. 2 workers continue .*"
+    (line,) = re.findall(killed, shown)
+    listed = await asyncio.to_thread(command, "status", "--once")
+    assert "lost so far: 1, at step" in listed and line in listed
     assert "has ended" in await asyncio.to_thread(command, "stop", name)
     with pytest.raises(AssertionError, match="no detached session"):
         await asyncio.to_thread(command, "attach", name)

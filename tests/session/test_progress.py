@@ -21,6 +21,7 @@ import chorusline as cl
 from chorusline.actors.crew import recruiting
 from chorusline.actors.messages import Report
 from chorusline.actors.run_status import RunStatus
+from chorusline.runtime.commands.status import drawn, survey
 from chorusline.runtime.session.showing.progress import Progress
 from chorusline.runtime.session.showing.progress_model import (
     Pace,
@@ -228,11 +229,14 @@ async def test_a_loss_is_one_line_and_so_is_the_reason_why_no_worker_comes(
             while "cannot admit it" not in said and not running.done():
                 await asyncio.sleep(0.1)
                 said += capsys.readouterr().err
+        status = io.StringIO()
+        Console(file=status, width=200).print(drawn(await survey(None)))
         (tmp_path / "told").touch()
         await running
     lines = (said + capsys.readouterr().err).splitlines()
     (loss,) = [line for line in lines if f"rank 1 (pid {pids[1]}) was killed or crashed" in line]
     assert loss.startswith("step 3: ") and "1 worker continues after" in loss
+    assert f"  lost so far: 1, at step 3\n  {loss}\n" in status.getvalue()
     (why,) = [line for line in lines if "cannot admit it" in line]
     assert why.endswith(
         "has not registered its model and its ZeroRedundancyOptimizer (ctx.register)"

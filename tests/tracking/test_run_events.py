@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import re
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from chorusline.actors.calls import FOR_MEMORY, KILLED
+from chorusline.actors.crew.listening import News
+from chorusline.actors.messages import Report
 from chorusline.actors.run_status import GenerationChange, Gone, RunStatus
+from chorusline.runtime.session.detached.history import RunHistory
+from chorusline.runtime.session.showing.hearing import Audience
+from chorusline.runtime.session.showing.progress import Progress
 from chorusline.runtime.session.showing.progress_model import in_the_end
 from chorusline.runtime.tracking.run_events import RunEvents, event_of
 
@@ -84,7 +92,7 @@ NEW_AT_1790 = GenerationChange(2, 30.0, 30.1, 2, came=(1,), step=1790, pids=(269
         (
             replace(KILLED_AT_1456, num_workers=2, came=(0,), pids=(7,), dealt_again=0),
             "step 1456: rank 1 (pid 25762) was killed or crashed. 2 workers continue after 0.2 s; "
-            "no step is lost. a new worker is rank 0 (pid 7); 2 workers",
+            "no step is lost. A new worker is rank 0 (pid 7); 2 workers",
         ),
     ],
 )
@@ -92,6 +100,35 @@ def test_a_line_names_the_process_and_what_its_loss_costs(
     change: GenerationChange, text: str
 ) -> None:
     assert event_of([change]).text == text
+
+
+@pytest.mark.parametrize("is_attached", [False, True], ids=["", "attached"])
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "log"])
+def test_a_kill_is_one_whole_line_wherever_a_run_is_shown(
+    is_terminal: bool, is_attached: bool
+) -> None:
+    """is_attached: one who looks only when it has happened."""
+    news = News(
+        [Report(0, 1457, 1.0, {"loss": 0.5})],
+        statuses={0: status(0, 1, KILLED_AT_1456)},
+        num_lost=1,
+    )
+    if is_attached:
+        host = RunHistory("host")
+        host.add(news)
+        news, _ = host.since(host.beginning())
+    shown = io.StringIO()
+    console = Console(file=shown, width=40, force_terminal=is_terminal, color_system=None)
+    progress = Progress(console=console)
+    audience = Audience(None, None, progress, has_output=False)
+    with progress:
+        audience.hear(news)
+        audience.hear(replace(news, reports=[]))
+        audience.end()
+    lines = re.split(r"\r|\n|\x1b\[[\d;?]*[a-zA-Z]", shown.getvalue())
+    text = event_of([KILLED_AT_1456]).text
+    assert [line for line in lines if "rank 1" in line] == [text]
+    assert [line for line in lines if line][-1] == in_the_end([event_of([KILLED_AT_1456])])
 
 
 def test_the_sum_of_a_run_counts_losses_arrivals_and_repeated_steps() -> None:
