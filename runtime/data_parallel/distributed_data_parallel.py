@@ -528,6 +528,8 @@ class _ModelHook(JoinHook):
             self._settle(model._join)
         if ledger.somebody_missed_a_step:
             self._check_same_values(model._join)
+        elif ledger.may_have_written_alone(is_sharded=model._reducer.is_sharded):
+            self._check_written_alike(model._join)
         if not model._reducer.is_sharded:
             num_missed = max(ledger.steps_taken) - ledger.steps_taken[model.group.rank]
             model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
@@ -593,6 +595,31 @@ class _ModelHook(JoinHook):
             "body, and list it in place of both, Join(..., step_along=[function]). For gradients "
             "that a GradScaler has scaled, use a ZeroRedundancyOptimizer.",
         )
+
+    def _check_written_alike(self, join: JoinEngine) -> None:
+        """Raises CollectiveMismatch, on all ranks, if the body has written parameters, and no step
+        has brought them to the ranks that had less data."""
+        model, recovery = self._model, self._model._engine.recovery
+        if recovery is not None and recovery.has_gone_on:
+            return  # As in `_check_same_values`.
+        named = dict(model.module.named_parameters())
+        try:
+            found = unlike_values([p.detach() for p in named.values()], model.group)
+        except Exception as error:
+            if recovery is None or not ends_a_generation(error):
+                raise
+            return
+        if found is not None:
+            raise CollectiveMismatch(
+                "Join",
+                model.group.generation,
+                found[1],
+                f"parameter {[*named][found[0]]} differs between rank 0 and {name_ranks(found[1])} "
+                "at the end, and no rank has taken a step in the last batches",
+                "What the loop's body writes to parameters reaches ranks that have run out of data "
+                "with the next step of a rank that has some. Without a step, write them before or "
+                "after the Join, on all ranks alike (load_state_dict(), clamping weights).",
+            )
 
     def _take_written(self, join: JoinEngine) -> None:
         """A rank without data has taken all sharded steps. It lacks what the body of the others has

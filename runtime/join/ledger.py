@@ -111,6 +111,16 @@ class JoinLedger:
     def somebody_missed_a_step(self) -> bool:
         return self.began_earlier or min(self.steps_taken) < max(self.steps_taken)
 
+    def may_have_written_alone(self, *, is_sharded: bool) -> bool:
+        """Whether a rank may have run the body more often than others with no step that followed:
+        what it has written to parameters then has come to no other rank. is_sharded: each step
+        leaves the same bits on all ranks, whatever their devices."""
+        if self.somebody_missed_a_step or self.ran_after_last_step:
+            return False
+        by_rank = self._batches_per_rank
+        is_even = min(by_rank) == max(by_rank) if by_rank else not is_sharded
+        return not is_even or not any(self.steps_taken)
+
     def skew(self) -> float:
         """The share of the longest rank's steps that the shortest rank did not take, in [0, 1]."""
         longest = max(self.steps_taken)

@@ -15,7 +15,7 @@ import torch
 import chorusline as cl
 from tests.harness.combinations import combinations
 from tests.harness.standing_ranks import another_group
-from tests.references.training import backward_of_all, data_of, largest_difference
+from tests.references.training import backward_of_all, data_of, largest_difference, loss_of
 
 DTYPE = torch.float64
 Write = Callable[[torch.nn.Module], None]
@@ -159,3 +159,50 @@ def test_it_is_with_replicas_and_no_corruption_where_digests_are_compared(ranks_
 @pytest.mark.parametrize("write", [clamp, rebind, turn])
 def test_it_is_where_whole_parameters_are_stepped(ranks_of, write):
     check(ranks_of, write, (5, 3), {}, torch.optim.Adafactor, {"lr": 0.1})
+
+
+def write_alone(
+    group: cl.Group, lengths: Sequence[int], way: str, write: Write, num_steps: int, deals: bool
+) -> Any:
+    """After so many steps the body only writes. deals: the batches are numbers of a Shard, so that
+    each rank knows how many the others have."""
+    with another_group(group) as own:
+        module = make_model()
+        model: Any = cl.DistributedDataParallel(module, own)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        optim: Any = torch.optim.SGD(trained, lr=0.1)
+        if way == "zero":
+            optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        (batches,) = data_of(own, lengths, DTYPE)
+        dealt = cl.Shard(range(sum(lengths)), 1, rank=own.rank, world_size=own.size)
+        try:
+            with cl.Join([model, optim] if way == "zero" else [model], skew_warning=None):
+                for number, _ in enumerate(dealt if deals else batches):
+                    if number < num_steps:
+                        loss_of(model, batches[number]).backward()
+                        optim.step()
+                        optim.zero_grad()
+                    write(module)
+        except cl.CollectiveMismatch as error:
+            return str(error)
+        return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("write", [shrink, rebind, load, follow_teacher])
+@pytest.mark.parametrize(
+    ("way", "num_steps", "deals"),
+    # A plain optimizer in a loop over a list, after steps: not compared.
+    [
+        *itertools.product(["zero", "plain"], [0, 2], [True]),
+        ("zero", 2, False),
+        ("plain", 0, False),
+    ],
+)
+def test_what_a_rank_with_more_data_writes_and_no_step_brings_to_the_others_is_told(
+    ranks_of, way, num_steps, deals, write
+):
+    told = ranks_of(2).run(write_alone, (4, 3), way, write, num_steps, deals)
+    assert told[0] == told[1]
+    assert "differs between rank 0 and rank 1 at the end, and no rank has taken a step" in told[0]
+    first, second = ranks_of(2).run(write_alone, (3, 3), way, write, num_steps, deals)
+    assert largest_difference(first, second) == 0
