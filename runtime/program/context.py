@@ -547,8 +547,9 @@ class Context:
         group: some of the ranks, as `self.group.new_group` has made it; then these alone call it.
 
         Raises ValueError for an unknown op, and, on all ranks, if the weights add up to 0;
-        TypeError for a list or dictionary of numbers, and for a number of another kind, which would
-        stay this rank's own; OverflowError for an int of more than 64 bits, and for such a product.
+        TypeError for a list, dictionary or dataclass of numbers, and for a number of another kind,
+        which would stay this rank's own; OverflowError for an int of more than 64 bits, and for
+        such a product.
         """
         op = "mean" if op == "avg" else op
         number = checked_weight(op, weight)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence, Set, ValuesView
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -57,9 +60,8 @@ def has_value(value: object) -> bool:
             return True
         if value.dtype.kind in "SUM":
             return False  # Texts and dates.
-    elif isinstance(value, Mapping | list | tuple | set | frozenset):
-        each = value.values() if isinstance(value, Mapping) else value
-        if not any(map(_is_or_holds_number, each)):
+    elif (parts := _parts(value)) is not None:
+        if not any(map(_is_or_holds_number, parts)):
             return False
         raise TypeError(
             f"ctx.reduce() takes one value, and got {with_article(type(value))} with numbers in "
@@ -75,12 +77,22 @@ def has_value(value: object) -> bool:
     )
 
 
+def _parts(value: Any) -> Iterable[object] | None:
+    """What a container holds; None for what is none. Texts hold nothing."""
+    if isinstance(value, str | bytes | bytearray | memoryview):
+        return ()
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, Sequence | Set | ValuesView):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return vars(value).values() if isinstance(value, SimpleNamespace | Namespace) else None
+
+
 def _is_or_holds_number(value: object) -> bool:
-    if isinstance(value, str | bytes):
-        return False
-    if isinstance(value, Mapping | list | tuple | set | frozenset):
-        each = value.values() if isinstance(value, Mapping) else value
-        return any(map(_is_or_holds_number, each))
+    if (parts := _parts(value)) is not None:
+        return any(map(_is_or_holds_number, parts))
     if isinstance(value, timedelta):
         return True
     return any(hasattr(type(value), name) for name in ("__float__", "__complex__", "__array__"))
@@ -94,6 +106,11 @@ def reduced(group: Group, value: Any, op: str, weight: float | None) -> Any:
         # A copy in the machine's order of bytes: torch takes no other, and warns of one to read.
         there = torch.from_numpy(numpy.array(value, dtype=value.dtype.newbyteorder("=")))
         return reduced(group, there, op, weight).numpy()
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        raise TypeError(
+            "ctx.reduce() cannot reduce a nested tensor, whose parts may have other lengths on "
+            "each rank; reduce each of value.unbind(), or one number that is made of them"
+        )
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
         raise TypeError(
             f"ctx.reduce() takes dense tensors, and got one of layout {value.layout}; convert it, "

@@ -5,9 +5,13 @@ from __future__ import annotations
 import decimal
 import fractions
 import math
+from array import array
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -21,6 +25,13 @@ KINDS = (
     *("float16", "float32", "float64", "longdouble", "int8", "int16", "int32", "int64"),
     *("uint8", "uint16", "uint32", "bool_", "complex64", "complex128"),
 )
+
+
+@dataclass
+class Metrics:
+    loss: Any
+
+
 VALUES: dict[str, Callable[[int], Any]] = {
     "a float": float,
     "an int": int,
@@ -65,7 +76,13 @@ def test_every_kind_of_number_is_reduced(ranks_of: Callable[[int], Any]) -> None
             assert weighed == pytest.approx((zero + 3 * one) / 4, rel=1e-2), name
 
 
-@pytest.mark.parametrize("value", ["name", b"", None, [], {}, ["a"], {"a": "b"}, ("x", None)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("name", b"ab", None, [], {}, ["a"], {"a": "b"}, ("x", None)),
+        *(deque("a"), Metrics("none")),
+    ],
+)
 def test_what_is_no_number_comes_back(value: object) -> None:
     assert not has_value(value)
 
@@ -76,6 +93,8 @@ def test_what_is_no_number_comes_back(value: object) -> None:
         *([1.0], (1, 2), {"loss": torch.ones(())}, [["x", numpy.float32(1)]], {3}),
         *(decimal.Decimal(1), fractions.Fraction(1, 2), numpy.array([None])),
         *(numpy.ma.array([1.0, 2.0], mask=[0, 1]), timedelta(seconds=1), [timedelta(seconds=1)]),
+        *(Metrics(1.0), [Metrics(1.0)], SimpleNamespace(loss=1.0), deque([1.0]), range(3)),
+        *({"loss": 1.0}.values(), array("d", [1.0])),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -95,6 +114,11 @@ def test_tensors_that_are_not_dense_are_refused(alone: cl.Group) -> None:
         for weight in (None, 2.0):
             with pytest.raises(TypeError, match=r"layout torch.sparse_.*to_dense"):
                 reduced(alone, value, "mean", weight)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(
+        TypeError, match="cannot reduce a nested tensor, whose parts may have other"
+    ):
+        reduced(alone, nested, "mean", None)
 
 
 def reduce_large(group: cl.Group) -> list[Any]:
