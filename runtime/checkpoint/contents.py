@@ -207,6 +207,11 @@ def collect_replicated(
 
 
 def _check_held(path: Path, tensor: torch.Tensor) -> None:
+    if tensor.is_nested:
+        raise TypeError(
+            f"{'.'.join(map(str, path))} is a nested tensor, which a checkpoint cannot hold. "
+            "Return the list of its parts from state_dict(), list(tensor.unbind())"
+        )
     if not can_hold(tensor.dtype):
         raise TypeError(
             f"{'.'.join(map(str, path))} is a tensor of {tensor.dtype}, which a checkpoint cannot "

@@ -324,6 +324,7 @@ HUGE = 1 << 40
 CALLS = {
     "bytes of any number": _Call(bytearray, HUGE),
     "bytes of any number, again": [bytearray(b"abc"), _Call(bytearray, HUGE)],
+    "bytes() of any number": [b"", _Call(bytes, HUGE)],
     "bytes that double": _Call(codecs.encode, _Call(codecs.encode, "x", "latin1"), "hex"),
     "an array of any size": _Call(numpy.ndarray, (HUGE,)),
     "an array that is reconstructed": _Call(

@@ -49,7 +49,7 @@ class Holder:
 PLAIN = [
     *(1, 2.5, "text", b"bytes", True, None, (1, [2, {3: 4}]), {5, 6}, torch.float16),
     *(torch.ones(2), torch.Size([3]), numpy.arange(5), numpy.float32(1.5)),
-    numpy.array(["2026-11-22"], dtype="datetime64[D]"),
+    *(numpy.array(["2026-11-22"], dtype="datetime64[D]"), b"", numpy.zeros((0, 2))),
 ]
 
 
@@ -117,6 +117,19 @@ def test_other_objects_need_the_users_word_and_are_named_when_they_are_saved(ran
     assert isinstance(marker, Marker) and num_made == 1
 
 
+@pytest.mark.parametrize("value", [[1, "text"], numpy.zeros(2, dtype=[("a", "O")]), []])
+def test_arrays_of_objects_need_the_users_word_too(ranks_of, tmp_path, value):
+    """They have no class that the file names."""
+    kind = getattr(value, "dtype", "O")
+    ((word,),) = ranks_of(1).run(_save, tmp_path, [numpy.array(value, dtype=kind)])
+    assert word.startswith("holder is made of numpy.dtypes.ObjectDType: a checkpoint with it loads")
+    config = cl.CheckpointConfig(tmp_path)
+    (((_, refusal), *_),) = ranks_of(1).run(_load, config, [])
+    assert "holder is made of numpy.dtypes.ObjectDType, and loading it would run" in refusal
+    ((loaded, *_),) = ranks_of(1).run(_load, config, [numpy.dtypes.ObjectDType])
+    assert str(loaded) == str([numpy.array(value, dtype=kind)])
+
+
 LOOP: list[Any] = [1]
 LOOP.append(LOOP)
 
@@ -147,6 +160,9 @@ def _refusal(group: cl.Group, place: Path, value: Any) -> str:
 
 def test_what_only_the_script_has_is_refused_by_its_place_in_the_state(ranks_of, tmp_path):
     (told,) = ranks_of(1).run(_save_each, tmp_path)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    (refusal,) = ranks_of(1).run(_refusal, tmp_path, nested)
+    assert refusal.startswith("holder.value is a nested tensor, which a checkpoint cannot hold")
     for name, (_, says) in SCRIPTS.items():
         assert told[name].startswith(says), told[name]
         assert "cannot be saved (" in told[name] and "of an Enum its value" in told[name]

@@ -18,7 +18,7 @@ import re
 import zipfile
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy
@@ -55,6 +55,8 @@ def _of_numpy() -> dict[str, Any]:
     for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
         found[f"{module}.scalar"] = multiarray.scalar
         found[f"{module}._reconstruct"] = _reconstruct
+    # An empty array, as any empty bytes, is pickled with bytes(); `_check_sizes` allows no more.
+    found["builtins.bytes"] = bytes
     for name, kind in vars(numpy.dtypes).items():
         if name.endswith("DType") and name != "ObjectDType":
             found[f"numpy.dtypes.{name}"] = kind
@@ -148,8 +150,9 @@ def _check_storages(archive: zipfile.ZipFile) -> None:
 
 
 def _check_sizes(archive: zipfile.ZipFile) -> None:
-    """Raise ValueError if the pickle of an object calls `bytearray` or `_codecs.encode` otherwise
-    than pickle does: with a number one makes gigabytes, with its own result the other one."""
+    """Raise ValueError if the pickle of an object calls `bytearray`, `bytes` or `_codecs.encode`
+    otherwise than pickle does: with a number the first two make gigabytes, with its own result the
+    last one."""
     wanted = frozenset[str]()
     for opcode, argument in _values_in(archive):
         last = str(argument) if opcode == "GLOBAL" else opcode
@@ -163,6 +166,7 @@ _ARGUMENTS = {
         ("builtins bytearray", "__builtin__ bytearray"),
         frozenset({"_codecs encode", "EMPTY_TUPLE"}),
     ),
+    **dict.fromkeys(("builtins bytes", "__builtin__ bytes"), frozenset({"EMPTY_TUPLE"})),
     "_codecs encode": frozenset({"BINUNICODE", "SHORT_BINUNICODE"}),
 }
 """By the name of a function, what a pickle has next: what its first argument begins with."""
@@ -210,4 +214,12 @@ def beyond_plain(data: bytes) -> list[str]:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
     except (pickle.UnpicklingError, ValueError):
         return []
-    return sorted(set(named) - {name for _, name in _OF_NUMPY})
+    found = set(named) - {name for _, name in _OF_NUMPY}
+    values = [value for value in _values_in(check_archive(data)) if value[0] != "MARK"]
+    # The type of an array of Python objects, which no name of a class stands for.
+    if any(
+        before == ("GLOBAL", "numpy dtype") and str(value[1]).startswith("O")
+        for before, value in pairwise(values)
+    ):
+        found.add("numpy.dtypes.ObjectDType")
+    return sorted(found)
