@@ -20,7 +20,6 @@ from .contract.operation import Kind, Operation, ReduceOp
 from .contract.work import SettledWork, Work
 from .group import Group
 from .kept_results import KeptResult, name_of, signature_of
-from .objects.channel import ObjectChannel
 from .objects.messages import ObjectMessages
 from .shared_memory.symmetric_memory import empty_symmetric
 from .stores.store import Store
@@ -68,7 +67,7 @@ class DryRunGroup(Group):
     def _refuse(self, why: str) -> NoReturn:
         self._answers.refuse(why)
 
-    def _objects(self) -> ObjectChannel:
+    def _issue_objects(self, *_: Any) -> NoReturn:
         self._refuse("it sends objects to other ranks through its group before its first step")
 
     def _object_messages(self, operation: str) -> ObjectMessages:
