@@ -72,6 +72,7 @@ class WorkerLost(PeerLost):
         )
 
 
+@dataclass(eq=False, repr=False)
 class StartupError(ChoruslineError):
     """The workers could not be started before the deadline.
 
@@ -83,10 +84,8 @@ class StartupError(ChoruslineError):
     what: the resources that were asked for. detail: why it failed.
     """
 
-    def __init__(self, what: str, detail: str) -> None:
-        super().__init__(what, detail)
-        self.what = what
-        self.detail = detail
+    what: str
+    detail: str
 
     def __str__(self) -> str:
         return f"{self.what}: {self.detail}"
@@ -97,6 +96,7 @@ class NoCluster(StartupError):
     frame of the program is involved."""
 
 
+@dataclass(eq=False, repr=False)
 class RankFailed(ChoruslineError):
     """A rank raised something that cannot be raised in this process: an exception that does not
     survive pickling, or one that would end this process as well (SystemExit, KeyboardInterrupt).
@@ -107,11 +107,9 @@ class RankFailed(ChoruslineError):
             print(error.rank, error.reason)
     """
 
-    def __init__(self, rank: int, generation: int, reason: str) -> None:
-        super().__init__(rank, generation, reason)
-        self.rank = rank
-        self.generation = generation
-        self.reason = reason
+    rank: int
+    generation: int
+    reason: str
 
     def __str__(self) -> str:
         remedy = (
@@ -122,6 +120,7 @@ class RankFailed(ChoruslineError):
         return f"rank {self.rank} of generation {self.generation} raised {self.reason}{remedy}"
 
 
+@dataclass(eq=False, repr=False)
 class Interrupted(ChoruslineError):
     """Raised inside the train function, on every rank between the same two steps, when the caller
     of run() was cancelled: in a notebook, when its cell was interrupted.
@@ -136,9 +135,7 @@ class Interrupted(ChoruslineError):
     run() gets CancelledError. step: steps that this run has taken.
     """
 
-    def __init__(self, step: int) -> None:
-        super().__init__(step)
-        self.step = step
+    step: int
 
     def __str__(self) -> str:
         return (
@@ -147,6 +144,7 @@ class Interrupted(ChoruslineError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class DriverLost(ChoruslineError):
     """The driver actor died during a run. The next run starts a new driver, which takes over the
     workers that are alive.
@@ -161,11 +159,9 @@ class DriverLost(ChoruslineError):
     nobody_began: no worker had heard of the run, so it may be begun once more.
     """
 
-    def __init__(self, incarnation: int, detail: str, nobody_began: bool = False) -> None:
-        super().__init__(incarnation, detail, nobody_began)
-        self.incarnation = incarnation
-        self.detail = detail
-        self.nobody_began = nobody_began
+    incarnation: int
+    detail: str
+    nobody_began: bool = False
 
     def __str__(self) -> str:
         return (
@@ -187,6 +183,7 @@ class HeadLost(DriverLost):
         )
 
 
+@dataclass(eq=False, repr=False)
 class StateLost(ChoruslineError):
     """Every rank that kept some part of an optimizer's state died, so the run cannot continue from
     memory.
@@ -201,12 +198,10 @@ class StateLost(ChoruslineError):
     remedy: RESUMES or LOADS_SHARDS, from what the state comes again.
     """
 
-    def __init__(self, generation: int, replicas: int, lost: str, remedy: str = RESUMES) -> None:
-        super().__init__(generation, replicas, lost, remedy)
-        self.generation = generation
-        self.replicas = replicas
-        self.lost = lost
-        self.remedy = remedy
+    generation: int
+    replicas: int
+    lost: str
+    remedy: str = RESUMES
 
     def __str__(self) -> str:
         remedy = f"{self.remedy} ({PAGE_ON[self.remedy]})."
@@ -225,6 +220,7 @@ class StateLost(ChoruslineError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class StreamLost(ChoruslineError, RuntimeError):
     """The reader of a Stream is gone, and the run cannot have the rows read again.
 
@@ -236,10 +232,8 @@ class StreamLost(ChoruslineError, RuntimeError):
     why: how the reader ended. remedy: a sentence.
     """
 
-    def __init__(self, why: str, remedy: str) -> None:
-        super().__init__(why, remedy)
-        self.why = why
-        self.remedy = remedy
+    why: str
+    remedy: str
 
     def __str__(self) -> str:
         return (
