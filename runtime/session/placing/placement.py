@@ -187,19 +187,7 @@ async def _divided(group: PlacementGroup, needs: Needs) -> tuple[PlacementGroup,
     others = [{node for node in in_order if node != own} for own in in_order]
     spreads = "SPREAD" in needs.strategy
     groups = tuple((needs.apart_from(taken) if spreads else needs).group() for taken in others)
-    are_placed = False
-    try:
-        async with asyncio.timeout(_DIVIDE_S):
-            for one in groups:
-                await one.ready()
-        are_placed = True
-        return groups
-    except TimeoutError:
-        return ()
-    finally:
-        if not are_placed:
-            for one in groups:
-                remove_placement_group(one)
+    return groups if await _are_placed(groups, _DIVIDE_S) else ()
 
 
 async def _place_together(
@@ -331,17 +319,24 @@ def options_of_driver() -> dict[str, Any]:
 
 async def _try_to_place(needs: Needs, num_workers: int, timeout_s: float) -> PlacementGroup | None:
     group = needs.group(num_workers)
-    is_placed = False
+    return group if await _are_placed((group,), timeout_s) else None
+
+
+async def _are_placed(groups: Sequence[PlacementGroup], timeout_s: float) -> bool:
+    """Whether Ray places all of them in time; otherwise they are removed."""
+    are_placed = False
     try:
         async with asyncio.timeout(timeout_s):
-            await group.ready()
-        is_placed = True
+            for group in groups:
+                await group.ready()
+        are_placed = True
     except TimeoutError:
-        return None
+        pass
     finally:
-        if not is_placed:
-            remove_placement_group(group)
-    return group
+        if not are_placed:
+            for group in groups:
+                remove_placement_group(group)
+    return are_placed
 
 
 async def _placed(group: PlacementGroup) -> None:

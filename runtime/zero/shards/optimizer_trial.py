@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -106,7 +107,8 @@ def compared(value: Any) -> Hashable:
     """Equal for equal options, and for nothing else: of an object that is no plain value, which a
     program may change, nothing is known but that it is there once."""
     if isinstance(value, Mapping):
-        return tuple(sorted(((str(key), compared(one)) for key, one in value.items()), key=_first))
+        pairs = [(str(key), compared(one)) for key, one in value.items()]
+        return tuple(sorted(pairs, key=itemgetter(0)))
     if isinstance(value, list | tuple):
         return type(value), tuple(compared(one) for one in value)
     if isinstance(value, torch.Tensor) and value.numel() <= _SMALL:
@@ -114,8 +116,7 @@ def compared(value: Any) -> Hashable:
     if isinstance(value, bool | int | float | str | bytes | torch.dtype | torch.device | None):
         return type(value), value
     if isinstance(value, TrialGroup):
-        kind = value.dtype, value.device
-        return compared(value.options), value.shapes, kind
+        return compared(value.options), value.shapes, value.dtype, value.device
     return _Once()
 
 
@@ -128,10 +129,6 @@ def is_known(options: Hashable) -> bool:
     if isinstance(options, tuple):
         return all(is_known(one) for one in options)
     return not isinstance(options, _Once)
-
-
-def _first(pair: tuple[str, Hashable]) -> str:
-    return pair[0]
 
 
 def try_out(
