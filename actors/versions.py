@@ -8,18 +8,22 @@ import platform
 UNKNOWN = "unknown"
 
 
+def our_version() -> str:
+    """Chorusline's; empty where the package is on the path, and was not installed."""
+    try:
+        return importlib.metadata.version("chorusline")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def versions_here() -> dict[str, str]:
     import torch  # Not at the top of the file: the driver compares versions, and has no torch.
 
-    try:
-        ours = importlib.metadata.version("chorusline")
-    except importlib.metadata.PackageNotFoundError:
-        ours = UNKNOWN  # The package is on the path, and was not installed.
     # torch's version is of a type of its own, which would import torch wherever it is unpickled.
     return {
         "Python": platform.python_version(),
         "torch": str(torch.__version__),
-        "chorusline": ours,
+        "chorusline": our_version() or UNKNOWN,
     }
 
 

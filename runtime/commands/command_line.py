@@ -12,10 +12,11 @@ checkpoint                   list and export checkpoints
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from chorusline.actors.versions import our_version
 
 from . import arguments, function_flags
 from .script import run_script
@@ -195,10 +196,9 @@ def _run_on_ranks(flags: argparse.ArgumentParser, given: list[str]) -> int:
 
 
 def _version() -> str:
-    try:
-        return f"chorusline {importlib.metadata.version('chorusline')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "chorusline, which is not installed here: run it in the environment it is in"
+    if ours := our_version():
+        return f"chorusline {ours}"
+    return "chorusline, which is not installed here: run it in the environment it is in"
 
 
 def look_at_checkpoints(options: argparse.Namespace) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from chorusline.actors.versions import our_version
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 
 from .tracker import TrackedEvent, TrackedRun, Tracker
@@ -64,7 +64,7 @@ class OpenTelemetryTracker(Tracker):
                 "nowhere: call opentelemetry.trace.set_tracer_provider(...) before the run, or "
                 "start the program with `opentelemetry-instrument`"
             )
-        self._tracer = provider.get_tracer("chorusline", _version())
+        self._tracer = provider.get_tracer("chorusline", our_version())
         attributes: dict[str, Any] = {"chorusline.run.id": run.id, "chorusline.run.name": run.name}
         if run.resumed_from is not None:
             attributes["chorusline.resumed.from"] = run.resumed_from
@@ -135,10 +135,3 @@ class OpenTelemetryTracker(Tracker):
 
 def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("chorusline")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
