@@ -29,24 +29,16 @@ def in_kernel() -> bool:
 @asynccontextmanager
 async def waking() -> AsyncIterator[None]:
     """In a kernel, wake the event loop ten times a second while the body waits."""
-    if not in_kernel():
-        yield
-        return
+    timer: asyncio.TimerHandle | None = None  # None: this process is no kernel
 
-    ticker = _Ticker(asyncio.get_running_loop())
+    def tick() -> None:
+        nonlocal timer
+        timer = asyncio.get_running_loop().call_later(_TICK_S, tick)
+
+    if in_kernel():
+        tick()
     try:
         yield
     finally:
-        ticker.stop()
-
-
-class _Ticker:
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._tick()
-
-    def _tick(self) -> None:
-        self._next = self._loop.call_later(_TICK_S, self._tick)
-
-    def stop(self) -> None:
-        self._next.cancel()
+        if timer is not None:
+            timer.cancel()
