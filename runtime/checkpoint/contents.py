@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -268,11 +269,7 @@ class HostCopy:
             for part in ranged.parts:
                 buffer[at : at + part.numel()].copy_(part, non_blocking=is_cuda)
                 at += part.numel()
-            copied.append(
-                TensorRange(
-                    ranged.path, ranged.shape, ranged.dtype, ranged.start, ranged.stop, (buffer,)
-                )
-            )
+            copied.append(replace(ranged, parts=(buffer,)))
         if is_cuda:
             torch.cuda.synchronize(self._device)
         self.taken = copied
