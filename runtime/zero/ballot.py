@@ -37,6 +37,8 @@ _STEP, _STEP_SQUARED, _SQUARED_NORM, _PER_RANK = range(4)
 _LOSS_SCALE, _NUM_SAMPLES = range(2)  # of each rank
 _OPTIONS = _NUM_SAMPLES + MAX_ITERATIONS
 
+_FARTHEST = 1 << 18
+"""Steps travel modulo this: a float64 has the exact sum of their squares over 65,536 ranks."""
 
 _STEPS = "Every rank must call step() equally often"
 _IN_JOIN = "ranks that may run out of data at different steps belong inside Join()"
@@ -128,7 +130,8 @@ class Ballot:
         scale = vote.loss_scale
         own_at = _PER_RANK + group.rank * self._own_numel
         numbers = [0.0] * self._vote_at
-        numbers[_STEP], numbers[_STEP_SQUARED] = vote.step, vote.step**2
+        step = vote.step % _FARTHEST
+        numbers[_STEP], numbers[_STEP_SQUARED] = step, step**2
         numbers[own_at : own_at + self._digests_at] = [
             0.0 if isinstance(scale, torch.Tensor) else scale,
             *[*vote.num_samples[:MAX_ITERATIONS], *[0] * MAX_ITERATIONS][:MAX_ITERATIONS],
@@ -163,8 +166,9 @@ class Ballot:
         # First of all: of a sum that was stopped nothing else may be read.
         check_votes(seen[self._vote_at :], group)
         check_same_joins(joins_in(seen[self._vote_at :], group.size), group.generation)
-        # The variance of the steps is zero if and only if all are equal.
-        if group.size * seen[_STEP_SQUARED] != seen[_STEP] ** 2:
+        # The variance of the steps is zero if and only if all are equal. As floats, the two sides
+        # would be rounded, and differ.
+        if group.size * int(seen[_STEP_SQUARED]) != int(seen[_STEP]) ** 2:
             raise CollectiveMismatch(
                 "step()",
                 group.generation,

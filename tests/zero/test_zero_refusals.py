@@ -181,21 +181,24 @@ def test_capturable_optimizers_are_refused_on_a_cpu_in_torchs_words(ranks_of):
         assert "If capturable=True, params and state_steps must be on supported devices" in told
 
 
-def step_once_too_often(group):
+def step_once_too_often(group, begin):
     with another_group(group) as own:
         model = make_model(torch.float32)
         optimizer = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, group=own)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.num_steps = group.rank  # as after calls on some ranks only
+        optimizer.num_steps = begin
+        optimizer.step()  # As often on all ranks.
+        optimizer.num_steps = begin + group.rank  # as after calls on some ranks only
         with pytest.raises(cl.CollectiveMismatch) as raised:
             optimizer.step()
         return str(raised.value)
 
 
-def test_ranks_at_different_steps_are_told_on_every_rank(ranks_of):
-    for rank, told in enumerate(ranks_of(3).run(step_once_too_often)):
-        assert f"different numbers of steps (this rank: {rank})" in told
+@pytest.mark.parametrize("begin", [0, 10**8 + 1])
+def test_ranks_at_different_steps_are_told_on_every_rank(ranks_of, begin):
+    for rank, told in enumerate(ranks_of(3).run(step_once_too_often, begin)):
+        assert f"different numbers of steps (this rank: {begin + rank})" in told
 
 
 def clip_on_one_rank(group):
