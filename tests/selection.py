@@ -4,6 +4,7 @@ a day, and a Ray cluster in half of the processes."""
 from __future__ import annotations
 
 import gc
+import os
 import re
 import time
 import zlib
@@ -94,6 +95,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"not begun: the {budget_s:g} s of this run were over")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    told = getattr(config, "workerinput", None)  # A process of pytest-xdist has it.
+    if told is not None and config.getoption("markexpr") != "fast":
+        # Tests with Ray are the last to end, and each waits for processes that start.
+        os.nice(0 if _has_ray(told["workerid"], told["workercount"]) else 4)
+
+
+def _has_ray(name: str, num_processes: int) -> bool:
+    """name: of a process of pytest-xdist, as "gw0"."""
+    return int(name.removeprefix("gw")) < max(1, num_processes // 2)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """For `--dist loadfile`: files are units, and those with Ray go to half of the processes.
@@ -106,7 +119,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByNeed(LoadFileScheduling):  # type: ignore[misc]
         def _assign_work_unit(self, node: Any) -> None:
-            has_ray = self.nodes.index(node) < max(1, self.numnodes // 2)
+            has_ray = _has_ray(node.gateway.id, self.numnodes)
             wanted = [file for file in self.workqueue if _may_use_ray(file) == has_ray]
             if not wanted and not has_ray:
                 # The last ones: whatever starts a Ray of its own does not need the others' cluster.
