@@ -1,10 +1,9 @@
 """torchft's training, a replica of one rank each: what torchft by itself and Ray Train's with
 TorchftConfig have in common.
 
-A replica's samples are its own, as in torchft's example: what belongs to steps in which it is away
-is used by nobody. The gradients go through `Manager.allreduce`, since torchft's wrapper of a model
-fails an assertion in the surviving replicas when Gloo reports that one is lost (torchft 0.2.0,
-ddp.py: `assert fut._fut`), so that all would begin from nothing.
+A step has a batch for each of `num_workers` replicas. Where fewer take part in it, the batches of
+the others are used by nobody; where more do, those that are left over hand in zeros, as spares.
+(torchft's FIXED_WITH_SPARES does the latter as well, but counts no step of fewer replicas.)
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LIGHTHOUSE = {
 def train_replica(workload: Workload, replica: int, lighthouse: str) -> None:
     """One replica, to the end of the training. lighthouse: its address."""
     import torch.distributed as dist
-    from torchft import Manager, Optimizer, ProcessGroupGloo
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -58,20 +57,21 @@ def train_replica(workload: Workload, replica: int, lighthouse: str) -> None:
     )
     workload.log("process", replica)
     _meet(workload)
-    optim = Optimizer(manager, plain)
+    model, optim = DistributedDataParallel(manager, module), Optimizer(manager, plain)
     while (step := manager.current_step()) < workload.num_steps:
         if any(Path(workload.folder).glob("parameters-*")):
             break  # The others have finished: this replica would train alone, from the beginning.
-        optim.zero_grad()
-        first = step * workload.global_batch + replica * workload.batch
-        last = min(first + workload.batch, workload.num_samples)
+        optim.zero_grad()  # It asks the lighthouse who takes part.
         workload.work(replica, module)
-        module(torch.arange(first, max(first, last))).backward()
-        for parameter in module.parameters():
-            assert parameter.grad is not None
-            manager.allreduce(parameter.grad).wait()
+        place, number = manager.participating_rank(), manager.num_participants()
+        has_batch = place is not None and place < workload.num_workers  # None: it is being healed.
+        first = step * workload.global_batch + (place or 0) * workload.batch
+        last = min(first + workload.batch, workload.num_samples) if has_batch else first
+        # The manager divides by all that take part; a step is the mean over those with a batch.
+        scale = number / min(number, workload.num_workers)
+        model(torch.arange(first, max(first, last)), scale).backward()
         optim.step()
-        if manager.current_step() > step:
+        if has_batch and manager.current_step() > step:
             workload.log("step", replica, manager.current_step())
     else:
         workload.finish(replica, module)

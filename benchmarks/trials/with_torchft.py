@@ -1,4 +1,4 @@
-"""torchft by itself: replicas of one rank each, over Gloo, with a lighthouse.
+"""torchft by itself: replicas of one rank each, one of them a spare, over Gloo, with a lighthouse.
 
 A replica that is lost is started again by this program, as a scheduler would, and gets the state
 from the others. So is the lighthouse, at the same port.
@@ -42,7 +42,7 @@ def main() -> None:
 
     lighthouse = start("lighthouse", port)
     address = f"http://localhost:{port}"
-    replicas = {number: start(str(number), address) for number in range(workload.num_workers)}
+    replicas = {number: start(str(number), address) for number in range(workload.num_workers + 1)}
     while replicas:
         time.sleep(0.05)
         if lighthouse.poll() is not None:
@@ -52,7 +52,7 @@ def main() -> None:
                 del replicas[number]
             elif process.poll() is not None:
                 replicas[number] = start(str(number), address)
-        if any(_has_finished(workload, number) for number in range(workload.num_workers)):
+        if any(_has_finished(workload, number) for number in range(workload.num_workers + 1)):
             # Whoever comes now would train alone, from the beginning.
             for number in [n for n, one in replicas.items() if one.poll() not in (None, 0)]:
                 del replicas[number]
