@@ -263,6 +263,10 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         boundary().draws_end()
         if self._reducer.clock is not None:
             self._reducer.clock.forward_ran(began_at)
+        self._begin_backward_at(output)
+
+    def _begin_backward_at(self, output: Any) -> None:
+        """A backward pass that reaches a tensor of `output` is one of this model."""
         for leaf in tensors_of(output):
             # A tensor without a gradient is never reached by a backward pass.
             if leaf.requires_grad:

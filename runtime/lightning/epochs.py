@@ -72,8 +72,12 @@ class Epochs(Callback):
         # A rank without data takes part in steps, and in nothing else that a batch does.
         trainer = self._trainer
         reason = None
-        if not trainer.lightning_module.automatic_optimization:
-            reason = "manual optimization, whose steps a rank without data cannot know"
+        is_manual = not trainer.lightning_module.automatic_optimization
+        if is_manual and (len(trainer.optimizers) != 1 or self._schedules):
+            reason = (
+                "manual optimization by several optimizers or with a schedule, whose steps a rank "
+                "without data cannot know"
+            )
         elif torch.distributed.is_initialized():
             reason = (
                 "an initialised torch.distributed, over which Lightning communicates before every "
@@ -130,24 +134,30 @@ class Epochs(Callback):
     @torch.no_grad()
     def step(self) -> None:
         """After each shadowed step: do what Lightning does with a step of this rank."""
-        trainer = self._trainer
+        trainer, loop = self._trainer, self._loop
+        is_manual = not trainer.lightning_module.automatic_optimization
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, ZeroRedundancyOptimizer):
                 continue  # Its hook in the Join has stepped the shard.
-            call._call_lightning_module_hook(
-                trainer,
-                "configure_gradient_clipping",
-                optimizer,
-                gradient_clip_val=trainer.gradient_clip_val,
-                gradient_clip_algorithm=trainer.gradient_clip_algorithm,
-            )
+            if not is_manual:
+                call._call_lightning_module_hook(
+                    trainer,
+                    "configure_gradient_clipping",
+                    optimizer,
+                    gradient_clip_val=trainer.gradient_clip_val,
+                    gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+                )
             optimizer.step()
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
-        progress = self._loop.automatic_optimization.optim_progress.optimizer.step
+        progress = (
+            loop.manual_optimization.optim_step_progress
+            if is_manual
+            else loop.automatic_optimization.optim_progress.optimizer.step
+        )
         progress.increment_ready()
         progress.increment_completed()
-        self._loop._batches_that_stepped += 1
+        loop._batches_that_stepped += 1
         for config in self._schedules:
             if config.interval == "step" and not config.reduce_on_plateau:
                 call._call_lightning_module_hook(

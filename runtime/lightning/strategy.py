@@ -213,6 +213,12 @@ class ChoruslineStrategy(ParallelStrategy):
             wrapped.register_comm_hook(self._comm_state, self._comm_hook)
         return wrapped
 
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        # In manual optimization the pass runs inside the model's forward, before that has outputs.
+        assert self.lightning_module is not None and isinstance(self.model, DistributedDataParallel)
+        if not self.lightning_module.automatic_optimization:
+            self.model._begin_backward_at(closure_loss)
+
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *more: Any, **named: Any
     ) -> Any:

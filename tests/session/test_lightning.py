@@ -69,6 +69,23 @@ class Regression(LightningModule):
         return [optimizer], [{"scheduler": by_step, "interval": "step"}, by_epoch]
 
 
+class Manual(Regression):
+    """It takes its steps itself, without the schedules."""
+
+    def __init__(self, sharded):
+        super().__init__(sharded)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+    def configure_optimizers(self):
+        return super().configure_optimizers()[0]
+
+
 def loader(num_samples=SAMPLES):
     return torch.utils.data.DataLoader(data(num_samples).double(), batch_size=2)
 
@@ -120,8 +137,9 @@ def shuffled(epoch):
     return [order[rank::2] for rank in range(2)]
 
 
-def reference(accumulate, clip, hands=shuffled, epochs=EPOCHS):
-    """One process that takes both ranks' batches; the sum over those with data, by two."""
+def reference(accumulate, clip, hands=shuffled, epochs=EPOCHS, decay=(0.9, 0.5)):
+    """One process that takes both ranks' batches; the sum over those with data, by two. decay: of
+    the learning rate, after each step and each epoch."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     steps, rates, samples = 0, [], data().double()
@@ -143,9 +161,9 @@ def reference(accumulate, clip, hands=shuffled, epochs=EPOCHS):
             if clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
-            optimizer.param_groups[0]["lr"] *= 0.9
+            optimizer.param_groups[0]["lr"] *= decay[0]
             steps += 1
-        optimizer.param_groups[0]["lr"] *= 0.5
+        optimizer.param_groups[0]["lr"] *= decay[1]
         rates.append(optimizer.param_groups[0]["lr"])
     return model, steps, rates
 
@@ -178,6 +196,24 @@ async def test_an_uneven_fit_and_exact_evaluation_equal_one_process(
     assert {path.name for path in tmp_path.iterdir()} == {
         f"last-epoch={epoch}-step={steps // EPOCHS * (epoch + 1)}.ckpt" for epoch in range(EPOCHS)
     }
+
+
+def by_hand(ctx):
+    """With a plain optimizer, then with a sharded one."""
+    fits = []
+    for sharded in (False, True):
+        trainer, module = trainer_of(ctx, enable_checkpointing=False), Manual(sharded)
+        trainer.fit(module, loader(), loader(7))
+        fits.append(([p.detach().clone() for p in module.parameters()], trainer.global_step))
+    return fits
+
+
+async def test_an_uneven_fit_with_manual_optimization_equals_one_process(session):
+    model, steps, _ = reference(1, None, decay=(1.0, 1.0))
+    for fits in await session.run(by_hand):
+        for mine, taken in fits:
+            assert largest_difference(mine, list(model.parameters())) < 1e-13
+            assert taken == steps
 
 
 def resumed(ctx, folder, sharded):
@@ -379,25 +415,30 @@ async def test_arguments_of_lightnings_own_strategy_are_refused_with_the_mend(se
     assert "no_such" in unknown
 
 
-def refused(ctx, sharded, options, num_samples):
+class ManualWithSchedules(Manual):
+    configure_optimizers = Regression.configure_optimizers
+
+
+def refused(ctx, kind, sharded, options):
     trainer = trainer_of(ctx, enable_checkpointing=False, **options)
-    module = Regression(sharded)
+    module = kind(sharded)
     try:
-        trainer.fit(module, loader(num_samples), loader(4))
+        trainer.fit(module, loader(), loader(4))
     except ValueError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("sharded", "options", "told"),
+    ("kind", "sharded", "options", "told"),
     [
-        (True, {"gradient_clip_val": 0.5}, "give the optimizer max_norm=0.5 instead"),
-        (False, {"val_check_interval": 1}, "validation inside the epoch"),
+        (Regression, True, {"gradient_clip_val": 0.5}, "give the optimizer max_norm=0.5 instead"),
+        (Regression, False, {"val_check_interval": 1}, "validation inside the epoch"),
+        (ManualWithSchedules, False, {}, "manual optimization by several optimizers or with a sch"),
     ],
 )
-async def test_what_does_not_go_together_is_refused(session, sharded, options, told):
-    for text in await session.run(refused, sharded=sharded, options=options, num_samples=SAMPLES):
+async def test_what_does_not_go_together_is_refused(session, kind, sharded, options, told):
+    for text in await session.run(refused, kind=kind, sharded=sharded, options=options):
         assert told in text
 
 
