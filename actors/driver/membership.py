@@ -693,8 +693,8 @@ def _beginnings(
     gives_up: Loss | Failure | None,
     without: tuple[Gone, ...],
 ) -> Sequence[instructions.StartRank | instructions.ResumeRank]:
-    """To the ranks of the next generation: those that were there continue, as do newcomers that
-    have made a dry run; others start. without: as of `_gone`."""
+    """How the ranks of the next generation begin: those that were there continue, as do newcomers
+    that have made a dry run; others start. without: as of `_gone`."""
     pairs = zip(plan.members, plan.former, strict=True)
     pids = tuple(member.info.pid for member, before in pairs if before < 0)
     former = messages.FormerRanks.of(plan.former)

@@ -1,4 +1,4 @@
-"""Whether objects that were registered as equal on all ranks are: their counts are compared.
+"""Objects that were registered as equal on all ranks are compared by their counts.
 
 Only plain numbers and tensors of one element are compared (updates of an average, epochs of a
 schedule, steps of an optimizer, rates): they show a rank that was left behind, and cost next to
