@@ -159,8 +159,8 @@ def test_a_notebook_runs_in_a_browser(
     assert all(cell["count"] for cell in cells), "every cell has run"
     folder = Path(os.environ.get("CHORUSLINE_PICTURES", tmp_path)).absolute()
     for (of, number), (picture, part) in PICTURES.items():
-        for width, kind in ((500, "-narrow"), (1100, "")) if of == name else ():
-            browser.resize(width)
+        for width, kind in ((560, "-narrow"), (1100, "")) if of == name else ():
+            browser.resize(width, 2600)
             browser.run(CELL.format(number=number, part="node && null"))
             browser.wait_until(CELL.format(number=number, part="outputArea.node.isConnected"))
             drawn = browser.picture(CELL.format(number=number, part=part))
