@@ -12,6 +12,7 @@ the group's deadline for collectives is also that for the calls, and the config'
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import secrets
 import sys
@@ -91,6 +92,7 @@ class Checkpoints:
         self._corrupted: list[str] = []  # the folders that this run has found so at its beginning
         self._count = 0
         self._in_flight: Saving | None = None  # None: nothing is being written
+        self._thread: threading.Thread | None = None  # that writes the newest save
         self._last_save: LastSave | None = None  # of the epoch that is under way
         self._epoch_ends: list[EpochEnd] = []  # that are being noted
         self._looked_at: set[Path] = set()  # by writing.py: objects that checkpoints had
@@ -351,8 +353,10 @@ class Checkpoints:
         self._count += 1
         known.num_saves += 1
         self._in_flight = writing.saving
-        # A daemon thread, so that a process that has to exit does not wait for a disk.
-        threading.Thread(target=writing.carry_out, name=f"checkpoint-{step}", daemon=True).start()
+        # A daemon thread, so that a process that has to exit does not wait for a disk that hangs.
+        name = f"checkpoint-{step}"
+        self._thread = threading.Thread(target=writing.carry_out, name=name, daemon=True)
+        self._thread.start()
         return writing
 
     def _collect(self, live: Sequence[int]) -> Contents:
@@ -429,6 +433,10 @@ class Checkpoints:
         if last is not None and isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
                 last.wait(LAST_WORD_S)
+        # A thread that is inside torch when the interpreter goes ends the process by abort(), in
+        # place of the error with which its program ends. So a disk that works is waited for.
+        if last is not None and not last.is_ready and self._thread is not None:
+            atexit.register(self._thread.join, LAST_WORD_S)
         # If the function runs again from the top, this save is due again.
         if last is not None and not (last.is_ready and last.is_whole_at_the_end()):
             self.last_step = -1

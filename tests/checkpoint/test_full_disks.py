@@ -109,3 +109,35 @@ def test_a_training_goes_on_when_its_disk_and_dev_shm_are_full_and_saves_when_th
         assert "Earlier checkpoints are complete and stay; make room" in failed
         assert as_without, "a save that fails changes nothing of the training"
         assert whole == ["step-00000002", "step-00000006"]
+
+
+SLIPS = """
+import sys, torch
+import chorusline as cl
+from tests.references.checkpoint_runs import in_run
+
+def train(ctx):
+    layers = [torch.nn.Linear(1500, 1500) for _ in range(8)]
+    ctx.register("model", cl.DistributedDataParallel(torch.nn.Sequential(*layers)))
+    ctx.save()
+    raise LookupError("a slip of the user's")
+
+with cl.Group.create(cl.HashStore(), 0, 1) as group:
+    in_run(group, train, cl.CheckpointConfig(sys.argv[1]))
+"""
+
+
+def test_a_program_that_fails_while_a_checkpoint_is_written_ends_with_its_own_error(
+    tmp_path: Path,
+) -> None:
+    """A thread that was writing when the interpreter went ended the process by abort()."""
+    done = subprocess.run(
+        [sys.executable, "-c", SLIPS, str(tmp_path / "place")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 1, (done.returncode, done.stderr)
+    assert done.stderr.rstrip().endswith("LookupError: a slip of the user's")
