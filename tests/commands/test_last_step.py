@@ -103,7 +103,7 @@ def check(script: str, folder: Path, victims: list[int], save_s: float = 0.0) ->
     for steps in killed.steps:
         assert len(steps) - len({*steps}) <= len(victims), f"steps taken again: {steps}"
     assert {*killed.steps[0], *killed.steps[1], *killed.steps[2]} == {*range(1, STEPS + 1)}
-    assert begun > SAVED_AT + len(victims)
+    assert begun >= SAVED_AT + len(victims)  # Each is killed after one more step, or several.
 
 
 @pytest.mark.timeout(240)
