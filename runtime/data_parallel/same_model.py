@@ -196,17 +196,32 @@ def check_same_parameters(
 
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 1024
+_FACTORS = (0x3C6EF372FE94F82B, 0x1F83D9ABFB41BD6B, 0x5BE0CD19137E2179)
+"""Odd and unlike, so that what moves along a row and along a column changes a sum."""
 
 
 @torch.no_grad()
 def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A whole number for each tensor, on its device: if the numbers of two tensors differ, so do
-    their bits."""
+    their bits. It reads the tensors twice."""
     plain = [_without_lazy_bits(t) for t in tensors]
     flat = [
         (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous() for t in plain
     ]
-    return [t.view(_WHOLE[t.element_size()]).sum(dtype=torch.int64) for t in flat]
+    return [ordered_sum(t.view(_WHOLE[t.element_size()])) for t in flat]
+
+
+def ordered_sum(words: torch.Tensor) -> torch.Tensor:
+    """(), int64: of whole numbers in one dimension, and of their order. Programs rotate and sort
+    weights."""
+    square = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
+    rest = words[square.numel() :].to(torch.int64)  # The last row is not full.
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    by_column, by_row = (square.sum(of, dtype=torch.int64) for of in (0, 1))
+    for sums, factor in zip((by_column, by_row, rest), _FACTORS, strict=True):
+        total += ((torch.arange(sums.numel(), device=sums.device) * 2 + 1) * sums).sum() * factor
+    return total
 
 
 @torch.no_grad()
@@ -214,8 +229,7 @@ def unlike_values(
     tensors: Sequence[torch.Tensor], group: Group, ranks: Sequence[int] = ()
 ) -> tuple[int, list[int]] | None:
     """The number of the first tensor whose bits are not the same on these ranks, and the ranks
-    where they are not the first one's; None if all are. Reads all tensors once, and gathers a sum
-    of each.
+    where they are not the first one's; None if all are. Gathers a sum of each.
 
     ranks: default: all."""
     ranks = ranks or range(group.size)

@@ -941,7 +941,7 @@ class OptimizerEngine:
         """late: ranks without data, whose parameters are not those of rank `newest`."""
         known = names_of(self.shard.parameters)
         found = unlike_values([p.detach() for p in self.shard.parameters], self.group)
-        # None: the values are in another order.
+        # None: these sums are of other words than the one that shows a difference.
         name = known.get(id(self.shard.parameters[found[0]]), "") if found is not None else ""
         return CollectiveMismatch(
             "step()",

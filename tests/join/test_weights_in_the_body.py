@@ -188,19 +188,20 @@ def write_alone(
         return [p.detach().clone() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("write", [shrink, rebind, load, follow_teacher])
-@pytest.mark.parametrize(
-    ("way", "num_steps", "deals"),
-    # A plain optimizer in a loop over a list, after steps: not compared.
-    [
+@combinations(
+    3,
+    write=[shrink, rebind, load, follow_teacher, turn],
+    loop=[
         *itertools.product(["zero", "plain"], [0, 2], [True]),
+        # A plain optimizer in a loop over a list, after steps: not compared.
         ("zero", 2, False),
         ("plain", 0, False),
     ],
 )
 def test_what_a_rank_with_more_data_writes_and_no_step_brings_to_the_others_is_told(
-    ranks_of, way, num_steps, deals, write
+    ranks_of, loop, write
 ):
+    way, num_steps, deals = loop
     told = ranks_of(2).run(write_alone, (4, 3), way, write, num_steps, deals)
     assert told[0] == told[1]
     assert "differs between rank 0 and rank 1 at the end, and no rank has taken a step" in told[0]

@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ...data_parallel.same_model import ordered_sum
 from .parameter_shard import ParameterShard
 
 WORD = 8
-_ROW_BYTES = 8 << 10
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,15 +58,10 @@ def ordered_digest(shard: ParameterShard) -> torch.Tensor:
     weights, which no flipped bit does. It reads the memory twice."""
     each: list[torch.Tensor] = []
     for number, bucket in enumerate(shard.buckets):
-        content = bucket.flat[: bucket.plan.content]
-        octets = content.view(torch.uint8)
-        square = octets[: octets.numel() // _ROW_BYTES * _ROW_BYTES].view(torch.int64)
-        words = square.view(-1, _ROW_BYTES // WORD)
-        # The last row is not full, and its bytes count as words.
-        rest = octets[square.nbytes :].to(torch.int64)
-        for sums in (words.sum(0), words.sum(1), rest):
-            places = torch.arange(sums.numel(), device=sums.device) * 2 + 1
-            each.append((sums * places).sum() * factor_of(f"{number} {len(each) % 3}"))
+        octets = bucket.flat[: bucket.plan.content].view(torch.uint8)
+        cut = octets.numel() // WORD * WORD
+        words = ordered_sum(octets[:cut].view(torch.int64)) * factor_of(f"{number} words")
+        each += [words, ordered_sum(octets[cut:]) * factor_of(f"{number} bytes")]
     return total(each, shard.group.device)
 
 
