@@ -355,6 +355,7 @@ def test_free_constants_leave_the_waits(constants: Constants) -> None:
     assert one.total_s < 0.5 + SLICE_S
 
 
+@pytest.mark.slow
 def test_the_program_prints_what_it_has_simulated() -> None:
     figures = figures_of("simulation.run", "--workers", "50,200", timeout_s=100)
     small, large = figures["outlook"]
