@@ -1,7 +1,8 @@
 """The options of an optimizer: copies, and the numbers among them, which travel with a vote; and
 the weights of losses and values.
 
-Numbers are Python's and numpy's, tensors and arrays of one element, and tuples and lists of these.
+Numbers are Python's and numpy's, tensors and arrays of one element, and tuples and lists of these;
+an array or a tensor of one dimension is a list of its elements.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def copied_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def entries(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, tuple | list) else [value]
+    is_array = isinstance(value, torch.Tensor | np.ndarray) and value.ndim == 1
+    return list(value) if is_array or isinstance(value, tuple | list) else [value]
 
 
 def is_number(value: Any) -> bool:
@@ -82,4 +84,4 @@ def plain(value: Any) -> Any:
     if not any(map(is_number, entries(value))):
         return value
     numbers = [number_of(one) if is_number(one) else one for one in entries(value)]
-    return numbers if isinstance(value, tuple | list) else numbers[0]
+    return numbers if isinstance(value, tuple | list) or len(numbers) > 1 else numbers[0]

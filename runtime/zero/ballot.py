@@ -320,7 +320,9 @@ def set_numbers(
     for options in groups:
         for name in names:
             value = options[name]
-            given = [
-                like(entry, next(values)) if is_number(entry) else entry for entry in entries(value)
-            ]
-            options[name] = type(value)(given) if type(value) in (tuple, list) else given[0]
+            own = entries(value)
+            given = [like(entry, next(values)) if is_number(entry) else entry for entry in own]
+            if any(new is not old for new, old in zip(given, own, strict=True)):
+                # What an array of theirs would round, as one of float32, is a tuple of floats.
+                kind = type(value) if type(value) in (tuple, list) else tuple
+                options[name] = kind(given) if kind is type(value) or len(given) > 1 else given[0]

@@ -9,11 +9,15 @@ import chorusline as cl
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, largest_difference, loss_of, make_model
 
+OF_PAIR = {"betas": (0.5, 0.75), "eps": 0.125}
 CHANGES = {
     "a whole number becomes a fraction": ({"weight_decay": 0}, {"weight_decay": 0.5}),
     "two whole numbers": ({"lr": 1, "momentum": 0}, {"lr": 0.25, "momentum": 0.5}),
     "numpy": ({"lr": np.float32(0.5)}, {"lr": np.float32(0.25)}),
     "a tensor that would round": ({"lr": torch.tensor(0.5)}, {"lr": 0.1}),
+    "a pair becomes an array": (OF_PAIR, {"betas": np.array([0.25, 0.5])}),
+    "a pair becomes a tensor": (OF_PAIR, {"betas": torch.tensor([0.25, 0.5]).double()}),
+    "an array": (OF_PAIR | {"betas": np.array([0.5, 0.75])}, {"betas": np.array([0.25, 0.5])}),
     "max_norm, at once": ({"max_norm": None}, {"max_norm": 0.1}),
     "max_norm": ({"max_norm": 5.0}, {"max_norm": 0.1}),
 }
