@@ -322,7 +322,9 @@ def set_numbers(
             value = options[name]
             own = entries(value)
             given = [like(entry, next(values)) if is_number(entry) else entry for entry in own]
-            if any(new is not old for new, old in zip(given, own, strict=True)):
-                # What an array of theirs would round, as one of float32, is a tuple of floats.
-                kind = type(value) if type(value) in (tuple, list) else tuple
-                options[name] = kind(given) if kind is type(value) or len(given) > 1 else given[0]
+            if all(new is old for new, old in zip(given, own, strict=True)):
+                continue
+            if type(value) in (tuple, list):
+                options[name] = type(value)(given)
+            else:  # An array of theirs, as one of float32, would round.
+                options[name] = given[0] if len(given) == 1 else tuple(given)
