@@ -506,6 +506,14 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         return self._divisor(agreement)
 
 
+def _unlike_parameter(module: torch.nn.Module, group: Group) -> tuple[str, list[int]] | None:
+    """The first parameter that is not the same on all ranks, and the ranks where it is not rank
+    0's; None if all are."""
+    named = dict(module.named_parameters())
+    found = unlike_values([p.detach() for p in named.values()], group)
+    return None if found is None else ([*named][found[0]], found[1])
+
+
 class _ModelHook(JoinHook):
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
@@ -533,7 +541,7 @@ class _ModelHook(JoinHook):
         if ledger.somebody_missed_a_step:
             self._check_same_values(model._join)
         elif ledger.may_have_written_alone(is_sharded=model._reducer.is_sharded):
-            self._check_written_alike(model._join)
+            self._check_written_alike()
         if not model._reducer.is_sharded:
             num_missed = max(ledger.steps_taken) - ledger.steps_taken[model.group.rank]
             model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
@@ -564,10 +572,10 @@ class _ModelHook(JoinHook):
         is_listed = reducer.is_sharded or join.steps_along(model)
         if not (is_listed or join.has_followers) or join.ledger.began_earlier:
             return
-        recovery = model._engine.recovery
-        if recovery is not None and recovery.has_gone_on:
-            return  # Another rank may have been in here when the ranks changed, and be through.
-        try:
+        if self._ranks_have_changed:
+            return
+        found = None
+        with self._until_ranks_change():
             if not is_listed:  # A function in step_along may step an optimizer.
                 taken = join.ledger.steps_taken
                 has_stepped = reducer.local_steps.has_stepped_along
@@ -578,10 +586,6 @@ class _ModelHook(JoinHook):
             if not reducer.is_sharded:
                 reducer.local_steps.compare(model.group)
             found = self._unlike_values(join)
-        except Exception as error:
-            if recovery is None or not ends_a_generation(error):
-                raise
-            return  # It is a comparison only: the next step, or the end of the function, recovers.
         if found is None:
             return
         name, rank, unlike = found
@@ -600,26 +604,22 @@ class _ModelHook(JoinHook):
             "that a GradScaler has scaled, use a ZeroRedundancyOptimizer.",
         )
 
-    def _check_written_alike(self, join: JoinEngine) -> None:
+    def _check_written_alike(self) -> None:
         """Raises CollectiveMismatch, on all ranks, if the body has written parameters, and no step
         has brought them to the ranks that had less data."""
-        model, recovery = self._model, self._model._engine.recovery
-        if recovery is not None and recovery.has_gone_on:
-            return  # As in `_check_same_values`.
-        named = dict(model.module.named_parameters())
-        try:
-            found = unlike_values([p.detach() for p in named.values()], model.group)
-        except Exception as error:
-            if recovery is None or not ends_a_generation(error):
-                raise
+        if self._ranks_have_changed:
             return
+        model, found = self._model, None
+        with self._until_ranks_change():
+            found = _unlike_parameter(model.module, model.group)
         if found is not None:
+            name, unlike = found
             raise CollectiveMismatch(
                 "Join",
                 model.group.generation,
-                found[1],
-                f"parameter {[*named][found[0]]} differs between rank 0 and {name_ranks(found[1])} "
-                "at the end, and no rank has taken a step in the last batches",
+                unlike,
+                f"parameter {name} differs between rank 0 and {name_ranks(unlike)} at the end, and "
+                "no rank has taken a step in the last batches",
                 "What the loop's body writes to parameters reaches ranks that have run out of data "
                 "with the next step of a rank that has some. Without a step, write them before or "
                 "after the Join, on all ranks alike (load_state_dict(), clamping weights).",
@@ -628,19 +628,33 @@ class _ModelHook(JoinHook):
     def _take_written(self, join: JoinEngine) -> None:
         """A rank without data has taken all sharded steps. It lacks what the body of the others has
         written to parameters since the last one, and to frozen ones at any time."""
-        model, recovery = self._model, self._model._engine.recovery
-        if recovery is not None and recovery.has_gone_on:
-            return  # As in `_check_same_values`.
-        try:
+        if self._ranks_have_changed:
+            return
+        model = self._model
+        with self._until_ranks_change():
             broadcast_tensors(
                 [parameter.detach() for parameter in model.module.parameters()],
                 join.newest_rank(join.ledger.last_live),
                 model.group,
-                on_host=recovery is not None,
+                on_host=model._engine.recovery is not None,
             )
+
+    @property
+    def _ranks_have_changed(self) -> bool:
+        """Whether another rank may have been at the end of the Join when the ranks changed, and be
+        through."""
+        recovery = self._model._engine.recovery
+        return recovery is not None and recovery.has_gone_on
+
+    @contextlib.contextmanager
+    def _until_ranks_change(self) -> Iterator[None]:
+        """What compares or copies only, and is left where a rank is lost: the next step, or the end
+        of the function, recovers."""
+        try:
+            yield
         except Exception as error:
-            if recovery is None or not ends_a_generation(error):
-                raise  # Else the next step recovers.
+            if self._model._engine.recovery is None or not ends_a_generation(error):
+                raise
 
     def _unlike_values(self, join: JoinEngine) -> tuple[str, int, list[int]] | None:
         """The first parameter, of the model or of an average, that differs between a rank and other
@@ -655,10 +669,8 @@ class _ModelHook(JoinHook):
         if found is not None:
             return f"parameter {reducer.gradients.names[found[0]]}", ranks[0], found[1]
         for average in join.averages:
-            named = dict(average.module.named_parameters())
-            found = unlike_values([p.detach() for p in named.values()], group, everybody)
-            if found is not None:
-                return f"parameter {[*named][found[0]]} of the average in step_along", 0, found[1]
+            if unlike := _unlike_parameter(average.module, group):
+                return f"parameter {unlike[0]} of the average in step_along", 0, unlike[1]
         return None
 
     def _follow_scaler(self, join: JoinEngine) -> None:
