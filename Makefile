@@ -25,13 +25,13 @@ test: $(INSTALLED)  ## the whole test suite but for what is marked slow
 test-fast: $(INSTALLED)  ## in seconds: decisions, names, and ranks on shared memory; no Ray
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m fast $(ARGS)
 
-test-slow: $(INSTALLED)  ## the tests that take longer than the suite allows
+test-slow: $(INSTALLED)  ## the tests that take longer than the suite allows, and more drawn examples
 	$(COMPILED)
-	$(BIN)/python -m pytest $(PARALLEL) -m slow $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow or hypothesis" --hypothesis-profile=many $(ARGS)
 
 test-all: $(INSTALLED)  ## all that needs no GPU, slow or not; SHARD="join zero": of these folders of tests/
 	$(COMPILED)
-	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" $(addprefix tests/,$(SHARD)) $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --hypothesis-profile=many $(addprefix tests/,$(SHARD)) $(ARGS)
 
 test-oldest:  ## the fast tests on the oldest torch and Ray that pyproject.toml allows, in .venv-oldest
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest

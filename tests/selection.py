@@ -1,5 +1,5 @@
 """Which tests run, and in which of pytest-xdist's processes: marks by what a test uses, the part of
-a day, and a Ray cluster in half of the processes."""
+a day, examples that hypothesis draws, and a Ray cluster in half of the processes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import ROOT
+
+# The fixtures that a drawn example uses, such as ranks that stand, are the same for all of them.
+_OF_BOTH: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture],
+}
+# The ordinary suite draws the same few examples each time; `make test-slow` draws many others.
+settings.register_profile("few", max_examples=10, derandomize=True, database=None, **_OF_BOTH)
+settings.register_profile("many", max_examples=100, print_blob=True, **_OF_BOTH)
+settings.load_profile("few")
 
 OWN_RAY = re.compile(
     "tests/(commands|notebook|session)/|tests/repository/test_(chaos"

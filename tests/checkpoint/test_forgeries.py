@@ -24,7 +24,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import chorusline as cl
 from chorusline.runtime.checkpoint.contents import PER_RANK, STATE, pickled, whole_of
@@ -204,7 +204,6 @@ def _nothing_stays() -> Iterator[None]:
         _sound.cache_clear()
 
 
-@settings(deadline=None)
 @given(st.data(), JSON)
 def test_whatever_stands_in_a_manifest_it_is_read_as_written_or_refused(data, value):
     folder, sound = _sound()

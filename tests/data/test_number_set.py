@@ -9,7 +9,7 @@ import zlib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from chorusline.runtime.data.cursor import Cursor, check_parts
 from chorusline.runtime.data.number_set import Numbers, NumberSet, set_of
@@ -23,7 +23,6 @@ NUMBERS = st.just(MANY) | st.lists(
 ).map(lambda parts: [n for part in parts for n in ([part] if isinstance(part, int) else part)])
 
 
-@settings(deadline=None, max_examples=40)
 @given(NUMBERS, NUMBERS, st.integers(0, 700), st.integers(0, 700))
 def test_numbers_are_a_list_in_little_room(some, more, start, stop):
     numbers = Numbers(some)
@@ -35,7 +34,6 @@ def test_numbers_are_a_list_in_little_room(some, more, start, stop):
     assert [numbers[place] for place in range(len(whole))] == whole
 
 
-@settings(deadline=None, max_examples=40)
 @given(NUMBERS, NUMBERS, st.integers(0, 400))
 def test_a_set_of_numbers_is_a_set_and_survives_as_text(some, more, stop):
     for made in (NumberSet(some), NumberSet(Numbers(some)), set_of(some)):
@@ -123,7 +121,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from(
         ["loop", "epoch", "passages", "runs", "given", "ids", "is_over", "num_ids", ""]

@@ -1,17 +1,15 @@
 """Everything together, drawn at random, against one process in float64.
 
 A scenario is a model, inputs of uneven length and options; the reference takes the same steps with
-one model and torch's own optimizer. More examples by hand: pytest --hypothesis-seed=random
--p no:cacheprovider tests/data_parallel/test_exactness.py with CHORUSLINE_EXAMPLES=500.
+one model and torch's own optimizer.
 """
 
 import itertools
-import os
 from array import array
 from dataclasses import dataclass
 
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import chorusline as cl
 from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
@@ -236,12 +234,6 @@ def _restore(model, saved):
         buffer.copy_(saved[name])
 
 
-@settings(
-    max_examples=int(os.environ.get("CHORUSLINE_EXAMPLES", "30")),
-    deadline=None,
-    derandomize="CHORUSLINE_EXAMPLES" not in os.environ,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 @given(scenario=scenarios)
 def test_any_training_run_equals_the_one_process_reference(ranks_of, scenario):
     expected = reference(scenario)

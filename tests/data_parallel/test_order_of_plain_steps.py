@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import chorusline as cl
 from tests.harness.standing_ranks import another_group
@@ -67,7 +67,6 @@ def test_what_differs_in_any_order_is_told(ranks_of, orders, rate, says):
 PART = st.sampled_from([*PARTS])
 
 
-@settings(deadline=None, max_examples=25)
 @given(st.lists(PART, min_size=1, max_size=5), st.lists(st.integers(0, 3), max_size=4))
 def test_any_exchange_of_neighbours_that_have_no_common_parameter_is_let_alone(
     ranks_of, order, exchanges

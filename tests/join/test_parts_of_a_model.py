@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import chorusline as cl
 from tests.harness.combinations import combinations
@@ -182,12 +182,6 @@ KINDS = ["pass", "clear", "clear to zeros", "clip", "step"]
 ACTS = st.tuples(st.sampled_from(KINDS), st.integers(0, 1))
 
 
-@settings(
-    max_examples=30,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 @given(
     st.lists(ACTS, max_size=7),
     st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(any),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from tests.harness.combinations import combinations
 from tests.references.random_bodies import CLEARS, WRITES, Act, in_one_process, on_ranks
@@ -106,12 +106,8 @@ def acts(draw: st.DrawFn, kinds: Sequence[str], models: Sequence[int], most: int
 
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=2, max_size=3).filter(any).map(tuple)
-MANY = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 
-@MANY
 @given(acts([PASS, PASS, QUIET, STEP, STEP, *CLEARS], [0], 8), LENGTHS, st.integers(1, 3))
 def test_any_body_over_any_lengths_is_exact_where_the_optimizer_is_sharded(
     ranks_of, body, lengths, epochs
@@ -119,7 +115,6 @@ def test_any_body_over_any_lengths_is_exact_where_the_optimizer_is_sharded(
     check(ranks_of, body, lengths, "zero", epochs=epochs, momentum=0.9)
 
 
-@MANY
 @given(acts([PASS, PASS, QUIET, *CLEARS], [0], 6), LENGTHS, st.integers(1, 3), st.integers(1, 3))
 def test_any_body_over_any_lengths_is_exact_with_a_plain_optimizer(
     ranks_of, body, lengths, epochs, every
@@ -129,7 +124,6 @@ def test_any_body_over_any_lengths_is_exact_with_a_plain_optimizer(
     check(ranks_of, body, lengths, "plain", epochs=epochs)
 
 
-@MANY
 @given(
     acts([QUIET, *CLEARS], [0], 4),
     acts(CLEARS, [0], 2),
@@ -149,7 +143,6 @@ def test_any_body_whose_plain_optimizer_is_stepped_along_is_exact_or_told(
         check(ranks_of, body, (3, 3), "plain", joins=False, epochs=epochs, momentum=0.9)
 
 
-@MANY
 @given(
     acts([PASS, PASS, PASS, STEP, STEP, STEP, CLEAR, *WRITES], [0], 9),
     LENGTHS,
@@ -176,7 +169,6 @@ def two_models(draw: st.DrawFn) -> list[Act]:
     ]
 
 
-@MANY
 @given(two_models(), LENGTHS, st.integers(1, 2))
 def test_any_body_of_two_models_is_exact(ranks_of, body, lengths, epochs):
     check(ranks_of, body, lengths, "zero", num_models=2, epochs=epochs)
@@ -205,7 +197,6 @@ def test_where_a_group_is_followed_models_come_in_any_order(ranks_of, lengths, b
     check(ranks_of, MODELS_IN_ANY_ORDER[body], lengths, way, num_models=2, follows=True)
 
 
-@MANY
 @given(
     acts([PASS, PASS, BOTH, STEP, STEP, *CLEARS[:3]], [0, 1], 8),
     LENGTHS,

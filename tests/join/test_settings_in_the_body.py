@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings, strategies as st
+from hypothesis import example, given, strategies as st
 
 import chorusline as cl
 from tests.harness.standing_ranks import another_group
@@ -124,12 +124,6 @@ def changes(draw: st.DrawFn) -> list[Change]:
 EACH = [Change(name, values[-1], 3) for name, values in SETTINGS.items()]
 
 
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
 @given(
     changes(),
     st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(any),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import chorusline as cl
 from tests.harness.standing_ranks import another_group
@@ -115,9 +115,6 @@ def changes(draw):
     return before, after
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(changes(), st.integers(0, 4), st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(any))
 def test_any_options_set_at_any_step_over_any_lengths_are_those_of_one_process(
     ranks_of, change, when, lengths

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from chorusline.runtime.partition.buckets import BucketPlan
 from chorusline.runtime.partition.resharding import Range
@@ -59,7 +59,6 @@ def test_a_layout_finds_each_element_of_each_parameter_once() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 191)), st.randoms(use_true_random=False))
 def test_state_that_was_cut_anywhere_is_whole_again(cuts: list[int], random) -> None:
     held = ShardState()
