@@ -60,7 +60,7 @@ def run_threads(
     return found
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("check", HOST_CONTRACT, ids=name_of)
 def test_a_registered_backend_keeps_the_contract(check: Callable[[Group], Any], size: int) -> None:
     results = run_threads(check, size, timeout_s=30)

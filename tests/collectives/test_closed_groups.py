@@ -74,7 +74,7 @@ def held() -> tuple[int, int]:
     return len(descriptors()), Path("/proc/self/maps").read_text().count("/memfd:chorusline")
 
 
-@pytest.mark.parametrize(("backend", "num_groups"), [(None, 50), ("gloo", 5)])
+@pytest.mark.parametrize(("backend", "num_groups"), [(None, 20), ("gloo", 3)])
 def test_groups_that_are_made_and_ended_again_and_again_keep_nothing(
     without_search: None, backend: str | None, num_groups: int
 ) -> None:

@@ -20,7 +20,8 @@ from tests.harness.standing_ranks import StandingRanks
 Check = Callable[[Group], Any]
 
 HOST_TRANSPORTS = [
-    *((SHARED_MEMORY, size) for size in (1, 2, 3, 4)),
+    *((SHARED_MEMORY, size) for size in (1, 2, 3)),
+    pytest.param(SHARED_MEMORY, 4, marks=pytest.mark.slow),  # As with 3, on the same branches.
     pytest.param(GLOO, 2, marks=pytest.mark.slow),  # As with 3, and on fewer branches.
     (GLOO, 3),
 ]

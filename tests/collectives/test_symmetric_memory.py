@@ -25,6 +25,7 @@ from chorusline.collectives.shared_memory.in_place import IN_PLACE_BYTES, Sharin
 from chorusline.collectives.shared_memory.layout import make_memory
 from chorusline.collectives.shared_memory.segment import SharedSegment
 from chorusline.collectives.shared_memory.symmetric_memory import NOWHERE, make_symmetric, place_of
+from tests.harness.combinations import combinations
 from tests.harness.ranks import GLOO, Rank, Ranks, error_of, run_ranks
 from tests.harness.standing_ranks import StandingRanks
 
@@ -86,8 +87,7 @@ def results(group: Group, dtype: torch.dtype, symmetric_on: list[int], inset: in
     return [hashlib.sha256(t.view(torch.uint8).numpy()).hexdigest() for t in found]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@combinations(3, size=[1, 2, 3, 4], dtype=DTYPES)
 def test_bits_are_those_of_ordinary_tensors(
     size: int, dtype: torch.dtype, standing: Callable[[int], StandingRanks]
 ) -> None:

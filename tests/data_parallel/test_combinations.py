@@ -201,7 +201,14 @@ def _buffers(model):
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        # Half of the pairs of each feature are left to the slow suite.
+        pytest.param(pair, marks=[pytest.mark.slow] if number % 2 else [], id=" and ".join(pair))
+        for number, pair in enumerate(PAIRS)
+    ],
+)
 def test_a_pair_of_the_table_equals_one_process(ranks_of, pair):
     options = Options(**FEATURES[pair[0]], **FEATURES[pair[1]])
     alone = options.zero or options.hook

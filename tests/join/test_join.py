@@ -9,6 +9,7 @@ import torch
 import chorusline as cl
 from chorusline.runtime.join.ledger import JoinLedger
 from chorusline.runtime.process.agreement import Agreement
+from tests.harness.combinations import combinations
 from tests.harness.standing_ranks import another_group
 from tests.references.joinables import CountingJoinable
 from tests.references.training import (
@@ -40,10 +41,13 @@ def train(group, lengths, optimizer, dtype, divide_by_initial=True, sharded=True
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
-@pytest.mark.parametrize("divide_by_initial", [True, False], ids=["by_initial", "by_live"])
+@combinations(
+    3,
+    divide_by_initial=[True, False],
+    sharded=[True, False],
+    lengths=LENGTHS,
+    optimizer=["sgd", "adamw"],
+)
 def test_uneven_inputs_equal_the_one_process_reference(
     ranks_of, lengths, optimizer, sharded, divide_by_initial
 ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given, strategies as st
 
@@ -88,7 +87,7 @@ def check(
             assert torch.equal(num_steps, whole[-1]), (rank, num_steps, whole[-1])
 
 
-@combinations(2, body=BODIES, lengths=[(4, 4), (5, 3), (1, 4), (0, 3)])
+@combinations(4, body=BODIES, lengths=[(4, 4), (5, 3), (1, 4), (0, 3)])
 def test_a_step_is_what_the_ranks_with_data_did(ranks_of, lengths, body):
     num_models, acts = BODIES[body]
     check(ranks_of, acts, lengths, "zero", num_models=num_models, momentum=0.9)
@@ -190,9 +189,7 @@ MODELS_IN_ANY_ORDER: dict[str, list[Act]] = {
 }
 
 
-@pytest.mark.parametrize("way", ["zero", "plain"])
-@pytest.mark.parametrize("body", MODELS_IN_ANY_ORDER)
-@pytest.mark.parametrize("lengths", [(5, 3), (0, 3)])
+@combinations(2, lengths=[(5, 3), (0, 3)], body=MODELS_IN_ANY_ORDER, way=["zero", "plain"])
 def test_where_a_group_is_followed_models_come_in_any_order(ranks_of, lengths, body, way):
     check(ranks_of, MODELS_IN_ANY_ORDER[body], lengths, way, num_models=2, follows=True)
 

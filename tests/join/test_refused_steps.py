@@ -8,6 +8,7 @@ import torch
 
 import chorusline as cl
 from chorusline.collectives.contract.errors import name_ranks
+from tests.harness.combinations import combinations
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
@@ -124,8 +125,7 @@ def train(group, lengths, body, several):
         return str(raised.value)
 
 
-@pytest.mark.parametrize("lengths", [(4, 4), (5, 1), (2, 4), (0, 3)])
-@pytest.mark.parametrize("body", BODIES)
+@combinations(4, body=BODIES, lengths=[(4, 4), (5, 1), (2, 4), (0, 3)])
 def test_a_step_that_a_rank_cannot_take_is_refused_by_all_ranks_in_one_sentence(
     ranks_of, body, lengths
 ):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from tests.harness.combinations import combinations
 from tests.harness.standing_ranks import another_group
 from tests.references.training import batches_of, largest_difference, make_model
 
@@ -116,8 +117,7 @@ def expected(
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("way", ["zero", "plain", "along", "follow"])
-@pytest.mark.parametrize("body", BODIES)
+@combinations(2, body=BODIES, way=["zero", "plain", "along", "follow"])
 def test_a_joined_rank_takes_as_many_passes_as_the_others(ranks_of, body, way):
     for lengths in ((2, 5), (5, 5)):
         whole = expected(lengths, BODIES[body], way)

@@ -134,11 +134,12 @@ def train_all(group: cl.Group, write: Write, *args: Any) -> Any:
 
 
 def check(ranks_of: Any, write: Write, lengths: Sequence[int], *args: Any) -> None:
-    for found in ranks_of(len(lengths)).run(train_all, write, lengths, *args):
-        for (place, every), parameters in found.items():
-            assert not isinstance(parameters, str), (place, every, parameters)
-            expected = train(None, write, place, every, lengths, {}, *args[1:])
-            assert largest_difference(parameters, expected) < 1e-12, (place, every)
+    by_rank = ranks_of(len(lengths)).run(train_all, write, lengths, *args)
+    for case in by_rank[0]:
+        expected = train(None, write, *case, lengths, {}, *args[1:])
+        for parameters in (found[case] for found in by_rank):
+            assert not isinstance(parameters, str), (case, parameters)
+            assert largest_difference(parameters, expected) < 1e-12, case
 
 
 @combinations(4, write=WRITES, lengths=[(5, 3), (1, 4), (0, 3), (3, 3)])

@@ -219,7 +219,7 @@ HISTORIES = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if number > 1 else [], id=name)
+        pytest.param(name, marks=[pytest.mark.slow] if number else [], id=name)
         for number, name in enumerate(HISTORIES)
     ],
 )

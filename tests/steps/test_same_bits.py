@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness.combinations import combinations
 from tests.references.stepped_training import stepped
 
 
@@ -46,15 +47,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_any_number_of_ranks_gives_the_bits_of_one(ranks_of: Any, case: str) -> None:
+@combinations(3, case=CASES, size=[2, 3, 4])
+def test_any_number_of_ranks_gives_the_bits_of_one(ranks_of: Any, case: str, size: int) -> None:
     alone = run(ranks_of, 1, CASES[case])[0]
     samples = sorted(x for batch in alone[2] for x in batch)
-    for size in (2, 3, 4):
-        results = run(ranks_of, size, CASES[case])
-        assert {one[0] for one in results} == {alone[0]}
-        assert results[0][1] == alone[1]
-        assert sorted(x for one in results for batch in one[2] for x in batch) == samples
+    results = run(ranks_of, size, CASES[case])
+    assert {one[0] for one in results} == {alone[0]}
+    assert results[0][1] == alone[1]
+    assert sorted(x for one in results for batch in one[2] for x in batch) == samples
 
 
 def _norms(group: Any, sharded: bool) -> list[float]:

@@ -115,7 +115,7 @@ def drop_in_all_ways(group: cl.Group, lengths: Sequence[int]) -> list[Any]:
 PLACES: list[tuple[bool, dict[str, Any]]] = [(False, {}), (True, {"check_every": 1, "replicas": 2})]
 
 
-@pytest.mark.parametrize("lengths", [(4, 4), (5, 3), (0, 2)])
+@pytest.mark.parametrize("lengths", [pytest.param((4, 4), marks=pytest.mark.slow), (5, 3), (0, 2)])
 def test_state_that_is_dropped_is_gone_on_all_ranks(ranks_of, lengths):
     cases = [(change, is_at_end) for change in DROPS for is_at_end, _ in PLACES]
     results = ranks_of(2).run(drop_in_all_ways, lengths)
