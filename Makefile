@@ -45,7 +45,7 @@ test-newest:  ## the same on the newest that pip finds, without constraints, in 
 
 test-real: $(INSTALLED)  ## models, optimizers and trackers of other libraries, which it installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real]'
-	$(BIN)/python -m pytest tests/real_models tests/commands/test_plain_scripts.py tests/commands/test_last_step.py tests/repository/test_examples.py tests/tracking tests/checkpoint/test_safetensors.py tests/data/fetching/test_libraries.py $(ARGS)
+	$(BIN)/python -m pytest tests/real_models tests/commands/test_plain_scripts.py tests/commands/test_last_step.py tests/repository/documentation/test_examples.py tests/tracking tests/checkpoint/test_safetensors.py tests/data/fetching/test_libraries.py $(ARGS)
 
 test-gpu: $(INSTALLED)  ## the tests that need a GPU; installs CuPy and NCCL; writes out/test-gpu.json
 	$(BIN)/python -m benchmarks.speed.gpu_machine --install

@@ -27,20 +27,22 @@ settings.register_profile("many", max_examples=100, print_blob=True, **_OF_BOTH)
 settings.load_profile("few")
 
 OWN_RAY = re.compile(
-    "tests/(commands|notebook|session)/|tests/repository/test_(chaos"
-    "|clusters_guide|documentation|examples?|quickstart)[.]py"
+    "tests/(commands|notebook|session)/|tests/repository/benchmarks/test_chaos[.]py"
+    "|tests/repository/documentation/test_(clusters_guide|documentation|examples?|quickstart)[.]py"
 )
 """Whose tests may start Ray in a program of their own, which no fixture tells."""
 
 FAST = re.compile(
     "tests/(actors|contracts|data|harness|join|partition|steps|tracking)/"
     "|tests/checkpoint/test_(alike|schedules|trust)[.]"
-    "|tests/collectives/test_(errors|file_store|group_contract|overlaps|privacy|dry_run)[.]"
+    "|tests/collectives/(contract/test_(errors|group_contract|overlaps)|test_dry_run)[.]"
+    "|tests/collectives/stores/test_(file_store|privacy)[.]"
     "|tests/data_parallel/test_(backward_pass|comm_hooks|grown_models|pure_distri|step_stat)"
     "|tests/program/test_last_step[.]"
     "|tests/recovery/test_(furthest_rank|rank_state)[.]"
-    "|tests/repository/test_(documentation_site|faults_benchmark|imports|process_wide_state)[.]"
-    "|tests/repository/test_(project_files|public_door|quoted_errors)[.]"
+    "|tests/repository/code/test_(imports|process_wide_state|public_door)[.]"
+    "|tests/repository/documentation/test_(documentation_site|quoted_errors)[.]"
+    "|tests/repository/(benchmarks/test_faults_benchmark|packaging/test_project_files)[.]"
     "|tests/zero/test_(copies|exact_norm|resharding|shard_state|shards_and_buckets)[.]"
 )
 """Files whose tests without Ray are decisions, names, and ranks on shared memory: they take seconds

@@ -12,7 +12,8 @@ A *generation change* lasts, in a run that continues, from the death of one work
 were told how to continue. *Messages* are calls between driver and workers.
 
 A step in steady state costs the driver nothing, whatever the number of workers. That is not
-simulated here: tests/session/test_observing.py stops the driver's process, and the ranks continue.
+simulated here: tests/session/showing/test_observing.py stops the driver's process, and the ranks
+continue.
 """
 
 from __future__ import annotations

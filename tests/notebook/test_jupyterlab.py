@@ -18,7 +18,7 @@ import ray
 
 from tests import ROOT
 from tests.harness.browser import Browser, jupyterlab, missing
-from tests.repository.test_quickstart import PROGRAM
+from tests.repository.documentation.test_quickstart import PROGRAM
 
 pytestmark = [
     pytest.mark.slow,

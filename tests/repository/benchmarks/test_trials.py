@@ -26,7 +26,7 @@ from benchmarks.trials.systems import SYSTEMS, System
 from benchmarks.trials.trial import Size, Trial, last_words, play, storm
 from benchmarks.trials.workload import PLANTED, Ledger, Workload, judged
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def trained(steps: list[list[int]], workload: Workload, forgets_at: int = -1) -> Ledger:

@@ -113,7 +113,7 @@ def test_a_machine_without_ray_runs_the_tests_of_collectives_and_names_what_it_l
     assert found["failed"] == {}, ran.stdout
     assert found["left_out"]["tests.recovery.test_recovery"] == "needs the package ray"
     assert "tests.zero.test_zero_redundancy_optimizer" not in found["left_out"]  # nor Join, nor DDP
-    assert "tests/collectives/test_group_contract.py" in ran.stdout
+    assert "tests/collectives/contract/test_group_contract.py" in ran.stdout
     assert "tests/zero/test_zero_on_gpu.py" in ran.stdout
 
 

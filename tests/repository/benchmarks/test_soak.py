@@ -54,7 +54,7 @@ def test_a_minute_with_a_loss_every_ten_seconds_leaves_nothing_that_grows(tmp_pa
             "--plot",
             str(plot),
         ],
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         timeout=400,

@@ -259,7 +259,7 @@ async def test_progress_and_output_can_be_switched_off(cluster, capsys):
 ON_A_TERMINAL = """
 import asyncio, sys
 import chorusline as cl
-from tests.session.test_progress import train
+from tests.session.showing.test_progress import train
 
 async def main():
     async with cl.Session(2, resources_per_worker={"CPU": 0.1}) as session:
