@@ -13,7 +13,7 @@ from chorusline.collectives import Group, Work
 from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.dtypes import DTYPES
 from chorusline.collectives.diagnosis.blame import check_like_rank_0
-from chorusline.collectives.objects.blocking import all_gather_row
+from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 
 def check_wrapping(module: object, group: object) -> None:
@@ -189,9 +189,14 @@ def check_same_parameters(
         everybody = all_gather_row(group, digests)
     named = [(kind, number) for kind, texts in kinds.items() for number in range(len(texts))]
     for place, (kind, number) in enumerate(named):
-        text = descriptions[place]
-        detail = f"{kind} {number} differs from rank 0's; on rank {group.rank} it is {text}"
         said = [theirs[place] for theirs in everybody]
+        if len({*said}) < 2:
+            continue
+        with group.unkept():
+            told = all_gather_object(group, descriptions[place].split("; "))
+        parts = [part for part in told[group.rank] if any(part not in one for one in told)]
+        text = "; ".join(parts or told[group.rank])
+        detail = f"{kind} {number} differs from rank 0's; on rank {group.rank} it is {text}"
         check_like_rank_0(operation, group.generation, said, detail, remedy)
 
 

@@ -38,18 +38,16 @@ def is_number(value: Any) -> bool:
 
 
 def number_of(value: Any) -> float:
-    return float(value.item()) if isinstance(value, torch.Tensor | np.ndarray) else float(value)
+    """As a float: infinity for an int that no float holds."""
+    try:
+        return float(value.item() if isinstance(value, torch.Tensor | np.ndarray) else value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def float_of(given: object) -> float | None:
-    """The number that a user gave, as a float: infinity for an int that no float holds. None for
-    what is no number, as True."""
-    if isinstance(given, bool | np.bool_) or not is_number(given):
-        return None
-    try:
-        return number_of(given)
-    except OverflowError:
-        return math.inf
+    """The number that a user gave, as a float. None for what is no number, as True."""
+    return None if isinstance(given, bool | np.bool_) or not is_number(given) else number_of(given)
 
 
 def weight_of(given: object, takes: str) -> float:

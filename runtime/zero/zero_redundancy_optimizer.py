@@ -721,7 +721,7 @@ class OptimizerEngine:
         return self.model.why_unfrozen() or self.reducer.why_changed()
 
     def _parameters_now(self) -> list[list[int]]:
-        return [[*map(id, options["params"])] for options in self.optimizer.param_groups]
+        return [[*map(id, options.get("params", ()))] for options in self.optimizer.param_groups]
 
     def _why_regrouped(self) -> str:
         """Says that the program has deleted options, or changed the lists of parameters itself, by
@@ -1070,7 +1070,7 @@ class OptimizerEngine:
         if self.group.rank not in live or self._steps_nothing:
             # A joined rank runs no learning rate schedule: it steps its shard with the options of
             # a live rank. A rank that steps nothing does not count what the optimizer counts.
-            given = [rank for rank in live if not math.isnan(sum(outcome.options[rank]))]
+            given = [rank for rank in live if not any(map(math.isnan, outcome.options[rank]))]
             if given:
                 numbers = outcome.options[max(given)]
                 set_numbers(self.optimizer.param_groups, names, numbers[: -len(OF_THE_STEP)])
@@ -1217,6 +1217,15 @@ class OptimizerEngine:
                 "Keep each option a number, or a tuple of as many as before"
             )
             self.group.abort(error)  # The others wait for this rank's vote.
+            raise error
+        if any(map(math.isnan, numbers)):
+            pairs = zip(self._option_labels(), numbers, strict=False)
+            labels = ", ".join(label for label, number in pairs if math.isnan(number))
+            error = RuntimeError(
+                f"{labels} of the optimizer is NaN on rank {self.group.rank}, and a step with it "
+                "would carry NaN to the parameters of all ranks. Set a number before step()"
+            )
+            self.group.abort(error)  # As above; and in a vote NaN says that the rank has no number.
             raise error
         # Numbers that the class keeps in its groups move only where it steps something.
         if self._steps_nothing:

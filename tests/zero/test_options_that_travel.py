@@ -146,3 +146,34 @@ def set_to(group, options):
 )
 def test_an_option_that_cannot_travel_is_named(ranks_of, options, named):
     assert all(named in told for told in ranks_of(2).run(set_to, options))
+
+
+def set_on_rank_1(group, options):
+    """options: None deletes one."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1)
+        loss_of(model, batches_of(own.rank, 1, torch.float64)[0]).backward()
+        for name, value in options.items() if own.rank == 1 else ():
+            optim.param_groups[0][name] = value
+            if value is None:
+                del optim.param_groups[0][name]
+        with pytest.raises((RuntimeError, cl.CollectiveError)) as raised:
+            optim.step()
+        return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lr": float("nan")}, "lr of the optimizer is NaN on rank 1"),
+        ({"betas": (0.9, np.float32("nan"))}, "betas of the optimizer is NaN on rank 1"),
+        ({"lr": 10**400}, "lr is 0.1 on rank 0, inf on rank 1"),
+        ({"lr": -torch.inf}, "lr is 0.1 on rank 0, -inf on rank 1"),
+        ({"params": None}, "have [0] parameters, and were given"),
+    ],
+)
+def test_what_no_step_can_use_is_refused_where_it_is_set(ranks_of, options, named):
+    told = ranks_of(2).run(set_on_rank_1, options)
+    assert named in told[1]
+    assert named in told[0] or "rank 1" in told[0]

@@ -149,6 +149,7 @@ def different_models(group):
         ([torch.nn.Parameter(torch.zeros(2 + group.rank))], {}),
         ([torch.nn.Parameter(torch.zeros(2)) for _ in range(2 + group.rank)], {}),
         ([torch.nn.Parameter(torch.zeros(2))], {"lr": 0.1 + group.rank}),
+        ([torch.nn.Parameter(torch.zeros(2))], {"amsgrad": group.rank == 1}),
     ):
         try:
             cl.ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, group=group, **options)
@@ -159,9 +160,11 @@ def different_models(group):
 
 def test_what_differs_between_the_ranks_is_found_at_construction_and_named(ranks_of):
     for rank, told in enumerate(ranks_of(3).run(different_models)):
-        shape, number, option = told
+        shape, number, option, flag = told
         assert shape[0] == [1, 2] and "parameter 0 differs from rank 0's" in shape[1]
         assert f"on rank {rank} it is ({2 + rank},) torch.float32, trainable" in shape[1]
+        assert "lr" not in shape[1], "what is the same on all ranks"
+        assert f"on rank {rank} it is amsgrad {rank == 1}." in flag[1]
         assert number[0] == [1, 2] and "by rank: {0: 2, 1: 3, 2: 4}" in number[1]
         assert option[0] == [1, 2] and f"lr {0.1 + rank}" in option[1]
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from chorusline.collectives import Group
@@ -185,14 +186,14 @@ def describe_parameters(
     for number, options in enumerate(groups, start=first_group):
         # Other objects are left out: their texts may differ from process to process.
         options_alike = {
-            name: plain(value)
+            name: bool(value) if isinstance(value, bool | np.bool_) else plain(value)
             for name, value in options.items()
             if name in defaults and (isinstance(value, str) or any(map(is_number, entries(value))))
         }
-        text = ", ".join(f"{name} {value}" for name, value in sorted(options_alike.items()))
+        text = "; ".join(f"{name} {value}" for name, value in sorted(options_alike.items()))
         descriptions += [
             f"{tuple(p.shape)} {p.dtype}, {'trainable' if p.requires_grad else 'frozen'}, in "
-            f"group {number} with {text}; {cut}"
+            f"group {number}; {text}; {cut}"
             for p in options["params"]
         ]
     return descriptions
