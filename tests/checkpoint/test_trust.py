@@ -146,6 +146,19 @@ SCRIPTS: dict[str, tuple[Any, str]] = {
 }
 
 
+def test_a_whole_number_that_torch_does_not_read_is_told_when_it_is_saved(ranks_of, tmp_path):
+    longest = (1 << 2039) - 1
+    assert ranks_of(1).run(_save, tmp_path / "read", longest) == [[]]
+    assert ranks_of(1).run(_load, cl.CheckpointConfig(tmp_path / "read"), [])[0][0] == longest
+    ((word,),) = ranks_of(1).run(_save, tmp_path / "not", longest + 1)
+    config = cl.CheckpointConfig(tmp_path / "not")
+    (((_, refusal), *_),) = ranks_of(1).run(_load, config, [])
+    for text in (word, refusal):
+        assert "holder is made of an int of more than 2,039 bits (as a text, hex(number)" in text
+    trusting = cl.CheckpointConfig(tmp_path / "not", weights_only=False)
+    assert ranks_of(1).run(_load, trusting, [])[0][0] == longest + 1
+
+
 def _save_each(group: cl.Group, place: Path) -> dict[str, str]:
     return {name: _refusal(group, place, value) for name, (value, _) in SCRIPTS.items()}
 

@@ -211,11 +211,14 @@ def load_plain(data: bytes) -> Any:
 def beyond_plain(data: bytes) -> list[str]:
     """The classes and functions in `data` that `load_plain` refuses, by their full names."""
     try:
+        values = [value for value in _values_in(check_archive(data)) if value[0] != "MARK"]
+        # torch reads none of these, and no names either where it finds one.
+        if any(opcode == "LONG4" for opcode, _ in values):
+            return ["an int of more than 2,039 bits (as a text, hex(number), it is a plain value)"]
         named = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
     except (pickle.UnpicklingError, ValueError):
         return []
     found = set(named) - {name for _, name in _OF_NUMPY}
-    values = [value for value in _values_in(check_archive(data)) if value[0] != "MARK"]
     # The type of an array of Python objects, which no name of a class stands for.
     if any(
         before == ("GLOBAL", "numpy dtype") and str(value[1]).startswith("O")
