@@ -58,6 +58,9 @@ _SLOWER = re.compile(
 _ASKS_FOR_RAY = re.compile(r"""def \w+\([^)]*\b(on_)?(cluster|session)\b|fixtures\("cluster""")
 """A test, or a fixture, that asks for a fixture with Ray."""
 
+WORTH_A_CLUSTER = 8
+"""Where so many files that need a cluster are left, one more process starts one."""
+
 _began = pytest.StashKey[float]()
 
 
@@ -131,13 +134,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     class ByNeed(LoadFileScheduling):  # type: ignore[misc]
+        helper: Any = None  # A process without a cluster that has none but such files left to take.
+
         def _assign_work_unit(self, node: Any) -> None:
             has_ray = _has_ray(node.gateway.id, self.numnodes)
             wanted = [file for file in self.workqueue if _may_use_ray(file) == has_ray]
             if not wanted and not has_ray:
                 # The last ones: whatever starts a Ray of its own does not need the others' cluster.
                 wanted = [file for file in self.workqueue if not _asks_for_cluster(file)]
-                if not wanted:
+                if not wanted and self.helper is None and len(self.workqueue) >= WORTH_A_CLUSTER:
+                    self.helper = node
+                if not wanted and self.helper is not node:
                     node.shutdown()
                     return
             self.workqueue.move_to_end((wanted or list(self.workqueue))[0], last=False)

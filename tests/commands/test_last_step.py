@@ -17,6 +17,7 @@ import pytest
 import ray
 
 from tests import ROOT
+from tests.harness.forked_workers import python
 
 SCRIPTS = ROOT / "tests/commands/plain_scripts"
 STEPS, SAVED_AT, RANKS = 50, 20, 3
@@ -57,16 +58,17 @@ def run(
     """victims: ranks that are killed, one after another, the first soon after step 20 and each of
     the others soon after the script has begun again."""
     folder.mkdir()
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    interpreter, variables = python()
     command = "-m chorusline.runtime.commands.command_line run --workers 3 --max-restarts 5"
     command += f" --env SAVE_S={save_s}"
     process = subprocess.Popen(
-        [sys.executable, *command.split(), SCRIPTS / script, folder, str(STEPS), str(pace_s)],
+        [*interpreter, *command.split(), SCRIPTS / script, folder, str(STEPS), str(pace_s)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=environment
+        env=os.environ
+        | variables
         | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
     )

@@ -103,7 +103,9 @@ def dashboard_of_head(environment: Mapping[str, str] | None = None) -> Iterator[
     ]
 
     def is_up() -> bool:
-        return answers(f"{address}/api/version")
+        # A job is submitted to the node's agent, which begins seconds after the dashboard.
+        health = f"http://127.0.0.1:{agent}/api/local_raylet_healthz"
+        return answers(f"{address}/api/version") and answers(health)
 
     with head_node(*flags, is_up=is_up, environment=environment):
         yield address

@@ -19,7 +19,7 @@ from tests.references.script_values import ScriptState, told_after
 from tests.references.stepped_training import MODELS, OPTIMIZERS
 from tests.references.training_to_kill import die
 
-STEPS_OF_EPOCH = 150
+STEPS_OF_EPOCH = 100
 
 
 @dataclass(frozen=True)
