@@ -81,9 +81,9 @@ from .ballot import (
     numbers_of,
     set_numbers,
 )
-from .digest_checks import Correction, DigestChecks
+from .digests.digest_checks import Correction, DigestChecks
+from .digests.digests import ordered_digest
 from .loss_scale import agreed_scale, given_scale
-from .shards.digests import ordered_digest
 from .shards.parameter_bucket import Gather
 from .shards.parameter_shard import ParameterShard
 from .shards.shard_state import Inventory, ShardState

@@ -20,7 +20,7 @@ import chorusline as cl
 from benchmarks.faults.chaos_training import loss_of, network, take_step
 from chorusline.actors.errors import StateLost, WorkerLost
 from chorusline.runtime.program.context import call_of
-from chorusline.runtime.zero.digest_checks import Correction
+from chorusline.runtime.zero.digests.digest_checks import Correction
 from chorusline.runtime.zero.shards.parameter_shard import ParameterShard
 from chorusline.runtime.zero.zero_redundancy_optimizer import OptimizerEngine, optimizer_engine_of
 from tests.references.killed_runs import PHASES, DiesAtALine, wrap

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from chorusline.runtime.zero.shards.digest_verdicts import (
+from chorusline.runtime.zero.digests.digest_verdicts import (
     Copy,
     CopyState,
     Digests,
@@ -13,8 +13,8 @@ from chorusline.runtime.zero.shards.digest_verdicts import (
     judge,
     judge_all,
 )
-from chorusline.runtime.zero.shards.digests import as_votes, digest
-from chorusline.runtime.zero.shards.state_digests import runs
+from chorusline.runtime.zero.digests.digests import as_votes, digest
+from chorusline.runtime.zero.digests.state_digests import runs
 
 RIGHT = 7
 

@@ -9,7 +9,7 @@ import torch
 
 import chorusline as cl
 from chorusline.collectives.objects.blocking import broadcast_object
-from chorusline.runtime.zero.shards.state_digests import StateDigests
+from chorusline.runtime.zero.digests.state_digests import StateDigests
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.stepped_training import stepped
 from tests.references.training import batches_of, loss_of, make_model

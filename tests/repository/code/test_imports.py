@@ -53,6 +53,7 @@ ORDER = {
         "data_parallel/gradients",
         "data_parallel",
         "zero/shards",
+        "zero/digests",
         "zero",
         "checkpoint/format",
         "checkpoint",

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from ...data_parallel.same_model import ordered_sum
-from .parameter_shard import ParameterShard
+from ..shards.parameter_shard import ParameterShard
 
 WORD = 8
 

@@ -37,9 +37,11 @@ from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.contract.errors import named
 from chorusline.collectives.objects.blocking import all_gather_object
 
-from ..data_parallel.distributed_data_parallel import names_of
-from ..partition.resharding import Transfer, shard_of
-from .shards.digest_verdicts import (
+from ...data_parallel.distributed_data_parallel import names_of
+from ...partition.resharding import Transfer, shard_of
+from ..shards.parameter_shard import KeptPiece, ParameterShard
+from ..shards.shard_state import ShardState, StateDescription, exchange
+from .digest_verdicts import (
     CopyState,
     Digests,
     Verdict,
@@ -47,7 +49,7 @@ from .shards.digest_verdicts import (
     judge_all,
     written_by,
 )
-from .shards.digests import (
+from .digests import (
     as_votes,
     digest,
     gradient_digests,
@@ -55,9 +57,7 @@ from .shards.digests import (
     parameters_digest,
     written_digests,
 )
-from .shards.parameter_shard import KeptPiece, ParameterShard
-from .shards.shard_state import ShardState, StateDescription, exchange
-from .shards.state_digests import StateDigests
+from .state_digests import StateDigests
 
 _SUSPECT_FROM = 3
 """Corrections on one rank from which on its machine is suspected by name."""

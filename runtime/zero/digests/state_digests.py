@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from ..shards.parameter_shard import ParameterShard
+from ..shards.shard_state import MASTER
+from ..shards.shardable_optimizers import ELEMENTWISE
 from .digests import WORD, as_int64, digest, factor_of, num_copies, total
-from .parameter_shard import ParameterShard
-from .shard_state import MASTER
-from .shardable_optimizers import ELEMENTWISE
 
 
 @dataclass(frozen=True, slots=True)
