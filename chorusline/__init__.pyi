@@ -73,7 +73,7 @@ from .runtime.checkpoint import (
 )
 from .runtime.data.dataset_batches import Shard as Shard
 from .runtime.data.dealing import deal as deal
-from .runtime.data.steps import Step as Step, Steps as Steps
+from .runtime.data.steps.steps import Step as Step, Steps as Steps
 from .runtime.data.streaming import Stream as Stream
 from .runtime.data_parallel.distributed_data_parallel import (
     DistributedDataParallel as DistributedDataParallel,

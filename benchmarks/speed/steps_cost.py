@@ -37,8 +37,8 @@ from benchmarks.speed.step import make_model
 from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.data.dealer import Dealer
 from chorusline.runtime.data.fetching.options import FetchOptions
-from chorusline.runtime.data.step_rows import DatasetRows
-from chorusline.runtime.data.steps import Steps
+from chorusline.runtime.data.steps.step_rows import DatasetRows
+from chorusline.runtime.data.steps.steps import Steps
 from chorusline.runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 WIDTH, BATCH = 512, 16

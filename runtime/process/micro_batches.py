@@ -1,6 +1,6 @@
 """A step of a fixed global batch, as the data, the models and the optimizers of a rank see it.
 
-`ctx.steps` (data/steps.py) cuts the samples of a step into micro-batches, and deals these to the
+`ctx.steps` (data/steps/) cuts the samples of a step into micro-batches, and deals these to the
 ranks. Models sum the gradients of their micro-batches, and end the step together with the other
 ranks. Data know no models, so a protocol here says what data ask of them.
 """

@@ -20,8 +20,8 @@ from ..checkpoint.saving import Saving
 from ..data.batches import Batches
 from ..data.dataset_batches import MapStyleDataset, Shard, check_dataset
 from ..data.fetching.options import FetchOptions
-from ..data.step_rows import DatasetRows, StepRows, StreamRows
-from ..data.steps import Steps
+from ..data.steps.step_rows import DatasetRows, StepRows, StreamRows
+from ..data.steps.steps import Steps
 from ..data.streaming import Stream, StreamShard
 from ..process import torch_distributed
 from ..process.between_runs import LoopPlace, between_runs

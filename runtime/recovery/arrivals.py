@@ -38,7 +38,7 @@ from chorusline.collectives.diagnosis.debug import logger
 from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
 from chorusline.collectives.kept_results import KeptResults
 
-from ..data.steps import Steps
+from ..data.steps.steps import Steps
 from ..process.registry import Registered
 from ..process.step_boundary import boundary
 from .live_objects import LiveObjects

@@ -29,7 +29,7 @@ from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..data.dealer import DataPosition
-from ..data.steps import Steps
+from ..data.steps.steps import Steps
 from ..join import active
 from ..zero.shards.shard_state import Inventory, ShardState
 from .live_objects import LiveObjects

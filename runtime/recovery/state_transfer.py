@@ -26,7 +26,7 @@ from chorusline.collectives import Group
 from chorusline.collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
 from chorusline.collectives.objects.blocking import broadcast_object
 
-from ..data.steps import Steps, StepsPlace
+from ..data.steps.steps import Steps, StepsPlace
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..data_parallel.same_model import broadcast_tensors
 from ..process.option_numbers import copied_options

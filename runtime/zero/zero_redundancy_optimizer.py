@@ -1232,7 +1232,7 @@ class OptimizerEngine:
             numbers[: -len(OF_THE_STEP)] = [math.nan] * (len(numbers) - len(OF_THE_STEP))
         return numbers
 
-    # -- the steps of ctx.steps (data/steps.py; StepEnder of model_steps.py) -------------------
+    # -- the steps of ctx.steps (data/steps/; StepEnder of model_steps.py) ------------------------
     #
     # Such a step has two halves. Phases (1) to (3) come at the end of the loop over the step's
     # batches: a rank that is lost until then brings the others its micro-batches, in the same loop.

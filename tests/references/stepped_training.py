@@ -10,8 +10,8 @@ import torch
 from benchmarks.proofs.invariance_training import digest
 from chorusline.collectives import Group
 from chorusline.runtime.data.dealer import Dealer
-from chorusline.runtime.data.step_rows import DatasetRows
-from chorusline.runtime.data.steps import Steps
+from chorusline.runtime.data.steps.step_rows import DatasetRows
+from chorusline.runtime.data.steps.steps import Steps
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
 from chorusline.runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 

@@ -11,13 +11,13 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.data.dealer import Dealer
-from chorusline.runtime.data.micro_batch_dealing import (
+from chorusline.runtime.data.steps.micro_batch_dealing import (
     deal_again,
     deal_micro_batches,
     sizes_of_step,
 )
-from chorusline.runtime.data.step_rows import DatasetRows
-from chorusline.runtime.data.steps import Steps
+from chorusline.runtime.data.steps.step_rows import DatasetRows
+from chorusline.runtime.data.steps.steps import Steps
 from chorusline.runtime.data.stragglers import LONG_S, Stragglers, slowness
 from tests.harness.standing_ranks import StandingRanks
 

@@ -11,7 +11,7 @@ import torch
 import chorusline as cl
 from benchmarks.proofs.invariance_training import digest
 from chorusline.runtime.data.fetching.options import FetchOptions
-from chorusline.runtime.data.step_rows import DatasetRows, MicroBatch
+from chorusline.runtime.data.steps.step_rows import DatasetRows, MicroBatch
 
 
 class Noisy(torch.utils.data.Dataset[torch.Tensor]):

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 import chorusline as cl
 from chorusline.runtime.data.dealer import Dealer
-from chorusline.runtime.data.step_rows import DatasetRows
-from chorusline.runtime.data.steps import Steps
+from chorusline.runtime.data.steps.step_rows import DatasetRows
+from chorusline.runtime.data.steps.steps import Steps
 
 DATA = list(torch.randn(12, 3, generator=torch.Generator().manual_seed(2)))
 

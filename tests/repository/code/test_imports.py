@@ -50,6 +50,7 @@ ORDER = {
         "join",
         "data/fetching",
         "data",
+        "data/steps",
         "data_parallel/gradients",
         "data_parallel",
         "zero/shards",

@@ -32,16 +32,16 @@ from chorusline.collectives.diagnosis.debug import logger
 from chorusline.collectives.objects.blocking import all_gather_object
 from chorusline.collectives.operations.host_reads import device_numbers
 
-from ..process.between_runs import between_runs
-from ..process.micro_batches import StepPlan, SummableModel, in_common
-from ..process.random_state import mixed, seed_all
-from ..process.step_boundary import boundary
-from .cursor import Cursor, Passage, Remainder
-from .dealer import Cut, Dealer, Dealt, Left, SamplesPlace
-from .fetching.on_device import ToDevice
+from ...process.between_runs import between_runs
+from ...process.micro_batches import StepPlan, SummableModel, in_common
+from ...process.random_state import mixed, seed_all
+from ...process.step_boundary import boundary
+from ..cursor import Cursor, Passage, Remainder
+from ..dealer import Cut, Dealer, Dealt, Left, SamplesPlace
+from ..fetching.on_device import ToDevice
+from ..stragglers import LONG_S, slowness
 from .micro_batch_dealing import deal_again, deal_micro_batches, sizes_of_step
 from .step_rows import MicroBatch, StepRows
-from .stragglers import LONG_S, slowness
 
 _OVER = 1 << 62
 """The number of the coming step of an epoch that is over."""

@@ -15,16 +15,16 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
-from ..process.random_state import seed_all
-from .dataset_batches import MapStyleDataset
-from .dealing import dealt_hands
-from .fetching.collating import collated
-from .fetching.fetcher import Fetcher, Fetching
-from .fetching.fetchers import Fetchers
-from .fetching.options import FetchOptions
-from .fetching.seeded_dataset import CollateOnly, SeededDataset, SeededIds
-from .row_reader import ReadingKey
-from .streaming import RESTART_S, SLICE_S, ReaderGone, Stream, answer
+from ...process.random_state import seed_all
+from ..dataset_batches import MapStyleDataset
+from ..dealing import dealt_hands
+from ..fetching.collating import collated
+from ..fetching.fetcher import Fetcher, Fetching
+from ..fetching.fetchers import Fetchers
+from ..fetching.options import FetchOptions
+from ..fetching.seeded_dataset import CollateOnly, SeededDataset, SeededIds
+from ..row_reader import ReadingKey
+from ..streaming import RESTART_S, SLICE_S, ReaderGone, Stream, answer
 
 
 class MicroBatch(NamedTuple):
