@@ -1,7 +1,6 @@
 """The public names of Chorusline, and the only list of them: `__init__.py` imports each from the
 module given here when it is used first, and type checkers read it."""
 
-from .actors.actor_store import ActorStore as ActorStore
 from .actors.errors import (
     DriverLost as DriverLost,
     Interrupted as Interrupted,
@@ -11,7 +10,8 @@ from .actors.errors import (
     StreamLost as StreamLost,
     WorkerLost as WorkerLost,
 )
-from .actors.messages import Report as Report
+from .actors.messages.messages import Report as Report
+from .actors.ray_calls.actor_store import ActorStore as ActorStore
 from .collectives import (
     ChoruslineError as ChoruslineError,
     CollectiveError as CollectiveError,

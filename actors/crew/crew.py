@@ -16,7 +16,11 @@ from typing import Any
 
 import ray
 
-from ..calls import (
+from ..driver.driver import GRACE_S, Unfit, driver_class
+from ..errors import DriverLost, HeadLost, StartupError
+from ..messages.messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from ..messages.whereabouts import Whereabouts
+from ..ray_calls.calls import (
     HEAD_ANSWER_S,
     HEAD_S,
     Actor,
@@ -28,12 +32,8 @@ from ..calls import (
     head_stays_gone,
     until_head_is_gone,
 )
-from ..detached_actors import INCARNATION, NAMESPACE, DetachedActors
-from ..driver.driver import GRACE_S, Unfit, driver_class
-from ..errors import DriverLost, HeadLost, StartupError
-from ..messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
-from ..versions import versions_here
-from ..whereabouts import Whereabouts
+from ..ray_calls.detached_actors import INCARNATION, NAMESPACE, DetachedActors
+from ..ray_calls.versions import versions_here
 from ..worker.devices import environment_of_workers
 from ..worker.worker import worker_class
 from .listening import Listener

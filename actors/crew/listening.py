@@ -11,11 +11,11 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from ..calls import Actor, ActorGone, NoAnswer, answer, answers
-from ..journal import Pulled
-from ..messages import Report, RunPause
-from ..run_status import RunStatus
-from ..worker_logs import ERR, Position, Printed, PrintedPiece, read_rest
+from ..messages.messages import Report, RunPause
+from ..messages.run_status import RunStatus
+from ..ray_calls.calls import Actor, ActorGone, NoAnswer, answer, answers
+from ..reporting.report_buffer import Pulled
+from ..reporting.worker_logs import ERR, Position, Printed, PrintedPiece, read_rest
 
 _REST_S = 2.0
 _SILENT_S = 5.0

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from ..calls import ActorGone
+from ..ray_calls.calls import ActorGone
 
 AGAIN_S, AGAIN_AT_MOST_S = 1.0, 30.0
 """Seconds between two attempts: at first, and at most. It doubles."""

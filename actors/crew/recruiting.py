@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager
 from typing import Any
 
-from ..calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
 from ..driver.driver import Unfit
-from ..messages import RunRequest
-from ..versions import versions_here
+from ..messages.messages import RunRequest
+from ..ray_calls.calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
+from ..ray_calls.versions import versions_here
 from .listening import Listener
 from .persisting import persist
 from .replacing import Replacing

@@ -13,8 +13,8 @@ import asyncio
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ..calls import Actor, answer, answers
-from ..messages import WorkerSnapshot
+from ..messages.messages import WorkerSnapshot
+from ..ray_calls.calls import Actor, answer, answers
 
 WATCH_S = 1.0
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from ..calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
+from ..ray_calls.calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
 from .persisting import AGAIN_AT_MOST_S, AGAIN_S, persist
 from .seats import Seats
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 
 from chorusline.collectives.contract.errors import GroupAborted
 
-from ..arrivals import AdmissionRequest, ReadyToken
-from ..messages import Assignment, Frozen, MemberState, Waiting
+from ..messages.admission import AdmissionRequest, ReadyToken
+from ..messages.messages import Assignment, Frozen, MemberState, Waiting
 from . import instructions
 from .instructions import Instruction
 from .run_state import Member, assign, in_rank_order

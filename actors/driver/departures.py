@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ..messages import Frozen, WorkerInfo
+from ..messages.messages import Frozen, WorkerInfo
 
 MAX_ATTEMPTS = 3
 """Rounds that a notice may cost: ranks that are outside a step cannot hand over."""

@@ -23,10 +23,11 @@ import ray
 
 from chorusline.collectives.stores.signed_store import new_secret
 
-from .. import messages
-from ..actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
-from ..arrivals import GivenReplayLog, Readiness, ReadyToken
-from ..calls import (
+from ..messages import messages
+from ..messages.admission import GivenReplayLog, Readiness, ReadyToken
+from ..messages.messages import RunFailed, RunRequest, RunSucceeded
+from ..ray_calls.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
+from ..ray_calls.calls import (
     FOR_MEMORY,
     KILLED,
     Actor,
@@ -39,10 +40,9 @@ from ..calls import (
     end_with_parent,
     first_answer,
 )
-from ..detached_actors import end_without
-from ..messages import RunFailed, RunRequest, RunSucceeded
-from ..metrics import DriverCounters
-from ..versions import difference
+from ..ray_calls.detached_actors import end_without
+from ..ray_calls.versions import difference
+from ..reporting.metrics import DriverCounters
 from . import events, instructions
 from .departures import MAX_ATTEMPTS
 from .events import Event

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..arrivals import ReadyToken
-from ..messages import Failure, Frozen, PlaceInRun, RunRequest, Success, WorkerInfo
-from ..whereabouts import Whereabouts
+from ..messages.admission import ReadyToken
+from ..messages.messages import Failure, Frozen, PlaceInRun, RunRequest, Success, WorkerInfo
+from ..messages.whereabouts import Whereabouts
 
 
 @dataclass(frozen=True, slots=True)

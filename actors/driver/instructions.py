@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from chorusline.collectives.contract.errors import CollectiveError
 
-from ..arrivals import AdmissionRequest
-from ..messages import Assignment, Resumption, RunFailed, RunSucceeded
+from ..messages.admission import AdmissionRequest
+from ..messages.messages import Assignment, Resumption, RunFailed, RunSucceeded
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..messages import NOWHERE, Failure, Frozen, Loss
+from ..messages.messages import NOWHERE, Failure, Frozen, Loss
 from .regeneration import what_counts
 from .run_state import RunState
 from .situation import Plan

@@ -77,9 +77,9 @@ from dataclasses import replace
 
 from chorusline.collectives.contract.errors import CollectiveError, CollectiveTimeout, GroupAborted
 
-from .. import messages, whereabouts
-from ..messages import Cancellation, Failure, Loss, MemberState
-from ..run_status import NOT_WHOLE, Gone
+from ..messages import messages, whereabouts
+from ..messages.messages import Cancellation, Failure, Loss, MemberState
+from ..messages.run_status import NOT_WHOLE, Gone
 from . import events, instructions, last_generation
 from .arrivals import DryRuns
 from .events import Event

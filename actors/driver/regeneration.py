@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ..messages import DROPPED, Frozen, OptimizerProgress
+from ..messages.messages import DROPPED, Frozen, OptimizerProgress
 
 
 class Regeneration:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from chorusline.collectives.contract.errors import CollectiveError, GroupAborted, PeerLost
 
-from .. import messages, outcomes
-from ..messages import Cancellation, Failure, Loss
+from ..messages import messages, outcomes
+from ..messages.messages import Cancellation, Failure, Loss
 from .departures import Departures
 from .regeneration import Regeneration
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from chorusline.collectives.contract.errors import name_ranks
 
-from ..messages import Frozen, MemberState, OptimizerProgress
+from ..messages.messages import Frozen, MemberState, OptimizerProgress
 from .arrivals import DryRuns
 from .regeneration import what_counts
 from .replicas import whole_replicas

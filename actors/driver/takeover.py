@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..messages import MemberState, PlaceInRun, Resumption
+from ..messages.messages import MemberState, PlaceInRun, Resumption
 from .run_state import Member
 
 

@@ -7,8 +7,8 @@ of the same change, and the ranks of the new generation are traced back through 
 
 from __future__ import annotations
 
-from ..messages import Assignment, Resumption
-from ..run_status import NOT_WHOLE, GenerationChange, Gone
+from ..messages.messages import Assignment, Resumption
+from ..messages.run_status import NOT_WHOLE, GenerationChange, Gone
 
 
 class GenerationChanges:

@@ -21,12 +21,20 @@ import ray
 
 from chorusline.collectives.contract.errors import CollectiveError, GroupAborted, fresh_copy
 
-from ..arrivals import AdmissionRequest, GivenReplayLog, ReadyToken
-from ..calls import HEAD_S, HEAD_WATCH_S, Actor, HeadWatch
 from ..errors import ends_a_generation
 from ..fault_plan import Faults, Instant
-from ..messages import NOWHERE, Assignment, Frozen, Readiness, Resumption, RunRequest, Waiting
-from ..run_status import MOST_CHANGES, RunStatus
+from ..messages.admission import AdmissionRequest, GivenReplayLog, ReadyToken
+from ..messages.messages import (
+    NOWHERE,
+    Assignment,
+    Frozen,
+    Readiness,
+    Resumption,
+    RunRequest,
+    Waiting,
+)
+from ..messages.run_status import MOST_CHANGES, RunStatus
+from ..ray_calls.calls import HEAD_S, HEAD_WATCH_S, Actor, HeadWatch
 from .generation_changes import GenerationChanges
 
 if TYPE_CHECKING:

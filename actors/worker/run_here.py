@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from chorusline.collectives.contract.errors import CollectiveError, fresh_copy
 
-from ..actor_store import ActorStore
-from ..calls import Actor
-from ..journal import Journal
-from ..messages import Assignment, Failure, Resumption, RunRequest, Success, WorkerState
+from ..messages.messages import Assignment, Failure, Resumption, RunRequest, Success, WorkerState
+from ..messages.run_status import RunStatus
 from ..parcels.parcel import Parcel
-from ..run_status import RunStatus
+from ..ray_calls.actor_store import ActorStore
+from ..ray_calls.calls import Actor
+from ..reporting.report_buffer import Journal
 from .lifeline import Lifeline
 from .training_thread import TrainingThread
 
@@ -25,7 +25,7 @@ class RunnableProgram(Protocol):
     """What a run's payload unpickles to: the user's function, ready to be called.
 
     An awaitable that it returns is awaited on the training thread's loop.
-    replay_log: for its dry run (actors/arrivals.py); empty if it makes none.
+    replay_log: for its dry run (actors/messages/admission.py); empty if it makes none.
     """
 
     def __call__(
@@ -48,7 +48,7 @@ class RunHere:
     program: None when the run is over here, so that its memory is free.
     stop_error: the error that this rank was told to stop with.
     freezes: by generation, the error that ended it (`notes_freeze`).
-    is_dry_run: this worker is not yet a rank of the run (actors/arrivals.py).
+    is_dry_run: this worker is not yet a rank of the run (actors/messages/admission.py).
     nobody_began: as long as this is true and this rank fails, no rank has called the function
     (phase 2 of `Worker.run`).
     """

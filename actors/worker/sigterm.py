@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import RayError
 
-from ..messages import WorkerInfo
+from ..messages.messages import WorkerInfo
 
 if TYPE_CHECKING:
     from .run_here import RunHere

@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from types import FrameType
 from typing import Generic, TypeVar
 
-from ..whereabouts import users_stack
+from ..messages.whereabouts import users_stack
 from .memory import give_back_device_memory
 
-LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
+LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (outcomes.py).
 
 Outcome = TypeVar("Outcome")
 

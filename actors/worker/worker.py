@@ -36,15 +36,11 @@ from chorusline.collectives.contract.errors import (
 )
 from chorusline.collectives.diagnosis.debug import get_debug_level, set_debug_level
 
-from .. import outcomes
-from ..actor_store import ActorStore
-from ..arrivals import AdmissionRequest, GivenReplayLog, Readiness
-from ..calls import Actor, actor_class
-from ..detached_actors import end_without
 from ..errors import ends_a_generation
-from ..journal import Journal, Pulled
 from ..memory_kills import MemoryKills
-from ..messages import (
+from ..messages import outcomes
+from ..messages.admission import AdmissionRequest, GivenReplayLog, Readiness
+from ..messages.messages import (
     Assignment,
     Failure,
     PlaceInRun,
@@ -55,12 +51,16 @@ from ..messages import (
     WorkerSnapshot,
     WorkerState,
 )
-from ..metrics import Look, Publisher
+from ..messages.run_status import RunStatus
+from ..messages.whereabouts import Whereabouts
 from ..parcels.parcel import Parcel
-from ..run_status import RunStatus
-from ..versions import versions_here
-from ..whereabouts import Whereabouts
-from ..worker_logs import Output, Position, Printed, read_rest
+from ..ray_calls.actor_store import ActorStore
+from ..ray_calls.calls import Actor, actor_class
+from ..ray_calls.detached_actors import end_without
+from ..ray_calls.versions import versions_here
+from ..reporting.metrics import Look, Publisher
+from ..reporting.report_buffer import Journal, Pulled
+from ..reporting.worker_logs import Output, Position, Printed, read_rest
 from .gpu import own_gpu
 from .lifeline import AdmittingRank, Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes, spare_modules
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
     from chorusline.collectives.group import Group
 
-LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
+LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (outcomes.py).
 
 COROUTINE_GRACE_S = 1.0
 """Seconds for a function to end by the error of its collectives before its coroutine is cancelled,
@@ -176,7 +176,7 @@ class Worker:
         """Run the program as this rank. Returns how it has ended; never raises an exception of it.
 
         resumption: what the other ranks are told of the generation, if they are in the run already.
-        replay_log: for the dry run of this worker before it is a rank (actors/arrivals.py).
+        replay_log: for the dry run of this worker before it is a rank (messages/admission.py).
 
         1. The training thread unpickles the program (a module missing here must not cost the
            others a rendezvous),
@@ -471,7 +471,7 @@ class Worker:
         self._publisher.move_to(seat)
         self._has_seat.set()
 
-    # ── Control loop: another worker comes to the run (actors/arrivals.py) ────────────────────────
+    # ── Control loop: another worker comes to the run (messages/admission.py) ─────────────────────
 
     @ray.method(concurrency_group="control")
     async def readiness(self, run: int) -> Readiness:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from chorusline.actors.driver.regeneration import Regeneration, what_counts
-from chorusline.actors.messages import Frozen, OptimizerProgress
+from chorusline.actors.messages.messages import Frozen, OptimizerProgress
 from chorusline.collectives.contract.errors import PeerLost
 
 _ERROR = PeerLost("all_reduce #1", 0, [0], "gone")

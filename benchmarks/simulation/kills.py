@@ -27,12 +27,12 @@ import torch
 from ray import cloudpickle
 
 from benchmarks.speed.recovery_training import Log
-from chorusline.actors.calls import Actor
 from chorusline.actors.driver.driver import driver_class
 from chorusline.actors.errors import ends_a_generation
-from chorusline.actors.messages import OptimizerProgress, RunRequest, RunSucceeded
+from chorusline.actors.messages.messages import OptimizerProgress, RunRequest, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
-from chorusline.actors.versions import versions_here
+from chorusline.actors.ray_calls.calls import Actor
+from chorusline.actors.ray_calls.versions import versions_here
 from chorusline.actors.worker.worker import worker_class
 from chorusline.collectives.objects.blocking import all_gather_object
 

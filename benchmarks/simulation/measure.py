@@ -30,15 +30,15 @@ from benchmarks.simulation.kills import (
     until_exit,
 )
 from benchmarks.simulation.scale import fastest
-from chorusline.actors.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
-from chorusline.actors.calls import ActorGone, actor_class, answer
-from chorusline.actors.messages import (
+from chorusline.actors.messages.messages import (
     Assignment,
     FormerRanks,
     Frozen,
     OptimizerProgress,
     Resumption,
 )
+from chorusline.actors.ray_calls.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
+from chorusline.actors.ray_calls.calls import ActorGone, actor_class, answer
 from chorusline.collectives.contract.errors import PeerLost
 
 _CALLS, _ROUNDS = 400, 3

@@ -39,7 +39,7 @@ from benchmarks.simulation.scale import simulated_report, simulated_worker
 from chorusline.actors.driver.events import RankFroze, RunStarted, WorkerDied, WorkerRegistered
 from chorusline.actors.driver.instructions import FreezeRank, Instruction, ResumeRank, StartRank
 from chorusline.actors.driver.membership import Membership
-from chorusline.actors.messages import RunRequest
+from chorusline.actors.messages.messages import RunRequest
 from chorusline.collectives.contract.errors import PeerLost
 
 SLICES_S = (0.002, 0.005, 0.02)
@@ -85,8 +85,8 @@ class Predicted:
 
 
 class Store:
-    """The store in the driver's process, as actors/actor_store.py has it. All who gather wait for
-    one event; after a slice a waiter asks again."""
+    """The store in the driver's process, as actors/ray_calls/actor_store.py has it. All who gather
+    wait for one event; after a slice a waiter asks again."""
 
     def __init__(self, simulation: Simulation, server: Server, constants: Constants) -> None:
         self._simulation = simulation

@@ -48,7 +48,7 @@ class Outlook:
     change_s: by way, without detection and without connecting. decided_s: by calls, until every
         rank knows how it continues.
     slowest_s: by calls, until an operation of the store is answered. A rank gives it up after 10 s
-        (actors/actor_store.py).
+        (actors/ray_calls/actor_store.py).
     fan_out: the best one of the tree. memory_bytes: of the driver's state.
     goodput: by cluster whose failure rate it is, and by way.
     """

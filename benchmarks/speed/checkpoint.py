@@ -33,9 +33,9 @@ import torch.distributed.checkpoint as dcp
 
 import chorusline as cl
 from benchmarks.alternation import attempt, finish, parser, spawn, table
-from chorusline.actors.journal import Journal
-from chorusline.actors.messages import Assignment, RunRequest
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.messages import Assignment, RunRequest
+from chorusline.actors.messages.run_status import RunStatus
+from chorusline.actors.reporting.report_buffer import Journal
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.runtime.program.program import Program
 

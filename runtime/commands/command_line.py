@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from chorusline.actors.versions import our_version
+from chorusline.actors.ray_calls.versions import our_version
 
 from . import arguments, function_flags
 from .script import run_script

@@ -18,15 +18,21 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from chorusline.actors.calls import ActorGone, NoAnswer, answers, answers_or_why
-from chorusline.actors.detached_actors import (
+from chorusline.actors.messages.messages import (
+    DriverSnapshot,
+    MemberState,
+    Report,
+    Survey,
+    WorkerSnapshot,
+)
+from chorusline.actors.ray_calls.calls import ActorGone, NoAnswer, answers, answers_or_why
+from chorusline.actors.ray_calls.detached_actors import (
     INCARNATION,
     NAMESPACE,
     SESSION_HOST,
     DetachedActors,
     names_of,
 )
-from chorusline.actors.messages import DriverSnapshot, MemberState, Report, Survey, WorkerSnapshot
 from chorusline.collectives.contract.errors import ChoruslineError
 
 from ..data.stragglers import FAR

@@ -31,8 +31,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from chorusline.actors.calls import GONE, Actor, nodes_leaving, why_gone
 from chorusline.actors.errors import StreamLost
+from chorusline.actors.ray_calls.calls import GONE, Actor, nodes_leaving, why_gone
 
 from .batches import Batches
 from .cursor import Cursor

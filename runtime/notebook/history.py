@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Generic, TypeVar
 
-from chorusline.actors.messages import Report, numbers_of
+from chorusline.actors.messages.messages import Report, numbers_of
 
 _MOST_POINTS = 480  # of one rank: as many as the pixels of a chart can show
 _MOST_BINS = 512

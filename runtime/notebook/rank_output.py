@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import sys
 
-from chorusline.actors.worker_logs import write_line
+from chorusline.actors.reporting.worker_logs import write_line
 
 from .interrupt import shell
 

@@ -13,7 +13,7 @@ from ray import cloudpickle
 from ..program.context import Context
 from . import figures
 
-LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
+LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (outcomes.py).
 
 # Names that every cell has besides `ctx`. It is run as text: this file cannot import chorusline.
 _PRELUDE = "import torch\nimport chorusline as cl\n"

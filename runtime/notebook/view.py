@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from html import escape
 from typing import Any
 
-from chorusline.actors.messages import Report, RunPause, WorkerSnapshot
+from chorusline.actors.messages.messages import Report, RunPause, WorkerSnapshot
 
 from ..tracking.tracker import TrackedEvent
 from .history import History

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 
 from chorusline.actors.errors import Interrupted
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.run_status import RunStatus
 from chorusline.actors.worker.memory import device_memory_bytes
 from chorusline.collectives import Group
 from chorusline.collectives.contract.call_site import users_level

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from chorusline.actors.journal import Journal
-from chorusline.actors.messages import Assignment, Report
+from chorusline.actors.messages.messages import Assignment, Report
 from chorusline.actors.parcels.pickling import pickled
+from chorusline.actors.reporting.report_buffer import Journal
 from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.errors import GroupAborted, fresh_copy, name_ranks
 from chorusline.collectives.diagnosis.debug import logger

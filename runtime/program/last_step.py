@@ -37,7 +37,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from chorusline.actors.actor_store import ActorStore
+from chorusline.actors.ray_calls.actor_store import ActorStore
 from chorusline.collectives import Group, PeerLost, PrefixStore, SignedStore, Store
 from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.errors import chain_of

@@ -21,7 +21,7 @@ from ..process.torch_distributed import like_torchrun
 from .context import Context, call_of
 from .last_step import LastStep
 
-LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
+LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (outcomes.py).
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from chorusline.actors.errors import Interrupted, StateLost, ends_a_generation
-from chorusline.actors.journal import Journal
-from chorusline.actors.messages import NOWHERE, Assignment, Resumption
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.messages import NOWHERE, Assignment, Resumption
+from chorusline.actors.messages.run_status import RunStatus
+from chorusline.actors.reporting.report_buffer import Journal
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
 from chorusline.collectives.group import Group
@@ -31,7 +31,7 @@ from .context import Context
 from .function_call import FunctionCall
 from .hints import note_on
 
-LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (actors/outcomes.py).
+LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (outcomes.py).
 
 
 class Program:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 
-from chorusline.actors.messages import ReportValue
+from chorusline.actors.messages.messages import ReportValue
 from chorusline.collectives.contract.articles import with_article
 
 MOST_NUMBERS = 1024

@@ -29,9 +29,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from chorusline.actors.arrivals import AdmissionRequest, GivenReplayLog, ReadyToken
 from chorusline.actors.errors import ends_a_generation
-from chorusline.actors.messages import Resumption
+from chorusline.actors.messages.admission import AdmissionRequest, GivenReplayLog, ReadyToken
+from chorusline.actors.messages.messages import Resumption
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import CollectiveError, GroupAborted
 from chorusline.collectives.diagnosis.debug import logger

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from chorusline.actors.errors import LOADS_SHARDS, RESUMES, StateLost, ends_a_generation
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.run_status import RunStatus
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import ChoruslineError, CollectiveError, Group, GroupAborted
 from chorusline.collectives.objects.blocking import all_gather_object

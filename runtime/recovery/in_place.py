@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chorusline.actors.fault_plan import Instant
-from chorusline.actors.messages import Assignment, Resumption
+from chorusline.actors.messages.messages import Assignment, Resumption
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import all_gather_object

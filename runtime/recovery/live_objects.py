@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from chorusline.actors.messages import DROPPED, Assignment, OptimizerProgress
+from chorusline.actors.messages.messages import DROPPED, Assignment, OptimizerProgress
 from chorusline.collectives import Group
 from chorusline.collectives.contract.operation import State
 

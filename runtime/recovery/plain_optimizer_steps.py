@@ -36,7 +36,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from chorusline.actors.messages import OptimizerProgress
+from chorusline.actors.messages.messages import OptimizerProgress
 
 from ..data_parallel.distributed_data_parallel import ModelEngine
 from ..join.engine import Joinable

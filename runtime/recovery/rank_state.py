@@ -18,7 +18,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from chorusline.actors.messages import (
+from chorusline.actors.messages.messages import (
     DROPPED,
     NOWHERE,
     Frozen,

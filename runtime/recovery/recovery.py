@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from chorusline.actors.errors import ends_a_generation
 from chorusline.actors.fault_plan import Instant
-from chorusline.actors.messages import NOWHERE, Resumption
+from chorusline.actors.messages.messages import NOWHERE, Resumption
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import Group, GroupAborted, GroupClosed
 from chorusline.collectives.contract.errors import name_ranks

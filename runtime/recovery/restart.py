@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from chorusline.actors.messages import OptimizerProgress
+from chorusline.actors.messages.messages import OptimizerProgress
 from chorusline.actors.parcels.pickling import pickled
 from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import broadcast_object

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from chorusline.actors.messages import OptimizerProgress
+from chorusline.actors.messages.messages import OptimizerProgress
 from chorusline.actors.parcels.pickling import pickled
 from chorusline.collectives import Group
 from chorusline.collectives.kept_results import MOST_BYTES, KeptResult, KeptResults

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from chorusline.actors.errors import NoCluster
-from chorusline.actors.outcomes import RemoteTraceback
+from chorusline.actors.messages.outcomes import RemoteTraceback
 from chorusline.collectives.contract.call_site import users_traceback
 from chorusline.collectives.contract.errors import ChoruslineError, chain_of
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from chorusline.actors.messages import Report
+from chorusline.actors.messages.messages import Report
 from chorusline.collectives.contract.deadlines import Seconds
 from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 

@@ -14,8 +14,8 @@ import ray
 from ray import cloudpickle
 
 from chorusline.actors import fault_plan
-from chorusline.actors.messages import Report, RunFailed, RunSucceeded, WorkerSnapshot
-from chorusline.actors.outcomes import raise_failure
+from chorusline.actors.messages.messages import Report, RunFailed, RunSucceeded, WorkerSnapshot
+from chorusline.actors.messages.outcomes import raise_failure
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.deadlines import Seconds, checked_seconds

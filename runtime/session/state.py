@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from chorusline.actors.crew.crew import STEP_S
 from chorusline.actors.driver.driver import GRACE_S
-from chorusline.actors.messages import DriverSnapshot, WorkerSnapshot
+from chorusline.actors.messages.messages import DriverSnapshot, WorkerSnapshot
 
 _COLUMNS = (
     *("rank", "model", "steps", "buckets", "bytes", "forward", "backward", "communication"),

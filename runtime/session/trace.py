@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chorusline.actors.messages import WorkerSnapshot
-from chorusline.actors.whereabouts import Whereabouts
+from chorusline.actors.messages.messages import WorkerSnapshot
+from chorusline.actors.messages.whereabouts import Whereabouts
 from chorusline.collectives import FlightRecording, RecordedCollective
 from chorusline.collectives.contract.operation import State
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from chorusline.actors.versions import our_version
+from chorusline.actors.ray_calls.versions import our_version
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 
 from .tracker import TrackedEvent, TrackedRun, Tracker

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from chorusline.actors.calls import KILLED
-from chorusline.actors.run_status import GenerationChange, Gone, RunStatus
+from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
+from chorusline.actors.ray_calls.calls import KILLED
 
 from .tracker import TrackedEvent
 

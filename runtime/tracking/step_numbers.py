@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from chorusline.actors.messages import Report, numbers_of
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.messages import Report, numbers_of
+from chorusline.actors.messages.run_status import RunStatus
 
 SUMS = frozenset({"tokens", "samples"})
 """Amounts: what all ranks have done together is their sum."""

@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from chorusline.actors.messages import Report
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.messages import Report
+from chorusline.actors.messages.run_status import RunStatus
 
 from .configs import plain_config
 from .run_events import RunEvents, begun

@@ -37,7 +37,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from chorusline.actors.errors import ends_a_generation
 from chorusline.actors.fault_plan import Faults, Instant
-from chorusline.actors.messages import OptimizerProgress
+from chorusline.actors.messages.messages import OptimizerProgress
 from chorusline.collectives import CollectiveError, CollectiveMismatch, Group
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 from chorusline.collectives.contract.call_site import users_level

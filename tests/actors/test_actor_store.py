@@ -12,10 +12,10 @@ import pytest
 import ray
 
 from chorusline.actors import errors
-from chorusline.actors.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
-from chorusline.actors.calls import actor_class
-from chorusline.actors.messages import Loss, RunFailed, WorkerInfo
-from chorusline.actors.outcomes import raise_failure
+from chorusline.actors.messages.messages import Loss, RunFailed, WorkerInfo
+from chorusline.actors.messages.outcomes import raise_failure
+from chorusline.actors.ray_calls.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
+from chorusline.actors.ray_calls.calls import actor_class
 from chorusline.collectives import Group
 from chorusline.collectives.contract.errors import (
     ChoruslineError,

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from chorusline.actors.arrivals import ReadyToken
 from chorusline.actors.driver import events, instructions
 from chorusline.actors.driver.arrivals import MOST_ATTEMPTS
 from chorusline.actors.driver.events import Event
 from chorusline.actors.driver.instructions import Instruction
 from chorusline.actors.driver.membership import Membership
 from chorusline.actors.driver.run_state import Phase
-from chorusline.actors.messages import (
+from chorusline.actors.messages.admission import ReadyToken
+from chorusline.actors.messages.messages import (
     Failure,
     Frozen,
     MemberState,

@@ -23,7 +23,14 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from chorusline.actors.calls import ActorGone, NoAnswer, answer, answers, refuses, stays_refused
+from chorusline.actors.ray_calls.calls import (
+    ActorGone,
+    NoAnswer,
+    answer,
+    answers,
+    refuses,
+    stays_refused,
+)
 
 
 async def _ends_with(error: Exception | None) -> str:
@@ -90,7 +97,7 @@ def test_silence_is_no_death():
 
 CHILD = """
 import os, sys, time
-from chorusline.actors.calls import end_with_parent
+from chorusline.actors.ray_calls.calls import end_with_parent
 
 if os.fork():
     time.sleep(60)
@@ -126,7 +133,7 @@ async def test_one_refused_connection_does_not_say_that_the_head_is_gone() -> No
 
 def test_without_a_cluster_the_head_is_gone_and_none_is_started() -> None:
     program = (
-        "import ray\nfrom chorusline.actors.calls import head_is_gone\n"
+        "import ray\nfrom chorusline.actors.ray_calls.calls import head_is_gone\n"
         "assert head_is_gone(1.0)\nassert not ray.is_initialized()\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

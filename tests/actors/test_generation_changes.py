@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from chorusline.actors.messages import Assignment, FormerRanks, Resumption
-from chorusline.actors.run_status import GenerationChange, Gone
+from chorusline.actors.messages.messages import Assignment, FormerRanks, Resumption
+from chorusline.actors.messages.run_status import GenerationChange, Gone
 from chorusline.actors.worker.generation_changes import GenerationChanges
 
 

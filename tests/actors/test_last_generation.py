@@ -31,7 +31,7 @@ from chorusline.actors.driver.instructions import (
 )
 from chorusline.actors.driver.membership import Membership
 from chorusline.actors.driver.situation import MAX_VAIN
-from chorusline.actors.messages import (
+from chorusline.actors.messages.messages import (
     NOWHERE,
     Cancellation,
     Failure,

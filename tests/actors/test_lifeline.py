@@ -3,7 +3,7 @@
 import threading
 from typing import Any
 
-from chorusline.actors.messages import Assignment, RunRequest
+from chorusline.actors.messages.messages import Assignment, RunRequest
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives.contract.errors import GroupAborted
 

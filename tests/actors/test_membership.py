@@ -25,7 +25,7 @@ from chorusline.actors.driver.instructions import (
     StartRank,
 )
 from chorusline.actors.driver.membership import Membership
-from chorusline.actors.messages import (
+from chorusline.actors.messages.messages import (
     Assignment,
     Cancellation,
     Failure,

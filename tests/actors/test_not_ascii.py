@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from chorusline.actors.metrics import in_ascii
-from chorusline.actors.worker_logs import write_line
+from chorusline.actors.reporting.metrics import in_ascii
+from chorusline.actors.reporting.worker_logs import write_line
 
 TEXTS = ["Verlust", "perte ñ", "損失", "😀", "a\ud800b"]
 

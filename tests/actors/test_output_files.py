@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chorusline.actors.worker_logs import Position, read_rest
+from chorusline.actors.reporting.worker_logs import Position, read_rest
 
 
 def _pair(folder: Path) -> tuple[str, str]:

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from chorusline.actors.calls import ActorGone
 from chorusline.actors.crew import persisting
 from chorusline.actors.crew.persisting import persist
+from chorusline.actors.ray_calls.calls import ActorGone
 
 
 async def test_an_error_is_told_and_tried_again(

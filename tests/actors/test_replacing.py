@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from chorusline.actors.crew.replacing import Leavers
-from chorusline.actors.messages import WorkerInfo, WorkerSnapshot, WorkerState
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.messages import WorkerInfo, WorkerSnapshot, WorkerState
+from chorusline.actors.messages.run_status import RunStatus
 
 
 def word(seat: int, is_straggler: bool = False, incarnation: int = 0) -> WorkerSnapshot:

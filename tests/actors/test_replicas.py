@@ -16,8 +16,8 @@ from chorusline.actors.driver.instructions import AwaitReadiness, RestRank, Resu
 from chorusline.actors.driver.membership import Membership
 from chorusline.actors.driver.replicas import whole_replicas
 from chorusline.actors.errors import WorkerLost
-from chorusline.actors.messages import Failure, Frozen, Loss, RunFailed, Waiting
-from chorusline.actors.outcomes import raise_failure
+from chorusline.actors.messages.messages import Failure, Frozen, Loss, RunFailed, Waiting
+from chorusline.actors.messages.outcomes import raise_failure
 from tests.references.driver_events import GONE, death, request, resumptions, worker
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from chorusline.actors.actor_store import ActorStore
-from chorusline.actors.journal import Journal
-from chorusline.actors.messages import Assignment, RunRequest
+from chorusline.actors.messages.messages import Assignment, RunRequest
+from chorusline.actors.ray_calls.actor_store import ActorStore
+from chorusline.actors.reporting.report_buffer import Journal
 from chorusline.actors.worker.run_here import RunHere
 from chorusline.collectives import GroupAborted
 

@@ -16,7 +16,7 @@ from chorusline.actors.driver.instructions import Instruction
 from chorusline.actors.driver.membership import Membership
 from chorusline.actors.driver.run_state import Phase, RunState
 from chorusline.actors.driver.situation import Situation, assess
-from chorusline.actors.messages import (
+from chorusline.actors.messages.messages import (
     Assignment,
     Failure,
     Frozen,

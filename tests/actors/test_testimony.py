@@ -16,8 +16,8 @@ import torch
 from chorusline.actors.driver.events import RankEnded, RanksAnswered, RunStarted, WorkerRegistered
 from chorusline.actors.driver.instructions import AbortRank, AskRanks, EndRun, StartGrace
 from chorusline.actors.driver.membership import Membership
-from chorusline.actors.messages import Failure, RunFailed, WorkerInfo
-from chorusline.actors.whereabouts import Whereabouts, tell
+from chorusline.actors.messages.messages import Failure, RunFailed, WorkerInfo
+from chorusline.actors.messages.whereabouts import Whereabouts, tell
 from chorusline.collectives import (
     CollectiveMismatch,
     CollectiveTimeout,

@@ -7,8 +7,8 @@ import logging
 from collections import deque
 from typing import Any
 
-from chorusline.actors.actor_store import StoreActor
 from chorusline.actors.driver.driver import _InstructionTasks
+from chorusline.actors.ray_calls.actor_store import StoreActor
 from chorusline.runtime.session.detached.session_host import _LINES, SessionHost, _Collecting
 
 

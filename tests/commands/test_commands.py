@@ -25,7 +25,7 @@ from ray.job_submission import JobSubmissionClient
 from rich.console import Console
 
 import chorusline as cl
-from chorusline.actors.detached_actors import INCARNATION, NAMESPACE
+from chorusline.actors.ray_calls.detached_actors import INCARNATION, NAMESPACE
 from chorusline.actors.worker.devices import VISIBLE
 from chorusline.runtime.commands import function_flags
 from chorusline.runtime.commands.arguments import (

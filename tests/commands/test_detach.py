@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import chorusline as cl
-from chorusline.actors.detached_actors import SESSION_HOST, names_of
+from chorusline.actors.ray_calls.detached_actors import SESSION_HOST, names_of
 from chorusline.runtime.commands.command_line import main
 from tests.harness.programs import completed
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from chorusline.actors.messages import (
+from chorusline.actors.messages.messages import (
     DriverSnapshot,
     MemberState,
     Report,
@@ -19,7 +19,7 @@ from chorusline.actors.messages import (
     WorkerSnapshot,
     WorkerState,
 )
-from chorusline.actors.run_status import GenerationChange, Gone, RunStatus
+from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
 from chorusline.runtime.commands.command_line import look_at_checkpoints
 from chorusline.runtime.commands.status import drawn
 from tests.checkpoint.test_forgeries import _rewrite, _write

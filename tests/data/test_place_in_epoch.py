@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.run_status import RunStatus
 from chorusline.runtime.data.cursor import Cursor, Used
 from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.process.step_boundary import entered

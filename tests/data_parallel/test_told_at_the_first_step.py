@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import chorusline as cl
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.run_status import RunStatus
 from chorusline.runtime.data.cursor import Cursor
 from chorusline.runtime.process.random_state import RankSeed
 from chorusline.runtime.process.step_boundary import boundary, entered

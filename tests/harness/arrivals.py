@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import chorusline as cl
-from chorusline.actors.calls import answers
-from chorusline.actors.messages import WorkerSnapshot
+from chorusline.actors.messages.messages import WorkerSnapshot
+from chorusline.actors.ray_calls.calls import answers
 
 FEW = {"CPU": 0.1}
 

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, strategies as st
 
 from chorusline.actors.crew.listening import News
-from chorusline.actors.messages import Report, RunPause, WorkerInfo, WorkerSnapshot, WorkerState
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.messages import (
+    Report,
+    RunPause,
+    WorkerInfo,
+    WorkerSnapshot,
+    WorkerState,
+)
+from chorusline.actors.messages.run_status import RunStatus
 from chorusline.runtime.notebook.history import History
 from chorusline.runtime.notebook.plots import COLORS, Line, chart, ticks, with_ends
 from chorusline.runtime.notebook.view import LiveView, ranks_as_html, run_as_html

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.actors.arrivals import GivenReplayLog, ReadyToken
-from chorusline.actors.journal import Journal
-from chorusline.actors.messages import Assignment, RunRequest
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.admission import GivenReplayLog, ReadyToken
+from chorusline.actors.messages.messages import Assignment, RunRequest
+from chorusline.actors.messages.run_status import RunStatus
+from chorusline.actors.reporting.report_buffer import Journal
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import GroupAborted, HashStore
 from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused

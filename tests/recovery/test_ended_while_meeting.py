@@ -17,8 +17,8 @@ import ray
 import torch
 
 import chorusline as cl
-from chorusline.actors.actor_store import ActorStore
 from chorusline.actors.crew.reserve import Reserve
+from chorusline.actors.ray_calls.actor_store import ActorStore
 from chorusline.collectives.stores.store import Data, encoded, key_of_rank
 from tests.harness.arrivals import FEW, in_reserve, ready
 

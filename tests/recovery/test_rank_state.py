@@ -20,7 +20,7 @@ from chorusline.actors.driver.events import (
 )
 from chorusline.actors.driver.instructions import EndRun, ResumeRank
 from chorusline.actors.driver.membership import Membership
-from chorusline.actors.messages import (
+from chorusline.actors.messages.messages import (
     NOWHERE,
     Assignment,
     FormerRanks,

@@ -17,7 +17,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 import chorusline as cl
-from chorusline.actors.messages import MemberState
+from chorusline.actors.messages.messages import MemberState
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import look_in_vain, one_thread

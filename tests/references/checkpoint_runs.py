@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 import chorusline as cl
-from chorusline.actors.journal import Journal
-from chorusline.actors.messages import Assignment, RunRequest
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.messages import Assignment, RunRequest
+from chorusline.actors.messages.run_status import RunStatus
+from chorusline.actors.reporting.report_buffer import Journal
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.runtime.program.program import Program
 

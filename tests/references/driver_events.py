@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chorusline.actors.driver.events import WorkerDied
 from chorusline.actors.driver.instructions import Instruction, ResumeRank
-from chorusline.actors.messages import Resumption, RunRequest, WorkerInfo
+from chorusline.actors.messages.messages import Resumption, RunRequest, WorkerInfo
 from chorusline.collectives.contract.errors import PeerLost
 
 GONE = PeerLost("all_reduce #7", 0, [1], "gone")

@@ -21,7 +21,7 @@ import ray
 import torch
 
 import chorusline as cl
-from chorusline.actors.calls import ActorGone, actor_class, answer
+from chorusline.actors.ray_calls.calls import ActorGone, actor_class, answer
 
 MB = 2**20
 LIMIT = 4096 * MB  # of the group of processes in which `session` runs (tests/harness)

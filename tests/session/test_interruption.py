@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.actors.messages import WorkerSnapshot
+from chorusline.actors.messages.messages import WorkerSnapshot
 from chorusline.runtime.process.between_runs import BetweenRuns
 from tests.references.interrupted_runs import (
     SIZES,

@@ -15,7 +15,7 @@ import ray
 import torch
 
 from chorusline.actors.errors import StartupError
-from chorusline.actors.messages import Report, WorkerSnapshot
+from chorusline.actors.messages.messages import Report, WorkerSnapshot
 from chorusline.collectives import DebugLevel, set_debug_level
 from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from chorusline.actors.calls import FOR_MEMORY, KILLED
 from chorusline.actors.crew.listening import News
-from chorusline.actors.messages import Report
-from chorusline.actors.run_status import GenerationChange, Gone, RunStatus
+from chorusline.actors.messages.messages import Report
+from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
+from chorusline.actors.ray_calls.calls import FOR_MEMORY, KILLED
 from chorusline.runtime.session.detached.history import RunHistory
 from chorusline.runtime.session.showing.hearing import Audience
 from chorusline.runtime.session.showing.progress import Progress

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from chorusline.actors.messages import Report
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.messages import Report
+from chorusline.actors.messages.run_status import RunStatus
 from chorusline.runtime.tracking.step_numbers import Logged, StepNumbers
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import chorusline as cl
-from chorusline.actors.messages import Report
-from chorusline.actors.run_status import GenerationChange, RunStatus
+from chorusline.actors.messages.messages import Report
+from chorusline.actors.messages.run_status import GenerationChange, RunStatus
 from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.tracking import tracking as module
 from chorusline.runtime.tracking.configs import LEFT_OUT, plain_config

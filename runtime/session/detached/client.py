@@ -16,12 +16,12 @@ from typing import Any
 
 import ray
 
-from chorusline.actors.calls import Actor, ActorGone, NoAnswer, answer
 from chorusline.actors.crew.listening import News
-from chorusline.actors.detached_actors import SESSION_HOST, DetachedActors, names_of
 from chorusline.actors.errors import StartupError
-from chorusline.actors.messages import Report, RunFailed, RunSucceeded
+from chorusline.actors.messages.messages import Report, RunFailed, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
+from chorusline.actors.ray_calls.calls import Actor, ActorGone, NoAnswer, answer
+from chorusline.actors.ray_calls.detached_actors import SESSION_HOST, DetachedActors, names_of
 from chorusline.collectives.diagnosis.debug import get_debug_level
 
 from ..holding.options import SessionOptions

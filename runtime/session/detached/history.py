@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from chorusline.actors.crew.listening import News
-from chorusline.actors.messages import Report, RunPause
-from chorusline.actors.run_status import GenerationChange, RunStatus
-from chorusline.actors.worker_logs import Printed
+from chorusline.actors.messages.messages import Report, RunPause
+from chorusline.actors.messages.run_status import GenerationChange, RunStatus
+from chorusline.actors.reporting.worker_logs import Printed
 
 from ...notebook.history import Thinned
 

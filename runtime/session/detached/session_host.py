@@ -25,13 +25,19 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from chorusline.actors.calls import GONE, end_with_parent
 from chorusline.actors.crew.listening import News
-from chorusline.actors.detached_actors import DetachedActors
 from chorusline.actors.errors import StartupError
-from chorusline.actors.messages import Report, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from chorusline.actors.messages.messages import (
+    Report,
+    RunFailed,
+    RunRequest,
+    RunSucceeded,
+    WorkerSnapshot,
+)
+from chorusline.actors.messages.whereabouts import Whereabouts
 from chorusline.actors.parcels.parcel import Parcel
-from chorusline.actors.whereabouts import Whereabouts
+from chorusline.actors.ray_calls.calls import GONE, end_with_parent
+from chorusline.actors.ray_calls.detached_actors import DetachedActors
 from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 

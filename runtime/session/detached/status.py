@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chorusline.actors.errors import NoCluster, StartupError
-from chorusline.actors.messages import WorkerSnapshot
+from chorusline.actors.messages.messages import WorkerSnapshot
 
 IDLE_TIMEOUT_S = 1800.0
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ray
 
-from chorusline.actors.calls import HEAD_ANSWER_S, head_stays_gone
 from chorusline.actors.crew.crew import Crew
 from chorusline.actors.crew.listening import News
-from chorusline.actors.detached_actors import DetachedActors
 from chorusline.actors.errors import DriverLost
-from chorusline.actors.messages import RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from chorusline.actors.messages.messages import RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from chorusline.actors.messages.whereabouts import Whereabouts
 from chorusline.actors.parcels.parcel import Parcel
-from chorusline.actors.whereabouts import Whereabouts
+from chorusline.actors.ray_calls.calls import HEAD_ANSWER_S, head_stays_gone
+from chorusline.actors.ray_calls.detached_actors import DetachedActors
 from chorusline.collectives.diagnosis.debug import get_debug_level
 
 from ..placing import placement

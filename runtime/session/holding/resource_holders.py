@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
-from chorusline.actors.detached_actors import INCARNATION, names_of
+from chorusline.actors.ray_calls.detached_actors import INCARNATION, names_of
 
 from ... import notebook
 from ..placing import placement

@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from chorusline.actors.detached_actors import new_group_name
 from chorusline.actors.errors import StartupError
+from chorusline.actors.ray_calls.detached_actors import new_group_name
 from chorusline.collectives.contract.argument_kinds import check_text
 from chorusline.collectives.contract.plain_numbers import real
 

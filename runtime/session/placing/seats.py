@@ -24,7 +24,7 @@ import ray
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from chorusline.actors.calls import nodes_leaving
+from chorusline.actors.ray_calls.calls import nodes_leaving
 
 from . import placement
 from .placement import Needs

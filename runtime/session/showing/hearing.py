@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from chorusline.actors.crew.listening import News
-from chorusline.actors.messages import Report
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.messages import Report
+from chorusline.actors.messages.run_status import RunStatus
 
 from ... import notebook
 from ...tracking.run_events import RunEvents

@@ -19,8 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from chorusline.actors.messages import Report, RunPause
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.messages import Report, RunPause
+from chorusline.actors.messages.run_status import RunStatus
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 
 from ...notebook.rank_output import show_line

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import mean
 
-from chorusline.actors.messages import Report, numbers_of
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.messages import Report, numbers_of
+from chorusline.actors.messages.run_status import RunStatus
 
 from ...notebook.history import BOOKKEEPING
 from ...tracking.tracker import TrackedEvent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chorusline.actors.worker_logs import ERR, FIGURE, Printed, PrintedPiece
+from chorusline.actors.reporting.worker_logs import ERR, FIGURE, Printed, PrintedPiece
 
 _OF_RAY = (":actor_name:", ":task_name:", ":job_id:")
 """Beginnings of lines that Ray writes into the files for itself."""

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import chorusline as cl
-from chorusline.actors.journal import Journal
-from chorusline.actors.messages import Assignment, Frozen, RunRequest
-from chorusline.actors.run_status import RunStatus
+from chorusline.actors.messages.messages import Assignment, Frozen, RunRequest
+from chorusline.actors.messages.run_status import RunStatus
+from chorusline.actors.reporting.report_buffer import Journal
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.runtime.program.program import Program
 

@@ -34,11 +34,10 @@ ORDER = {
     ],
     "actors": [
         "parcels",
-        (
-            *("errors", "calls", "memory_kills", "versions", "run_status", "whereabouts"),
-            *("fault_plan", "messages", "actor_store", "metrics", "worker_logs", "journal"),
-            *("outcomes", "detached_actors", "arrivals"),
-        ),
+        ("errors", "memory_kills", "fault_plan"),
+        "ray_calls",
+        "messages",
+        "reporting",
         "driver",
         "worker",
         "crew",

@@ -13,7 +13,7 @@ import ray
 import torch
 from matplotlib.image import imread
 
-from chorusline.actors.messages import Report
+from chorusline.actors.messages.messages import Report
 from tests import ROOT
 from tests.harness.forked_workers import python
 

@@ -23,8 +23,8 @@ from ray.util import placement_group_table
 from ray.util.placement_group import placement_group, remove_placement_group
 
 import chorusline as cl
-from chorusline.actors.detached_actors import DetachedActors, new_group_name
 from chorusline.actors.errors import StartupError
+from chorusline.actors.ray_calls.detached_actors import DetachedActors, new_group_name
 from chorusline.runtime.session.detached.client import DetachedClient
 from tests.harness.forked_workers import python
 from tests.harness.programs import completed

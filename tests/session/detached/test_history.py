@@ -6,9 +6,9 @@ from collections import Counter
 from itertools import pairwise
 
 from chorusline.actors.crew.listening import News
-from chorusline.actors.messages import Report
-from chorusline.actors.run_status import GenerationChange, RunStatus
-from chorusline.actors.worker_logs import OUT, Position, Printed, PrintedPiece
+from chorusline.actors.messages.messages import Report
+from chorusline.actors.messages.run_status import GenerationChange, RunStatus
+from chorusline.actors.reporting.worker_logs import OUT, Position, Printed, PrintedPiece
 from chorusline.runtime.session.detached import history as module
 from chorusline.runtime.session.detached.history import Bookmark, RunHistory
 from chorusline.runtime.tracking.run_events import RunEvents

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.actors.actor_store import STORE_CONCURRENCY
-from chorusline.actors.calls import actor_class, answers
 from chorusline.actors.crew.reserve import Reserve
 from chorusline.actors.driver.driver import Driver
+from chorusline.actors.ray_calls.actor_store import STORE_CONCURRENCY
+from chorusline.actors.ray_calls.calls import actor_class, answers
 from tests.harness.arrivals import (
     FEW,
     at_full_size,

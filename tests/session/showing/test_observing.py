@@ -18,10 +18,10 @@ import pytest
 import ray
 import torch
 
-from chorusline.actors.metrics import COUNTERS, GAUGES, OF_DRIVER, REPORTED, Look, Meter
-from chorusline.actors.run_status import RunStatus
-from chorusline.actors.versions import difference, versions_here
-from chorusline.actors.whereabouts import Whereabouts
+from chorusline.actors.messages.run_status import RunStatus
+from chorusline.actors.messages.whereabouts import Whereabouts
+from chorusline.actors.ray_calls.versions import difference, versions_here
+from chorusline.actors.reporting.metrics import COUNTERS, GAUGES, OF_DRIVER, REPORTED, Look, Meter
 from chorusline.collectives import FlightRecording, Group, HashStore
 from chorusline.collectives.diagnosis.flight_recorder import CAPACITY
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import chorusline as cl
-from chorusline.actors.worker_logs import (
+from chorusline.actors.reporting.worker_logs import (
     ERR,
     FIGURE,
     OUT,

@@ -8,7 +8,7 @@ import traceback
 import pytest
 
 from chorusline.actors.errors import WorkerLost
-from chorusline.actors.outcomes import RemoteTraceback
+from chorusline.actors.messages.outcomes import RemoteTraceback
 from chorusline.runtime.session.interrupts import users_frames
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.util.metrics import Counter, Gauge
 
-from .run_status import RunStatus
+from ..messages.run_status import RunStatus
 
 if TYPE_CHECKING:
     from chorusline.collectives.group import Group

@@ -27,7 +27,7 @@ from chorusline.collectives.contract.errors import (
     name_ranks,
 )
 
-from .errors import LOADS_SHARDS, PAGE_ON, RESUMES, RankFailed, WorkerLost
+from ..errors import LOADS_SHARDS, PAGE_ON, RESUMES, RankFailed, WorkerLost
 from .messages import Cancellation, Failure, Loss, RunFailed, Success
 
 _MARK = "LEADS_TO_USERS_CODE"
@@ -52,7 +52,7 @@ class RemoteTraceback(Exception):
 def success(rank: int, value: object, collectives: int) -> Success | Failure:
     """The message of a result; a Failure if the result cannot be pickled."""
     # Not at the top of the file: the driver runs without torch.
-    from .parcels.pickling import pickled
+    from ..parcels.pickling import pickled
 
     try:
         return Success(rank, pickled(value), collectives)

@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 from chorusline.collectives.contract.errors import CollectiveError
 from chorusline.collectives.diagnosis.debug import DebugLevel
 
-from .arrivals import Readiness as Readiness
-from .fault_plan import Order
+from ..fault_plan import Order
+from .admission import Readiness as Readiness
 from .run_status import Gone, RunStatus
 
 

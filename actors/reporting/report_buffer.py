@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
-from .messages import Report, ReportValue, numbers_of
-from .run_status import RunStatus
+from ..messages.messages import Report, ReportValue, numbers_of
+from ..messages.run_status import RunStatus
 from .worker_logs import Output, Printed
 
 _MOST_NAMES = 256
