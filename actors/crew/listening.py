@@ -95,7 +95,7 @@ class Listener:
 
     async def pull(self, run: int, timeout_s: float) -> News:
         """What is new in a run. A worker that is gone reports nothing."""
-        # Each run has a journal of its own, in which the numbers of reports begin at 0.
+        # Each run has a report buffer of its own, in which the numbers of reports begin at 0.
         if run != self._run:
             self._run, self._received, self._lost = run, {}, []
             self._silent.clear()

@@ -1,6 +1,6 @@
 """Reports on their way from the training thread to the control loop, where the session pulls them.
 
-`ctx.report` appends to the Journal of its worker. The session pulls from all control loops
+`ctx.report` appends to the ReportBuffer of its worker. The session pulls from all control loops
 (crew/listening.py) and says how many reports it has, and the worker drops those.
 """
 
@@ -38,7 +38,7 @@ class Pulled:
     first: int = 0
 
 
-class Journal:
+class ReportBuffer:
     """The reports of one rank in one run. The training thread writes, the control loop reads.
 
     keep: False if the session will not read; then only `last` is held, so that memory does not

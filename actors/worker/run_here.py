@@ -13,7 +13,7 @@ from ..messages.run_status import RunStatus
 from ..parcels.parcel import Parcel
 from ..ray_calls.actor_store import ActorStore
 from ..ray_calls.calls import Actor
-from ..reporting.report_buffer import Journal
+from ..reporting.report_buffer import ReportBuffer
 from .lifeline import Lifeline
 from .training_thread import TrainingThread
 
@@ -32,7 +32,7 @@ class RunnableProgram(Protocol):
         self,
         assignment: Assignment,
         group: Group,
-        journal: Journal,
+        report_buffer: ReportBuffer,
         lifeline: Lifeline,
         status: RunStatus,
         resumption: Resumption | None,
@@ -58,7 +58,7 @@ class RunHere:
         assignment: Assignment,
         request: RunRequest,
         store: ActorStore,
-        journal: Journal,
+        report_buffer: ReportBuffer,
         driver: Actor,
         program: Parcel | None = None,
     ) -> None:
@@ -66,7 +66,7 @@ class RunHere:
         self.request = request
         self.program = program
         self.store = store
-        self.journal = journal
+        self.report_buffer = report_buffer
         self.status = RunStatus(rank=assignment.rank)
         self.driver = driver
         self.lifeline: Lifeline | None = None  # None: before the training thread begins

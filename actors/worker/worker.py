@@ -59,7 +59,7 @@ from ..ray_calls.calls import Actor, actor_class
 from ..ray_calls.detached_actors import end_without
 from ..ray_calls.versions import versions_here
 from ..reporting.metrics import Look, Publisher
-from ..reporting.report_buffer import Journal, Pulled
+from ..reporting.report_buffer import Pulled, ReportBuffer
 from ..reporting.worker_logs import Output, Position, Printed, read_rest
 from .gpu import own_gpu
 from .lifeline import AdmittingRank, Lifeline
@@ -145,7 +145,7 @@ class Worker:
         self._group: Group | None = None
         """Of the last generation, also between runs; None before the first, and after `stop`."""
         self._group_store: ActorStore  # where its ranks have met
-        self._last: tuple[int, Journal] = (-1, Journal(False))  # number and journal of a run
+        self._last: tuple[int, ReportBuffer] = (-1, ReportBuffer(False))  # a run and its reports
         self._last_status = RunStatus()  # of the run in progress, or of the last one
         self._generation = -1
         self._ended: RunHere | None = None  # the run before; None: this is the first
@@ -193,15 +193,15 @@ class Worker:
         Where the group is made for a run that continues, the lifeline deals with a rank that does
         not come.
         """
-        journal = Journal(request.keep_reports, self._output, request.report_history)
-        run = RunHere(assignment, request, store, journal, driver, program)
+        report_buffer = ReportBuffer(request.keep_reports, self._output, request.report_history)
+        run = RunHere(assignment, request, store, report_buffer, driver, program)
         run.is_dry_run = bool(replay_log)
         with self._lock:
             if self._run is not None:
                 # Two functions in one process would issue collectives in each other's order.
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
             self._run = run
-            self._last = (request.run, run.journal)
+            self._last = (request.run, run.report_buffer)
             self._last_status = run.status
             self._generation = assignment.generation
             self._output.set_rank(assignment.rank)
@@ -245,7 +245,7 @@ class Worker:
     def _look(self) -> Look:
         # One look, so that the figures belong to one run.
         with self._lock:
-            run, group, (_, journal) = self._run, self._group, self._last
+            run, group, (_, report_buffer) = self._run, self._group, self._last
         return Look(
             status=self._last_status,
             group=group,
@@ -253,7 +253,7 @@ class Worker:
             generation=self._generation,
             memory_bytes=resident_bytes(),
             device_memory_bytes=self._last_status.device_memory_bytes,
-            reported=journal.latest_numbers(),
+            reported=report_buffer.latest_numbers(),
         )
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
@@ -290,13 +290,13 @@ class Worker:
     async def pull(self, run: int, since: int, printed_until: Position | None) -> Pulled:
         """The reports of a run from number `since` on, and what was printed since a position."""
         with self._lock:
-            number, journal = self._last
+            number, report_buffer = self._last
             status = replace(self._last_status)
         printed = self._output.read(printed_until)
-        # The next run has begun, and with it another journal; what was printed is of both.
+        # The next run has begun, and with it another buffer; what was printed is of both.
         if number != run:
             return Pulled([], printed, None, {})
-        return journal.pulled(since, printed, status)
+        return report_buffer.pulled(since, printed, status)
 
     @ray.method(concurrency_group="control")
     async def read_rest(
@@ -582,8 +582,9 @@ class Worker:
         # It meets nobody, so that its failure costs the others nothing.
         if replay_log:
             self._group = dry_run_group(run, self._device, group)
+            reports = run.report_buffer
             return program(
-                run.assignment, self._group, run.journal, lifeline, run.status, None, replay_log
+                run.assignment, self._group, reports, lifeline, run.status, None, replay_log
             )
         has_met = group is not None and group.generation == run.assignment.generation
         run.nobody_began = resumption is None and (has_met or not run.request.survives_loss)
@@ -598,7 +599,7 @@ class Worker:
                 # A rank that hangs is killed, and the others continue (Lifeline.begin).
                 run.nobody_began = False
         assignment, group, resumption = lifeline.begin()
-        return program(assignment, group, run.journal, lifeline, run.status, resumption)
+        return program(assignment, group, run.report_buffer, lifeline, run.status, resumption)
 
     def _meet(self, run: RunHere) -> Group:
         """The group of the run's generation."""

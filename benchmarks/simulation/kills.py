@@ -85,7 +85,7 @@ class Keeping:
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
-    def __call__(self, assignment: Any, group: Any, journal: Any, lifeline: Any, *_: object) -> int:
+    def __call__(self, assignment: Any, group: Any, reports: Any, lifeline: Any, *_: object) -> int:
         torch.set_num_threads(1)
         log = Log(self.folder, f"process-{os.getpid()}")
         log.note("pid", os.getpid())

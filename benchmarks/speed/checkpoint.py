@@ -35,7 +35,7 @@ import chorusline as cl
 from benchmarks.alternation import attempt, finish, parser, spawn, table
 from chorusline.actors.messages.messages import Assignment, RunRequest
 from chorusline.actors.messages.run_status import RunStatus
-from chorusline.actors.reporting.report_buffer import Journal
+from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.runtime.program.program import Program
 
@@ -156,7 +156,9 @@ def measure(
     driver: Any = None  # Nobody to tell of a loss: it ends the run.
     lifeline = Lifeline(request, driver, assignment, lambda: group)
     lifeline.begin()
-    found = Program(train, {})(assignment, group, Journal(keep=False), lifeline, RunStatus(), None)
+    found = Program(train, {})(
+        assignment, group, ReportBuffer(keep=False), lifeline, RunStatus(), None
+    )
     group.close()
     dist.destroy_process_group()
     assert isinstance(found, dict)

@@ -19,7 +19,7 @@ import torch
 
 from chorusline.actors.messages.messages import Assignment, Report
 from chorusline.actors.parcels.pickling import pickled
-from chorusline.actors.reporting.report_buffer import Journal
+from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.errors import GroupAborted, fresh_copy, name_ranks
 from chorusline.collectives.diagnosis.debug import logger
@@ -51,7 +51,7 @@ class FunctionCall:
         self,
         assignment: Assignment,
         group: Group,
-        journal: Journal,
+        report_buffer: ReportBuffer,
         recovery: Recovery | None,
         before: FunctionCall | None = None,
         *,
@@ -80,7 +80,7 @@ class FunctionCall:
         self.named_loop: str | None = None
         """The loop over `ctx.epochs(..., resume=name)` that is in the middle of an epoch."""
         self._dealt_without_epoch: object = None
-        self._journal = journal
+        self._report_buffer = report_buffer
         self._num_reports: int = before._num_reports if before is not None else 0
         self._boundaries = 0
         self._boundaries_of_step: int | None = None  # None: no step yet
@@ -345,12 +345,12 @@ class FunctionCall:
             return  # The others have sent theirs at the beginning.
         taken = boundary().steps.taken
         now, overall = time.time(), self.steps_before + taken
-        self._journal.append(
+        self._report_buffer.append(
             Report(self.rank, self._num_reports, now, dict(values), taken, overall)
         )
         self._num_reports += 1
 
     def show(self, figure: bytes) -> None:
         """Show a picture (PNG) between the lines that this rank prints."""
-        if self._journal.output is not None:
-            self._journal.output.show(figure)
+        if self._report_buffer.output is not None:
+            self._report_buffer.output.show(figure)

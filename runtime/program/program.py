@@ -14,7 +14,7 @@ from typing import Any
 from chorusline.actors.errors import Interrupted, StateLost, ends_a_generation
 from chorusline.actors.messages.messages import NOWHERE, Assignment, Resumption
 from chorusline.actors.messages.run_status import RunStatus
-from chorusline.actors.reporting.report_buffer import Journal
+from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
 from chorusline.collectives.group import Group
@@ -55,7 +55,7 @@ class Program:
         self,
         assignment: Assignment,
         group: Group,
-        journal: Journal,
+        report_buffer: ReportBuffer,
         lifeline: Lifeline,
         steps: RunStatus,
         resumption: Resumption | None,
@@ -65,7 +65,7 @@ class Program:
         was interrupted: all ranks stopped at the same step, so no rank has failed."""
         _register_with_lightning()
         between_runs().enter(group)
-        run = FunctionRun(self, journal, lifeline, steps, is_newcomer=resumption is not None)
+        run = FunctionRun(self, report_buffer, lifeline, steps, is_newcomer=resumption is not None)
         # A dry run is a function that begins as a newcomer, in a group without peers.
         if replay_log:
             run.begin_dry_run(replay_log)
@@ -81,7 +81,7 @@ class FunctionRun:
     def __init__(
         self,
         program: Program,
-        journal: Journal,
+        report_buffer: ReportBuffer,
         lifeline: Lifeline,
         steps: RunStatus,
         *,
@@ -89,7 +89,7 @@ class FunctionRun:
     ) -> None:
         self._program = program
         self._steps = steps
-        self._journal = journal
+        self._report_buffer = report_buffer
         self._lifeline = lifeline
         self._recovery = Recovery(lifeline) if lifeline.survives_loss else None
         if self._recovery is not None and is_newcomer:
@@ -152,7 +152,7 @@ class FunctionRun:
         call = self._call = FunctionCall(
             assignment,
             group,
-            self._journal,
+            self._report_buffer,
             self._recovery,
             former,
             run_id=self._program.run_id,

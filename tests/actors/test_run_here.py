@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from chorusline.actors.messages.messages import Assignment, RunRequest
 from chorusline.actors.ray_calls.actor_store import ActorStore
-from chorusline.actors.reporting.report_buffer import Journal
+from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.actors.worker.run_here import RunHere
 from chorusline.collectives import GroupAborted
 
@@ -16,7 +16,7 @@ THIRD = Assignment(3, 0, 2, 0, 2, 0)
 def run_in(assignment: Assignment) -> RunHere:
     request = RunRequest(0, timeout_s=60.0, keep_reports=False, max_failures=None)
     nobody = object()  # No call is made.
-    return RunHere(assignment, request, ActorStore(nobody), Journal(keep=False), nobody)
+    return RunHere(assignment, request, ActorStore(nobody), ReportBuffer(keep=False), nobody)
 
 
 def test_an_order_to_freeze_stands_until_the_group_of_its_generation_is_made() -> None:

@@ -11,7 +11,7 @@ import chorusline as cl
 from chorusline.actors.messages.admission import GivenReplayLog, ReadyToken
 from chorusline.actors.messages.messages import Assignment, RunRequest
 from chorusline.actors.messages.run_status import RunStatus
-from chorusline.actors.reporting.report_buffer import Journal
+from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives import GroupAborted, HashStore
 from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
@@ -104,7 +104,9 @@ def begin_dry_run(function: Any, replay_log: bytes, size: int) -> Waiting:
     program = Program(function, {}, None)
     status = RunStatus()
     with pytest.raises(GroupAborted, match="enough"):
-        program(assignment, group, Journal(keep=False), driver.lifeline, status, None, replay_log)
+        program(
+            assignment, group, ReportBuffer(keep=False), driver.lifeline, status, None, replay_log
+        )
     assert status.taken == 5  # Of three steps in an epoch, behind the second of the second one.
     return driver
 

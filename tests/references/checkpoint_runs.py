@@ -11,7 +11,7 @@ import torch
 import chorusline as cl
 from chorusline.actors.messages.messages import Assignment, RunRequest
 from chorusline.actors.messages.run_status import RunStatus
-from chorusline.actors.reporting.report_buffer import Journal
+from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.runtime.program.program import Program
 
@@ -35,7 +35,7 @@ def in_run(
     lifeline = Lifeline(request, None, assignment, lambda: group)
     lifeline.begin()
     program = Program(train, kwargs, config)
-    return program(assignment, group, Journal(keep=False), lifeline, RunStatus(), None)
+    return program(assignment, group, ReportBuffer(keep=False), lifeline, RunStatus(), None)
 
 
 def make_model(

@@ -8,7 +8,7 @@ from typing import Any
 import chorusline as cl
 from chorusline.actors.messages.messages import Assignment, Frozen, RunRequest
 from chorusline.actors.messages.run_status import RunStatus
-from chorusline.actors.reporting.report_buffer import Journal
+from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.runtime.program.program import Program
 
@@ -59,4 +59,4 @@ def in_run(
     lifeline = driver.lifeline = Lifeline(request, driver, assignment, lambda: group)  # type: ignore[arg-type]
     lifeline.begin()
     program = Program(train, {}, None)
-    return program(assignment, group, Journal(keep=False), lifeline, RunStatus(), None)
+    return program(assignment, group, ReportBuffer(keep=False), lifeline, RunStatus(), None)
