@@ -34,7 +34,7 @@ OWN_RAY = re.compile(
 
 FAST = re.compile(
     "tests/(actors|contracts|data|harness|join|partition|steps|tracking)/"
-    "|tests/checkpoint/test_(alike|schedules|trust)[.]"
+    "|tests/checkpoint/test_(replica_check|schedules|trust)[.]"
     "|tests/collectives/(contract/test_(errors|group_contract|overlaps)|test_dry_run)[.]"
     "|tests/collectives/stores/test_(file_store|privacy)[.]"
     "|tests/data_parallel/test_(backward_pass|comm_hooks|grown_models|pure_distri|step_stat)"

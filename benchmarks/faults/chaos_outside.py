@@ -21,7 +21,7 @@ import ray
 
 import chorusline as cl
 from chorusline.collectives.contract.errors import name_ranks
-from chorusline.runtime.session.holding.waiting import beside
+from chorusline.runtime.session.holding.slow_start_notice import beside
 
 from . import chaos_kinds
 from .chaos_kinds import KINDS, Kind, Told

@@ -2,7 +2,7 @@
 
 Each body below is one algorithm: a rank writes into its own slot, calls `publish`, yields until all
 ranks have published, and reads the others' slots. The top of shared_memory/segment.py has the rule
-that makes this safe; driving.py waits. Every rank adds in rank order, so all get the same bits.
+that makes this safe; work_queue.py waits. Every rank adds in rank order, so all get the same bits.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..contract.errors import CollectiveError, GroupClosed, PeerLost
 from ..contract.operation import Operation, ReduceOp
 from ..contract.work import Work
 from ..diagnosis.signature import pair_mismatch
-from .driving import Body, Lane, LaneWork
 from .in_place import IN_PLACE_BYTES, InPlace, Sharing, Through
 from .messages import Messages
 from .segment import SharedSegment
 from .symmetric_memory import empty_symmetric
+from .work_queue import Body, Lane, LaneWork
 
 SLOT_BYTES = 2 << 20
 """Each rank has two slots of this size. Pages that no operation has touched take no memory."""

@@ -1,9 +1,9 @@
 """Collectives on symmetric memory: each rank reads the others' tensors where they lie.
 
-The bodies are those of driving.py. An operation begins with one tick in which the ranks show where
-their tensors lie; so all of them choose the same way, even where the tensors of some ranks are
-ordinary. Ranks that all have ordinary tensors lose nothing: that tick is then the first one of the
-way through the slots (algorithms.py).
+The bodies are those of work_queue.py. An operation begins with one tick in which the ranks show
+where their tensors lie; so all of them choose the same way, even where the tensors of some ranks
+are ordinary. Ranks that all have ordinary tensors lose nothing: that tick is then the first one of
+the way through the slots (algorithms.py).
 
 A rank reads others' tensors after the tick in which they are ready and before it publishes the last
 one, and its operation ends when all have published that. So nobody writes to a tensor that is still
@@ -23,9 +23,9 @@ import torch
 
 from ..contract.arithmetic import reduce_into
 from ..contract.operation import ReduceOp
-from .driving import Body
 from .segment import SharedSegment
 from .symmetric_memory import NOWHERE, MemoryPlace, mapped, place_of
+from .work_queue import Body
 
 _TILE_BYTES = 256 << 10
 """More than two tensors are added by pieces of this size, which stay in the processor's cache."""

@@ -9,7 +9,7 @@ rank, the message is put aside in the receiver's own memory.
 
 A rank that writes to a ring, or reads from it, rings the bell of the other rank: a word on which
 that rank sleeps (futex, in slices, as with ticks). Between slices a sleeper checks the abort word,
-the other processes and the deadlines. driving.py says which thread drives.
+the other processes and the deadlines. work_queue.py says which thread drives.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..contract.operation import ANY_RANK, Operation
 from ..contract.work import Work
 from ..diagnosis.blame import tell_waits, to_blame
 from ..diagnosis.signature import message_mismatch
-from .driving import DrivenQueue, DrivenWork
 from .ring import HEADER, UNIT, Channel
 from .segment import SharedSegment
+from .work_queue import DrivenQueue, DrivenWork
 
 _SLICES_S = (0.002, 0.005, 0.02)
 

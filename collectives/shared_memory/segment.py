@@ -67,7 +67,7 @@ from .layout import (
     sites_start,
     slots_start,
 )
-from .waits import Waits
+from .wait_table import Waits
 
 _ABSENT, _OPEN, _CLOSED = 0, 1, 2
 

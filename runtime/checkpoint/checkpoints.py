@@ -33,7 +33,6 @@ from ..process.between_runs import between_runs
 from ..process.registry import Registered, Registry
 from ..process.sharded_tensors import has_shards
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
-from .alike import Numbers, numbers_in
 from .config import AUTO, NEVER, CheckpointConfig
 from .contents import (
     PER_RANK,
@@ -56,6 +55,7 @@ from .format.reader import CheckpointReader
 from .format.shard_file import write_part
 from .format.storage import Storage, open_storage
 from .opening import candidates_on_all, choose, probe, swept, warn_of_unlisted
+from .replica_check import Numbers, numbers_in
 from .restore import options_of, restore, told_changes
 from .saving import Saving
 from .sharded_state import SavedOptimizer

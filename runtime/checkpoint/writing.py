@@ -14,7 +14,6 @@ from chorusline.actors.errors import ends_a_generation
 from chorusline.collectives import ChoruslineError, Group, PeerLost, StoreLost, StoreTimeout
 from chorusline.collectives.stores.store import PrefixStore
 
-from .alike import Numbers, why_unlike
 from .config import CheckpointConfig
 from .format import catalog
 from .format.errors import CheckpointError, CheckpointWriteFailed
@@ -31,6 +30,7 @@ from .format.manifest import (
 from .format.pieces import Path
 from .format.plain_values import beyond_plain
 from .format.storage import Storage
+from .replica_check import Numbers, why_unlike
 from .saving import Saving, SavingTimes
 
 LAST_WORD_S = 2.0
@@ -56,7 +56,7 @@ class Writing:
     site: the user's line that called, `train.py:41`, or empty.
     call_by: the time.monotonic() at which all ranks must have called.
     write: writes this rank's part.
-    numbers: of what is equal on all ranks (alike.py), as far as this rank's is current.
+    numbers: of what is equal on all ranks (replica_check.py), as far as this rank's is current.
     progress: this rank's position in its data.
     progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
     told_saves: the prefixes of earlier saves whose outcomes are in the store; this adds its own.

@@ -35,10 +35,10 @@ from .error_notes import (
     why_not_one_more,
     why_not_skipped,
 )
-from .followers import steps_any
 from .join_hook import JoinHook
 from .ledger import JoinLedger
 from .pass_pattern import PassPattern
+from .step_along import steps_any
 
 _KNOWN = (torch.optim.Optimizer, LRScheduler, AveragedModel)
 """Objects in `step_along` that need no comparison of parameters in a step: an average is compared

@@ -26,7 +26,7 @@ from chorusline.collectives.contract.argument_kinds import check_kinds, check_ra
 from ..process.sharded_tensors import is_fully_sharded
 from .argument_errors import not_a_list, not_joinable, why_not_along, why_not_twice
 from .engine import GroupJoinable, Joinable, JoinEngine
-from .followers import followers_of
+from .step_along import followers_of
 
 
 class Join:

@@ -31,7 +31,7 @@ from ..tracking.tracking import Tracking
 from . import connecting
 from .detached.client import DetachedClient
 from .detached.status import IDLE_TIMEOUT_S, check_name
-from .holding.holding import Holding
+from .holding.local_session import LocalSession
 from .holding.options import (
     DEFAULT,
     Default,
@@ -49,7 +49,7 @@ from .holding.options import (
     checked_spares,
 )
 from .placing import placement
-from .showing.hearing import Audience, hearing
+from .showing.news_pump import Audience, hearing
 from .showing.progress import Progress
 from .showing.starting import Starting
 from .state import REMEDIES, SessionKind, SessionSnapshot, SessionState, how_interrupted
@@ -203,7 +203,7 @@ class Session:
         self._detached_name = name or ""
         self._kind = SessionKind.DETACHED if detached else SessionKind.OWN
         self._is_local = False  # True: sessions of this process have started the cluster.
-        self._holding = Holding(self._options)  # Has no actors in a detached session.
+        self._holding = LocalSession(self._options)  # Has no actors in a detached session.
         self._client: DetachedClient | None = None  # None: the session is not detached
         self._state = SessionState.NEW
         self._has_told_weight = False

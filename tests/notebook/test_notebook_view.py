@@ -20,7 +20,7 @@ from chorusline.actors.messages.run_status import RunStatus
 from chorusline.runtime.notebook.history import History
 from chorusline.runtime.notebook.plots import COLORS, Line, chart, ticks, with_ends
 from chorusline.runtime.notebook.view import LiveView, ranks_as_html, run_as_html
-from chorusline.runtime.session.showing.hearing import Audience
+from chorusline.runtime.session.showing.news_pump import Audience
 from chorusline.runtime.tracking.tracker import TrackedEvent
 
 

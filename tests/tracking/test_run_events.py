@@ -14,7 +14,7 @@ from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
 from chorusline.actors.ray_calls.calls import FOR_MEMORY, KILLED
 from chorusline.runtime.session.detached.history import RunHistory
-from chorusline.runtime.session.showing.hearing import Audience
+from chorusline.runtime.session.showing.news_pump import Audience
 from chorusline.runtime.session.showing.progress import Progress
 from chorusline.runtime.session.showing.progress_model import in_the_end
 from chorusline.runtime.tracking.run_events import RunEvents, event_of

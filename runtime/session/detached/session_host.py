@@ -1,6 +1,6 @@
 """The actor that holds a detached session, as a program holds any other session.
 
-It has the same `Holding` as a session of a program, on its own event loop: recruiting, seats, the
+It has the same `LocalSession` as a session of a program, on its own event loop: recruiting, seats, the
 next driver after one that died, spare workers. It never imports the user's code: functions come,
 and results go, as bytes. A program that starts the session or attaches to it has a client
 (client.py), which asks the session host. Clients may come and go.
@@ -41,9 +41,9 @@ from chorusline.actors.ray_calls.detached_actors import DetachedActors
 from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 
-from ..holding.holding import Holding
+from ..holding.local_session import LocalSession
 from ..holding.options import SessionOptions
-from ..showing.hearing import Audience
+from ..showing.news_pump import Audience
 from ..showing.starting import Starting
 from .history import Bookmark, RunHistory
 from .status import RESULTS_KEPT_S, DetachedStatus
@@ -95,7 +95,7 @@ class SessionHost:
         self._detached = DetachedActors(name)
         self._options = options
         self._idle_timeout_s = idle_timeout_s
-        self._holding = Holding(options, self._detached)
+        self._holding = LocalSession(options, self._detached)
         self._id = uuid.uuid4().hex[:8]
         self._run: _Run | None = None  # None: before the first run
         self._clients: dict[str, float] = {}  # when each was heard last
@@ -162,7 +162,7 @@ class SessionHost:
         self._own(self._watch_idleness(), "idleness")
 
     async def started(self) -> None:
-        """Returns when the workers have started. Raises what Holding.start raises."""
+        """Returns when the workers have started. Raises what LocalSession.start raises."""
         await self._is_up.wait()
         if self._start_error is not None:
             raise self._start_error

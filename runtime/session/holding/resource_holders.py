@@ -13,7 +13,7 @@ from chorusline.actors.ray_calls.detached_actors import INCARNATION, names_of
 
 from ... import notebook
 from ..placing import placement
-from .waiting import beside
+from .slow_start_notice import beside
 
 _LOOK_AFTER_S = 1.0
 """Longer than a placement takes where there is room, and than Ray needs to count what a session

@@ -20,11 +20,11 @@ import torch
 from chorusline.collectives import Group, ReduceOp
 from chorusline.collectives.contract.errors import CollectiveTimeout, PeerLost
 from chorusline.collectives.shared_memory.algorithms import SLOT_BYTES
-from chorusline.collectives.shared_memory.driving import Body
 from chorusline.collectives.shared_memory.in_place import IN_PLACE_BYTES, Sharing
 from chorusline.collectives.shared_memory.layout import make_memory
 from chorusline.collectives.shared_memory.segment import SharedSegment
 from chorusline.collectives.shared_memory.symmetric_memory import NOWHERE, make_symmetric, place_of
+from chorusline.collectives.shared_memory.work_queue import Body
 from tests.harness.combinations import combinations
 from tests.harness.ranks import GLOO, Rank, Ranks, error_of, run_ranks
 from tests.harness.standing_ranks import StandingRanks

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from chorusline.runtime.checkpoint.alike import numbers_in, why_unlike
+from chorusline.runtime.checkpoint.replica_check import numbers_in, why_unlike
 
 
 def test_counts_are_found_and_what_is_no_count_is_left_out():

@@ -18,11 +18,11 @@ from ..placing import placement
 from ..placing.placement import Needs
 from ..placing.seats import PlacedSeats
 from ..placing.trials import of_this_trial
-from ..showing.hearing import Audience, hearing
+from ..showing.news_pump import Audience, hearing
 from ..showing.starting import Starting
 from .options import SessionOptions
 from .resource_holders import telling_who_holds
-from .waiting import awaited, telling
+from .slow_start_notice import awaited, telling
 
 _BEGINNINGS = 3
 """How often one call of `run` may begin: workers may have died since the last run, and more
@@ -32,7 +32,7 @@ _REPORT_HISTORY = 4000
 """Reports of each rank that its worker holds for a session host that is started again."""
 
 
-class Holding:
+class LocalSession:
     """The actors of a session: starts, uses and ends them. The one of a detached session is its
     session host's (detached/session_host.py). detached: names its actors; None for other
     sessions."""
