@@ -36,10 +36,10 @@ from ..ray_calls.detached_actors import INCARNATION, NAMESPACE, DetachedActors
 from ..ray_calls.versions import versions_here
 from ..worker.devices import environment_of_workers
 from ..worker.worker import worker_class
-from .listening import Listener
-from .persisting import persist
+from .news import Listener
 from .recruiting import Recruiter
 from .reserve import Reserve
+from .retry import persist
 from .seats import Seats
 
 STEP_S = 2.0

@@ -21,10 +21,10 @@ from ..driver.driver import Unfit
 from ..messages.messages import RunRequest
 from ..ray_calls.calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
 from ..ray_calls.versions import versions_here
-from .listening import Listener
-from .persisting import persist
+from .news import Listener
 from .replacing import Replacing
 from .reserve import Reserve
+from .retry import persist
 from .seats import Seats
 
 NODE_WATCH_S = 1.0

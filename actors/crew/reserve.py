@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from ..ray_calls.calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
-from .persisting import AGAIN_AT_MOST_S, AGAIN_S, persist
+from .retry import AGAIN_AT_MOST_S, AGAIN_S, persist
 from .seats import Seats
 
 _BEHIND_S = 3.0

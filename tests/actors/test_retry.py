@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from chorusline.actors.crew import persisting
-from chorusline.actors.crew.persisting import persist
+from chorusline.actors.crew import retry as persisting
+from chorusline.actors.crew.retry import persist
 from chorusline.actors.ray_calls.calls import ActorGone
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
-from chorusline.actors.crew.listening import News
+from chorusline.actors.crew.news import News
 from chorusline.actors.messages.messages import (
     Report,
     RunPause,

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from chorusline.actors.crew.listening import News
+from chorusline.actors.crew.news import News
 from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
 from chorusline.actors.ray_calls.calls import FOR_MEMORY, KILLED

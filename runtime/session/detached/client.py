@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from chorusline.actors.crew.listening import News
+from chorusline.actors.crew.news import News
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import Report, RunFailed, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
@@ -44,7 +44,7 @@ _log = logging.getLogger("chorusline")
 
 
 class DetachedClient:
-    """A session host, asked by this process. knows_all: as of a Listener (crew/listening.py)."""
+    """A session host, asked by this process. knows_all: as of a Listener (crew/news.py)."""
 
     knows_all = True
 

@@ -25,7 +25,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from chorusline.actors.crew.listening import News
+from chorusline.actors.crew.news import News
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import (
     Report,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ray
 
 from chorusline.actors.crew.crew import Crew
-from chorusline.actors.crew.listening import News
+from chorusline.actors.crew.news import News
 from chorusline.actors.errors import DriverLost
 from chorusline.actors.messages.messages import RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from chorusline.actors.messages.whereabouts import Whereabouts

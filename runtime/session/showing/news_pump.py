@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from chorusline.actors.crew.listening import News
+from chorusline.actors.crew.news import News
 from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import RunStatus
 

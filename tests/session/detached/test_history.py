@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from chorusline.actors.crew.listening import News
+from chorusline.actors.crew.news import News
 from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import GenerationChange, RunStatus
 from chorusline.actors.reporting.worker_logs import OUT, Position, Printed, PrintedPiece

@@ -154,8 +154,8 @@ async def test_run_says_who_is_behind_at_which_line_with_its_stack(session: Sess
         await session.run(train)
     first = train.__code__.co_firstlineno
     gather, reduce = (
-        f"all_gather #1, test_testimony.py:{first + 2}",
-        f"all_reduce #2, test_testimony.py:{first + 5}",
+        f"all_gather #1, test_whereabouts.py:{first + 2}",
+        f"all_reduce #2, test_whereabouts.py:{first + 5}",
     )
     assert f"rank 2 is at {gather}, the others at {reduce}" in str(caught.value)
     told = notes_of(caught.value)
@@ -181,8 +181,8 @@ async def test_a_timeout_in_a_subgroup_is_told_with_the_sessions_ranks(session: 
         await session.run(train)
     first = train.__code__.co_firstlineno
     barrier, reduce = (
-        f"barrier #0, test_testimony.py:{first + 3}",
-        f"all_reduce #1, test_testimony.py:{first + 6}",
+        f"barrier #0, test_whereabouts.py:{first + 3}",
+        f"all_reduce #1, test_whereabouts.py:{first + 6}",
     )
     told = notes_of(caught.value)
     assert "in group 'pair', of ranks [2, 1]: " in told
@@ -221,8 +221,8 @@ async def test_a_mismatch_is_told_with_the_lines_of_both_sides(session: Session)
     with pytest.raises(CollectiveMismatch) as caught:
         await session.run(train)
     first = train.__code__.co_firstlineno
-    there = f"broadcast #1, test_testimony.py:{first + 2}"
-    here = f"all_reduce #1, test_testimony.py:{first + 3}"
+    there = f"broadcast #1, test_whereabouts.py:{first + 2}"
+    here = f"all_reduce #1, test_whereabouts.py:{first + 3}"
     assert f"rank 1 is at {there}, the others at {here}" in notes_of(caught.value)
 
 
@@ -244,7 +244,7 @@ async def test_the_sessions_debug_level_holds_in_the_workers(cluster: None) -> N
         set_debug_level(before)
     line = train.__code__.co_firstlineno + 2
     for shape in ("(2, 3)", "(6,)"):
-        told = f"with SUM of shape {shape} on cpu in group 'default' at test_testimony.py:{line}"
+        told = f"with SUM of shape {shape} on cpu in group 'default' at test_whereabouts.py:{line}"
         assert told in str(caught.value)
 
 
