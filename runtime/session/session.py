@@ -203,7 +203,7 @@ class Session:
         self._detached_name = name or ""
         self._kind = SessionKind.DETACHED if detached else SessionKind.OWN
         self._is_local = False  # True: sessions of this process have started the cluster.
-        self._holding = LocalSession(self._options)  # Has no actors in a detached session.
+        self._local = LocalSession(self._options)  # Has no actors in a detached session.
         self._client: DetachedClient | None = None  # None: the session is not detached
         self._state = SessionState.NEW
         self._has_told_weight = False
@@ -215,7 +215,7 @@ class Session:
         # What the host has said last; a property asks nothing of the cluster.
         if self._client is not None and self._client.last is not None:
             return len(self._client.last.workers)
-        crew = self._holding.crew
+        crew = self._local.crew
         return crew.num_workers if crew else self._options.most
 
     @property
@@ -223,13 +223,13 @@ class Session:
         """The number of spare workers that are ready to take a seat."""
         if self._client is not None and self._client.last is not None:
             return self._client.last.num_spares
-        crew = self._holding.crew
+        crew = self._local.crew
         return crew.num_in_reserve if crew else 0
 
     @property
     def name(self) -> str:
         """As `chorusline status` lists it; empty unless the session is open."""
-        crew = self._holding.crew
+        crew = self._local.crew
         return self._detached_name or (crew.name if crew else "")
 
     @property
@@ -267,7 +267,7 @@ class Session:
                     starting.phase(f"waiting for the session {self._detached_name!r}")
                     await self._take_client()
                     return
-                await self._holding.start(starting, is_local=self._is_local)
+                await self._local.start(starting, is_local=self._is_local)
             if notebook.in_kernel():
                 await self._ask_workers(_ASK_S)  # _repr_html_ shows the answers.
         except BaseException as error:
@@ -306,7 +306,7 @@ class Session:
                 _log.warning("%s", client.how_it_continues())
             await client.let_go()
         try:
-            await self._holding.close()
+            await self._local.close()
         finally:
             # Last: the actors are ended by calls to the cluster.
             is_local, self._is_local = self._is_local, False
@@ -395,10 +395,10 @@ class Session:
         # The driver is an actor of the host, and this process has no handle of it.
         if self._client is not None:
             return SessionSnapshot(self._state, None, await self._ask_workers(limit_s))
-        if (crew := self._holding.crew) is None:
+        if (crew := self._local.crew) is None:
             return SessionSnapshot(self._state, None, ())
-        driver, self._holding.seen = await crew.snapshots(limit_s)
-        return SessionSnapshot(self._state, driver, self._holding.seen)
+        driver, self._local.seen = await crew.snapshots(limit_s)
+        return SessionSnapshot(self._state, driver, self._local.seen)
 
     async def trace(self, path: str | Path, timeout_s: Seconds = 2.0) -> int:
         """Write the last collectives of all ranks to a file for ui.perfetto.dev (session/trace.py);
@@ -406,7 +406,7 @@ class Session:
 
         timeout_s: seconds that a silent worker delays it. Raises RuntimeError if the session is not
         open, OSError if the file cannot be written."""
-        asked = self._client or self._holding.crew
+        asked = self._client or self._local.crew
         if asked is None:
             raise RuntimeError(REMEDIES[self._state])
         document = as_json(*traced(await asked.whereabouts(checked_seconds(timeout_s))))
@@ -426,14 +426,14 @@ class Session:
     async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
         if self._client is not None:
             return (await self._client.status()).workers
-        return await self._holding.ask_workers(timeout_s)
+        return await self._local.ask_workers(timeout_s)
 
     def __repr__(self) -> str:
         return f"<Session {self._state.value}, {self.num_workers} workers>"
 
     def _repr_html_(self) -> str:
         status = self._client.last if self._client is not None else None
-        seen = status.workers if status is not None else self._holding.seen
+        seen = status.workers if status is not None else self._local.seen
         return notebook.session_as_html(
             self._state.value, seen if self._state is not SessionState.CLOSED else ()
         )
@@ -445,7 +445,7 @@ class Session:
         why_not = self.why_not_ready()
         if why_not:
             raise notebook.show_once(RuntimeError(why_not), f"RuntimeError: {why_not}")
-        crew, client = self._holding.crew, self._client
+        crew, client = self._local.crew, self._client
         error: BaseException | None = None
         self._state = SessionState.RUNNING
         try:
@@ -453,7 +453,7 @@ class Session:
                 if client is not None:
                     outcome = await self._outcome_at(client, program, audience)
                 else:
-                    outcome = await self._holding.run(program, audience)
+                    outcome = await self._local.run(program, audience)
             if isinstance(outcome, RunFailed):
                 raise_failure(outcome, await self._last_step(outcome))
         except BaseException as raised:

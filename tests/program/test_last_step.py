@@ -72,14 +72,14 @@ def test_buffers_and_generators_are_put_back_to_the_end_of_the_step():
         # The forward pass of the next step, whose all-reduce the loss ends.
         inner(torch.randn(4, 3))
         assert not torch.equal(inner.running_mean, before["running_mean"])
-        assert last._holding() == HeldStep(5, part=drawn)
+        assert last._local() == HeldStep(5, part=drawn)
         for name, one in inner.state_dict().items():
             assert torch.equal(one, before[name]), name
         # A step that has begun may have changed any parameter.
         with last.watched():
             inner(torch.randn(4, 3)).sum().backward()
             optimizer.step()
-        assert last._holding() == HeldStep(None)
+        assert last._local() == HeldStep(None)
 
 
 def survive(group, steps):
@@ -118,7 +118,7 @@ def test_before_restart_keeps_arguments_of_its_step_and_without_a_run_does_nothi
         script.last_step = None
         with running(script), pytest.raises(RuntimeError, match="registers what survives"):
             cl.before_restart(saved.append, 3)
-        held = last._holding()
+        held = last._local()
         assert (held, saved) == (HeldStep(3), [])
         assert last._kept.written.write({0: b""}) == "by list.append(2)"
         assert saved == [2]

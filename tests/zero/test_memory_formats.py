@@ -174,7 +174,7 @@ def half_way(group: cl.Group, last_at: int | None) -> Any:
 @pytest.mark.parametrize("last_at", [None, -1])
 def test_state_goes_from_one_memory_format_into_another(ranks_of, last_at):
     start = ranks_of(2).run(half_way, last_at)[0]
-    assert_in(torch.contiguous_format if last_at is None else LAST, _holding(start[0]))
+    assert_in(torch.contiguous_format if last_at is None else LAST, _local(start[0]))
     results = ranks_of(3).run(go_on, start)
     first = results[0][0]
     for found in (f for of_rank in results for f in of_rank):
@@ -182,7 +182,7 @@ def test_state_goes_from_one_memory_format_into_another(ranks_of, last_at):
     assert largest_difference(list(first[0].values()), list(start[0].values())) > 1e-3
 
 
-def _holding(state: dict[str, torch.Tensor]) -> torch.nn.Module:
+def _local(state: dict[str, torch.Tensor]) -> torch.nn.Module:
     module = torch.nn.Module()
     for name, value in state.items():
         module.register_parameter(name.replace(".", "_"), torch.nn.Parameter(value))

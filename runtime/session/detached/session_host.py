@@ -1,8 +1,8 @@
 """The actor that holds a detached session, as a program holds any other session.
 
-It has the same `LocalSession` as a session of a program, on its own event loop: recruiting, seats, the
-next driver after one that died, spare workers. It never imports the user's code: functions come,
-and results go, as bytes. A program that starts the session or attaches to it has a client
+It has the same `LocalSession` as a session of a program, on its own event loop: recruiting, seats,
+the next driver after one that died, spare workers. It never imports the user's code: functions
+come, and results go, as bytes. A program that starts the session or attaches to it has a client
 (client.py), which asks the session host. Clients may come and go.
 
 If the session host dies, Ray starts it again; meanwhile the ranks train on. It finds its workers,
@@ -95,7 +95,7 @@ class SessionHost:
         self._detached = DetachedActors(name)
         self._options = options
         self._idle_timeout_s = idle_timeout_s
-        self._holding = LocalSession(options, self._detached)
+        self._local = LocalSession(options, self._detached)
         self._id = uuid.uuid4().hex[:8]
         self._run: _Run | None = None  # None: before the first run
         self._clients: dict[str, float] = {}  # when each was heard last
@@ -148,11 +148,11 @@ class SessionHost:
                 # over.
                 self._note_restarts(_NOT_TO_BE_FOUND)
                 with Starting(None) as starting:
-                    await self._holding.start(starting, is_local=False)
+                    await self._local.start(starting, is_local=False)
             self._note_restarts(self._restarts)
         # Its client hears the reason, and then the name is free again.
         except Exception as error:
-            await self._holding.close()
+            await self._local.close()
             self._start_error = error
             self._is_up.set()
             await asyncio.sleep(_LAST_WORDS_S)
@@ -172,7 +172,7 @@ class SessionHost:
         if restarts == _NOT_TO_BE_FOUND:
             raise StartupError(f"the session {self._name!r} has not started", "its host died")
         self._restarts = restarts + 1
-        await self._holding.start_again()
+        await self._local.start_again()
         record, request = self._detached.saved("run"), self._detached.saved("request")
         if record is not None:
             number, token, began, took_s, ending = record
@@ -190,7 +190,7 @@ class SessionHost:
     async def _hear_again(self, run: _Run) -> None:
         has_more = True
         while has_more:
-            news = await self._holding.news_of(run.number, _SNAPSHOT_S)
+            news = await self._local.news_of(run.number, _SNAPSHOT_S)
             run.history.add(news)
             has_more = news.has_more
 
@@ -227,7 +227,7 @@ class SessionHost:
         # A node that does not answer must not keep the session from ending.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_S):
-                await self._holding.close()
+                await self._local.close()
                 if run is not None:
                     await run.is_over.wait()
 
@@ -279,7 +279,7 @@ class SessionHost:
     ) -> None:
         audience = Audience(None, None, None, has_output=False, record=run.history.add)
         try:
-            run.ending = await self._holding.run(program, audience, begun)
+            run.ending = await self._local.run(program, audience, begun)
         except asyncio.CancelledError:
             run.ending = GroupAborted(await self._generation(), [], run.why or "it was cancelled")
         except Exception as error:
@@ -291,7 +291,7 @@ class SessionHost:
             self._record(run)
 
     async def _generation(self) -> int:
-        seen = await self._holding.ask_workers(_SNAPSHOT_S)
+        seen = await self._local.ask_workers(_SNAPSHOT_S)
         return max((one.generation for one in seen if not isinstance(one, str)), default=0)
 
     def _record(self, run: _Run) -> None:
@@ -371,12 +371,12 @@ class SessionHost:
         if self._again is not None:
             await self._is_up.wait()  # It does not know yet what it has.
         run = self._run
-        seen = await self._holding.ask_workers(_SNAPSHOT_S) if not self._ended else ()
+        seen = await self._local.ask_workers(_SNAPSHOT_S) if not self._ended else ()
         ran_s = 0.0
         if run is not None:
             ran_s = run.took_s if run.is_over.is_set() else time.time() - run.began
         self._forget_clients()
-        crew = self._holding.crew
+        crew = self._local.crew
         is_idle = not (self._clients or self._is_running or self._ended)
         return DetachedStatus(
             self._name,
@@ -398,7 +398,7 @@ class SessionHost:
     async def whereabouts(
         self, timeout_s: float
     ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]:
-        return await self._holding.whereabouts(timeout_s)
+        return await self._local.whereabouts(timeout_s)
 
 
 def _forgotten(recorded: bytes | None) -> RuntimeError:

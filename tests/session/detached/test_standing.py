@@ -16,7 +16,7 @@ async def test_a_status_has_no_argument_of_the_session_in_which_a_secret_may_sta
     options = cl.Session(seed=5, **secrets)._options
     host: Any = object.__new__(SessionHost)
     host._name, host._run, host._clients = "night", None, {}
-    host._options, host._holding = options, LocalSession(options)
+    host._options, host._local = options, LocalSession(options)
     host._idle_timeout_s, host._restarts, host._ended, host._busy_at = 1.0, 0, "", 0.0
     host._ended_at, host._again = time.monotonic(), None
     status = await host.status()
