@@ -1,8 +1,8 @@
 """The Trainer of transformers in a plain script: its own checkpoint, written by any one rank.
 
-The Trainer is found where it calls its optimizer, and called after each step by a callback of its
-own kind. transformers is imported by the script, and never here. Its private methods are those of
-transformers 5; a version without them gets no checkpoint, and a line that says so.
+It is called after each step by a callback of its own kind. transformers is imported by the script,
+and never here. Its private methods are those of transformers 5; a version without them gets no
+checkpoint, and a line that says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,17 +20,10 @@ import torch
 _ITS_MODULE = "transformers.trainer"
 
 
-def that_steps() -> Any | None:
-    """The Trainer that calls what calls this; None if it is not a Trainer's step."""
-    # A tuple of no classes: the script has not imported it.
-    kind = getattr(sys.modules.get(_ITS_MODULE), "Trainer", ())
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, kind):
-            return caller
-        frame = frame.f_back
-    return None
+def kinds() -> tuple[type, ...]:
+    """The class of Trainers; none where the script has not imported transformers."""
+    kind = getattr(sys.modules.get(_ITS_MODULE), "Trainer", None)
+    return () if kind is None else (kind,)
 
 
 def why_not(trainer: Any) -> str:

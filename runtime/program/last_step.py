@@ -12,9 +12,10 @@ for a checkpoint, before the script begins again.
        the run which step it holds.
     3. The one with the latest step writes, `writer_of`.
 
-How a checkpoint is written, the script knows: the Trainer of transformers by its own methods
-(hf_trainer.py), a loop by the function that it gives to `before_restart`. Where nobody can write,
-a line says why, and the script goes back to its own checkpoint.
+How a checkpoint is written, the script knows: a Trainer of transformers or Lightning by its own
+methods (hf_trainer.py, lightning_trainer.py), a loop by the function that it gives to
+`before_restart`. A Trainer is found where it calls its optimizer. Where nobody can write, a line
+says why, and the script goes back to its own checkpoint.
 
 Source: Gupta et al., Just-In-Time Checkpointing, EuroSys 2024.
 """
@@ -30,6 +31,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +49,7 @@ from ..process.random_state import RandomState
 from ..process.running import current, is_running
 from ..process.sharded_tensors import steps_shards
 from ..process.step_boundary import boundary
-from . import hf_trainer
+from . import hf_trainer, lightning_trainer
 
 _MEET_S = 10.0
 """Seconds in which the survivors come here: one that computes is interrupted after two."""
@@ -120,6 +122,7 @@ class LastStep:
         self._called = 0
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def keep(self, written: Written, step: int | None = None) -> None:
         """A step has ended. step: how many have; by default, as many as there were calls."""
@@ -159,20 +162,40 @@ class LastStep:
         if isinstance(module, DistributedDataParallel) and part is not None:
             self._models.add(part)
 
-    def _begins_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self.begun += 1
-        if optimizer in self._optimizers:
-            return
-        self._optimizers.add(optimizer)
+    def _begins_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._looks_at(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self.begun += 1
+            return None
+
+        def then_begins() -> Any:
+            loss = closure()  # With collectives: nothing has changed until they are over.
+            self.begun += 1
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": then_begins}
+        return (args[0], then_begins, *args[2:]), kwargs
+
+    def _looks_at(self, optimizer: torch.optim.Optimizer) -> None:
         self.why_not = self.why_not or why_sharded(optimizer)
-        trainer = hf_trainer.that_steps()
-        if trainer is None:
-            return
-        try:
-            self.why_not = self.why_not or hf_trainer.why_not(trainer)
-            hf_trainer.call_after_steps(trainer, self.keep)
-        except Exception as error:  # It trains without this as well.
-            self.why_not = f"the Trainer is of another version: {type(error).__name__}: {error}"
+        for library in (hf_trainer, lightning_trainer):
+            trainer = _that_calls(library.kinds())
+            if trainer is None or trainer in self._trainers:
+                continue
+            self._trainers.add(trainer)
+            try:
+                self.why_not = self.why_not or library.why_not(trainer)
+                if not self.why_not:
+                    library.call_after_steps(trainer, self.keep)
+            except Exception as error:  # It trains without this as well.
+                what = f"{type(error).__name__}: {error}"
+                self.why_not = f"the Trainer is of another version: {what}"
 
     # ── A rank was lost ──────────────────────────────────────────────────────────────────────────
 
@@ -289,6 +312,17 @@ def why_sharded(optimizer: torch.optim.Optimizer) -> str:
     if steps_shards(optimizer):
         return "the parameters are DTensors in shards, of which the lost rank had one"
     return ""
+
+
+def _that_calls(kinds: tuple[type, ...]) -> Any:
+    """The object of one of the classes that calls what calls this; None if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, kinds):
+            return caller
+        frame = frame.f_back
+    return None
 
 
 def _why_none(holdings: Mapping[int, HeldStep]) -> str:

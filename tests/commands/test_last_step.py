@@ -100,7 +100,7 @@ def check(script: str, folder: Path, victims: list[int], save_s: float = 0.0) ->
     told = 3 if 0 in victims else 4
     assert killed.told[1].split()[:told] == whole.told[1].split()[:told]
     begun = int(killed.told[0].removeprefix("begun "))
-    assert re.search(f"last completed step is written down: .*[-(]{begun}\\b", killed.errors)
+    assert re.search(f"last completed step is written down: .*[-( ]{begun}\\b", killed.errors)
     assert f"restart {len(victims)} of 5" in killed.errors
     for steps in killed.steps:
         assert len(steps) - len({*steps}) <= len(victims), f"steps taken again: {steps}"
@@ -139,3 +139,13 @@ def test_an_unmodified_trainer_loses_at_most_the_step_in_flight(
 ) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     check("hf_last_step.py", tmp_path, victims)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("victims", [[2], [0], [1, 0]])
+def test_an_unmodified_trainer_of_lightning_loses_at_most_the_step_in_flight(
+    cluster: None, tmp_path: Path, victims: list[int]
+) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    check("lightning_last_step.py", tmp_path, victims)

@@ -82,6 +82,29 @@ def test_buffers_and_generators_are_put_back_to_the_end_of_the_step():
         assert last._local() == HeldStep(None)
 
 
+def test_a_step_with_a_closure_changes_nothing_before_the_closure_has_returned():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    lost = cl.PeerLost("all_reduce", 0, [1], "process 5 ended")
+
+    def closure(error=None):
+        if error:
+            raise error
+        model(torch.ones(3)).sum().backward()
+        return torch.zeros(())
+
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        last = LastStep(group)
+        with last.watched():
+            assert optimizer.step(closure) == 0
+            last.keep(kept([]), 1)
+            with pytest.raises(cl.PeerLost):
+                optimizer.step(closure=lambda: closure(lost))
+            assert last._holding().step == 1
+            optimizer.step(closure=closure)
+            assert last._holding() == HeldStep(None)
+
+
 def survive(group, steps):
     """Rank 2 of three is lost. steps: that the others hold, by rank."""
     last, wrote = LastStep(group), []

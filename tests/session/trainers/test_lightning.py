@@ -1,4 +1,5 @@
-"""Lightning's Trainer in a session, with ranks that have different numbers of batches."""
+"""Lightning's Trainer in a session, with ranks that have different numbers of batches; and in a
+script that is run unchanged, whose last step is written down."""
 
 import copy
 
@@ -13,6 +14,10 @@ pytest.importorskip("lightning", reason="needs the extra lightning")
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+from chorusline.runtime.program import lightning_trainer
+from chorusline.runtime.program.last_step import LastStep
 
 SAMPLES = 9  # In batches of 2: three for rank 0, two for rank 1.
 EPOCHS = 3
@@ -445,3 +450,90 @@ async def test_what_does_not_go_together_is_refused(session, kind, sharded, opti
 def test_outside_a_session_the_mend_is_told():
     with pytest.raises(RuntimeError, match="call this inside the function that is given to"):
         cl.ChoruslineStrategy()
+
+
+class Placed:
+    """Batches with a place that Lightning saves."""
+
+    taken = 0
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        while self.taken < len(self):
+            self.taken += 1
+            yield data(5 * self.taken)[-5:].double()
+        self.taken = 0
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["taken"]
+
+
+class Dies(Regression):
+    def __init__(self, at=None):
+        super().__init__()
+        self.net.insert(0, torch.nn.BatchNorm1d(7).double())
+        self.at, self.batches = at, 0
+
+    def loss(self, batch):
+        loss = super().loss(batch)  # With statistics of BatchNorm.
+        self.batches += 1
+        if self.batches == self.at:
+            raise cl.PeerLost("all_reduce", 0, [1], "process 5 ended")
+        return loss
+
+
+def fit_script(module, folder, batches, max_steps=7, **options):
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=max_steps,
+        max_epochs=-1,
+        num_sanity_val_steps=0,
+        callbacks=[ModelCheckpoint(folder, **options)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=2,
+    )
+    trainer.fit(module, batches, Placed(), ckpt_path="last")
+    return {**module.net.state_dict()} | {"rates": module.optimizers().param_groups[0]["lr"]}
+
+
+def test_a_script_goes_on_from_the_step_before_the_one_that_a_lost_rank_has_ended(tmp_path):
+    """Five batches, three steps and a validation of five batches an epoch."""
+    kept = {"save_last": True, "every_n_train_steps": 100}
+    whole = fit_script(Dies(), tmp_path / "whole", Placed(), **kept)
+    for at, step in ((9, 3), (12, 3)):  # In a validation, and between the two batches of a step.
+        with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+            last, module, folder = LastStep(group), Dies(at), tmp_path / str(at)
+            last._models.add(module)  # As DistributedDataParallel would.
+            with last.watched(), pytest.raises(cl.PeerLost):
+                fit_script(module, folder, Placed(), **kept)
+            assert last._holding().step == step
+            assert last._kept.written.write({0: b""}) == f"{folder}/last.ckpt, step {step}"
+        again = fit_script(Dies(), folder, Placed(), **kept)
+        for name, one in whole.items():
+            assert torch.equal(torch.as_tensor(again[name]), torch.as_tensor(one)), (at, name)
+
+
+def test_a_trainer_that_could_not_go_on_from_its_last_step_is_told_why(tmp_path):
+    told = []
+
+    class Asks(Dies):
+        def on_train_start(self):
+            told.append(lightning_trainer.why_not(self.trainer))
+
+    rows = torch.utils.data.DataLoader(data().double(), 5)
+    fit_script(Asks(), tmp_path, rows, 1)
+    fit_script(Asks(), tmp_path, rows, 1, every_n_train_steps=3)
+    fit_script(Asks(), tmp_path, Placed(), 1)
+    fit_script(Asks(), tmp_path, Placed(), 1, save_weights_only=True)
+    assert "has no state_dict" in told[0] and told[1:3] == ["", ""]
+    assert "saves nothing to resume from" in told[3]
+    sharded = Trainer(accelerator="cpu", devices=1, strategy=ModelParallelStrategy(), logger=False)
+    assert "in shards (ModelParallelStrategy)" in lightning_trainer.why_not(sharded)

@@ -1,0 +1,95 @@
+"""The Trainer of Lightning in a plain script: its own checkpoint, written by any one rank.
+
+Lightning is imported by the script, and never here. Private names are those of Lightning 2.6; a
+version without them gets no checkpoint, and a line that says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def kinds() -> tuple[type, ...]:
+    """The classes of Trainers; none where the script has not imported Lightning."""
+    found = [getattr(sys.modules.get(package), "Trainer", None) for package in _PACKAGES]
+    return tuple(one for one in found if one is not None)
+
+
+def why_not(trainer: Any) -> str:
+    """Why no checkpoint of this Trainer can be written by one rank; empty if it can."""
+    strategy = type(trainer.strategy)
+    # That of the base class lets rank 0 write; where state is in shards, all ranks have to.
+    if not strategy.save_checkpoint.__module__.endswith(".strategies.strategy"):
+        what = f"the Trainer's state is in shards ({strategy.__name__})"
+        return f"{what}, of which the lost rank had one"
+    saves = _that_saves(trainer)
+    if saves is None:
+        return "the Trainer saves nothing to resume from (no ModelCheckpoint, save_weights_only)"
+    if saves.every_n_epochs and not trainer.fit_loop._combined_loader._state_dicts():
+        # It would take the first rows of the epoch again, and leave as many of the last ones out.
+        return (
+            "the Trainer saves at the ends of epochs, and could not continue within one: its "
+            "loader has no state_dict and load_state_dict (torchdata's StatefulDataLoader has)"
+        )
+    return ""
+
+
+def call_after_steps(trainer: Any, keep: Callable[[LightningCheckpoint, int], None]) -> None:
+    """Call `keep` after each batch with which this Trainer has ended a step."""
+    kept = trainer.global_step
+
+    def on_train_batch_end(*_: object) -> None:
+        nonlocal kept
+        if trainer.global_step != kept:  # Otherwise it accumulates gradients, which are not saved.
+            kept = trainer.global_step
+            keep(LightningCheckpoint(trainer), kept)
+
+    kind = next(one for one in type(_that_saves(trainer)).__mro__ if one.__name__ == "Callback")
+    callback = type("KeepsLastStep", (kind,), {"on_train_batch_end": on_train_batch_end})()
+    # Before those that save, the last ones in the list: while they do so, a rank may be lost.
+    trainer.callbacks.insert(len(trainer.callbacks) - len(trainer.checkpoint_callbacks), callback)
+
+
+class LightningCheckpoint:
+    """The checkpoint of a Trainer, with its place in the data as of now: the next batch moves that
+    before its collectives."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        as_of_now = {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "loops": trainer._checkpoint_connector._get_loops_state_dict(),
+        }
+        self._as_of_step = copy.deepcopy(as_of_now)
+
+    def own_part(self) -> bytes:
+        return b""  # Lightning's checkpoint has nothing of each rank.
+
+    def write(self, parts: Mapping[int, bytes]) -> str:
+        """As `last.ckpt` where the script looks for that, which ckpt_path="last" means."""
+        trainer, callback, step = self._trainer, _that_saves(self._trainer), self._as_of_step
+        name = callback.CHECKPOINT_NAME_LAST if callback.save_last else "{epoch}-{step}"
+        numbers = {"epoch": step["epoch"], "step": step["global_step"]}
+        path = callback.format_checkpoint_name(numbers, name)
+        if callback.save_last:
+            # It is a part of the state: the file is replaced when the callback saves again.
+            path = callback.last_model_path = callback.last_model_path or path
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False) | step
+        trainer.strategy.checkpoint_io.save_checkpoint(checkpoint, path)
+        trainer.strategy.checkpoint_io.teardown()  # One that saves in a thread has ended then.
+        return f"{os.fspath(path)}, step {step['global_step']}"
+
+
+def _that_saves(trainer: Any) -> Any:
+    """Its ModelCheckpoint that saves the whole state, rather one with save_last; None without."""
+    callbacks = [
+        one for one in trainer.checkpoint_callbacks if getattr(one, "save_weights_only", 1) is False
+    ]
+    return max(callbacks, key=lambda one: bool(one.save_last), default=None)
