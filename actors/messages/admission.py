@@ -44,10 +44,10 @@ class GivenReplayLog:
 class ReadyToken:
     """Where a worker waits after its dry run; it is admitted where the others have equal tokens.
 
-    passage: the pass over an epoch that it is in. objects: a digest of all that it has made.
+    iteration: the pass over an epoch that it is in. objects: a digest of all that it has made.
     """
 
-    passage: str
+    iteration: str
     objects: str
 
 

@@ -18,7 +18,7 @@ from ..join.active import active_join
 from ..join.engine import JoinEngine
 from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
-from .cursor import Cursor, Passage, Remainder
+from .cursor import Cursor, Iteration, Remainder
 from .dealer import Dealer, Dealt
 from .fetching.on_device import ToDevice
 
@@ -87,13 +87,13 @@ class Batches(Dealt):
         """Gives None when the iteration has begun, and then the batches."""
         self._check()
         self._rest = self._coming()
-        passage: Passage | None = None
+        iteration: Iteration | None = None
         if self._cursor is not None:
             self._cursor.let_go(self)
             # Without gradients it is an evaluation, which a resumed run takes again as a whole.
             if torch.is_grad_enabled():
-                passage = self._cursor.begin(self._key, self)
-        self._passage_name = passage.name if passage is not None else None
+                iteration = self._cursor.begin(self._key, self)
+        self._iteration_name = iteration.name if iteration is not None else None
         bound = boundary()
         self.taken = self.agreed = self.num_given = 0
         self.ids_of_the_lost = []
@@ -147,7 +147,7 @@ class Batches(Dealt):
                         # A rank may have been lost in the step, and this one has samples of it.
                         steps.batches_left = self._num_left()
                     # An evaluation is no step: it must not save a checkpoint.
-                    if passage is not None and self._at_boundary is not None:
+                    if iteration is not None and self._at_boundary is not None:
                         self._at_boundary()
                     bound.stop_if_agreed()
                     if join and not self.has_more():
@@ -155,8 +155,8 @@ class Batches(Dealt):
                         join.ledger.batch = number
                         join.shadow(self.has_more, self._together)
             # Not in `finally`: a loop that was left by `break` or an error is resumed where it was.
-            if passage is not None:
-                passage.is_over = True
+            if iteration is not None:
+                iteration.is_over = True
             self._end()
         except GeneratorExit:
             # The loop was left early. Its batch numbers no longer say which ranks have data.

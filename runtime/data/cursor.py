@@ -104,7 +104,7 @@ class Used(Enum):
 
 
 @dataclass(slots=True)
-class Passage:
+class Iteration:
     """One iteration over a dataset.
 
     rest: what was left to give when the iteration began in this run.
@@ -158,7 +158,7 @@ class Cursor:
         self._epoch: int | None = None  # None: no loop over ctx.epochs has given one
         self.epoch_under_way: int | None = None
         """The epoch of the loop whose body runs."""
-        self._passages: dict[str, Passage] = {}
+        self._iterations: dict[str, Iteration] = {}
         self._seen: dict[str, int] = {}
         self._resumed = (-1, 0)
         """The loop and the epoch with which this cursor began."""
@@ -185,7 +185,7 @@ class Cursor:
     def _enter(self, epoch: int) -> None:
         self._epoch, self._seen = epoch, {}
         if (self._loop, epoch) != self._resumed:
-            self._passages = {}  # Only the resumed epoch has iterations that are partly done.
+            self._iterations = {}  # Only the resumed epoch has iterations that are partly done.
 
     @property
     def place(self) -> tuple[int, int]:
@@ -195,11 +195,11 @@ class Cursor:
 
     def rest_of(self, key: str) -> Remainder:
         """What is left of the coming iteration over the data that `key` identifies."""
-        passage = self._passages.get(f"{key}#{self._seen.get(key, 0)}")
-        return passage.rest if passage else Remainder()
+        iteration = self._iterations.get(f"{key}#{self._seen.get(key, 0)}")
+        return iteration.rest if iteration else Remainder()
 
-    def begin(self, key: str, shard: Dealt | None = None) -> Passage:
-        """Begin an iteration. Each iteration of an epoch over the same data has its own passage.
+    def begin(self, key: str, shard: Dealt | None = None) -> Iteration:
+        """Begin an iteration. Each iteration of an epoch over the same data has its own record.
 
         Raises ValueError if the iteration had begun before the resume, over another number of
         samples.
@@ -208,26 +208,26 @@ class Cursor:
         self._check_length(key, number)
         self._seen[key] = number + 1
         # One that is resumed is there already, with its rest.
-        passage = self._passages.setdefault(f"{key}#{number}", Passage())
-        passage.shard = shard
-        passage.name = f"{self._loop}/{self._epoch}/{key}#{number}"
-        return passage
+        iteration = self._iterations.setdefault(f"{key}#{number}", Iteration())
+        iteration.shard = shard
+        iteration.name = f"{self._loop}/{self._epoch}/{key}#{number}"
+        return iteration
 
     def let_go(self, shard: Dealt) -> None:
-        """`shard` begins to count again: what it has counted so far stays in its passages."""
-        for passage in self._passages.values():
-            if passage.shard is shard:
-                # The object counts from 0 again; what this passage has to tell is in the copy.
-                passage.shard = copy.copy(shard)
+        """`shard` begins to count again: what it has counted so far stays in its iterations."""
+        for iteration in self._iterations.values():
+            if iteration.shard is shard:
+                # The object counts from 0 again; what this iteration has to tell is in the copy.
+                iteration.shard = copy.copy(shard)
 
     def _check_length(self, key: str, number: int) -> None:
-        if f"{key}#{number}" in self._passages:
+        if f"{key}#{number}" in self._iterations:
             return  # Another dataset of this epoch may have another length.
         length, _, rest = key.partition("/")
-        for name, passage in self._passages.items():
+        for name, iteration in self._iterations.items():
             before = name.partition("/")[0]
-            is_this = passage.name is None and name == f"{before}/{rest}#{number}"
-            if is_this and before != length and passage.rest != Remainder():
+            is_this = iteration.name is None and name == f"{before}/{rest}#{number}"
+            if is_this and before != length and iteration.rest != Remainder():
                 raise ValueError(
                     f"the dataset has {length} samples, and had {before} when this epoch started, "
                     "so it is not known which samples are left. Restore the dataset, and change "
@@ -241,8 +241,8 @@ class Cursor:
         return {
             "loop": loop,
             "epoch": epoch,
-            "passages": {
-                key: passage.state(used, by_id) for key, passage in self._passages.items()
+            "passages": {  # The key in checkpoints; the name of earlier versions.
+                key: iteration.state(used, by_id) for key, iteration in self._iterations.items()
             },
         }
 
@@ -256,15 +256,15 @@ class Cursor:
         else:
             self._resume_at(loop, epoch, [part["passages"] for part in parts])
 
-    def resume_next_loop(self, epoch: int, passages: Sequence[dict[str, Any]]) -> None:
-        """Resume the coming loop in this epoch. passages: as in `state`, by rank."""
-        self._resume_at(self._loop + 1, epoch, passages)
+    def resume_next_loop(self, epoch: int, iterations: Sequence[dict[str, Any]]) -> None:
+        """Resume the coming loop in this epoch. iterations: as in `state`, by rank."""
+        self._resume_at(self._loop + 1, epoch, iterations)
 
-    def _resume_at(self, loop: int, epoch: int, passages: Sequence[dict[str, Any]]) -> None:
+    def _resume_at(self, loop: int, epoch: int, iterations: Sequence[dict[str, Any]]) -> None:
         self._resumed = loop, epoch
-        self._passages = {
-            key: Passage(_rest([of_rank.get(key) for of_rank in passages], most_of(key)))
-            for key in sorted({key for of_rank in passages for key in of_rank})
+        self._iterations = {
+            key: Iteration(_rest([of_rank.get(key) for of_rank in iterations], most_of(key)))
+            for key in sorted({key for of_rank in iterations for key in of_rank})
         }
 
 
@@ -272,34 +272,34 @@ def check_parts(parts: Sequence[Any]) -> None:
     """Raise ValueError unless `Cursor.resume` takes `parts`, of a checkpoint that anybody may have
     written."""
     for part in parts:
-        passages = part["passages"] if isinstance(part, dict) and "passages" in part else None
+        iterations = part["passages"] if isinstance(part, dict) and "passages" in part else None
         if (
-            not isinstance(passages, dict)
+            not isinstance(iterations, dict)
             # -1: saved before the first loop over epochs.
             or not is_count(part.get("loop"), least=-1)
             or not is_count(part.get("epoch"))
-            or not all(isinstance(one, dict) for one in passages.values())
+            or not all(isinstance(one, dict) for one in iterations.values())
         ):
             raise ValueError("the place of a rank in its data has another form")
-        for key, passage in passages.items():
-            _check_passage(passage, most_of(key))
+        for key, iteration in iterations.items():
+            _check_iteration(iteration, most_of(key))
 
 
-def _check_passage(passage: dict[str, Any], most: int) -> None:
+def _check_iteration(iteration: dict[str, Any], most: int) -> None:
     # Line by line, since each line reads what the one before has found to be of its type.
-    runs = passage.get("runs")
+    runs = iteration.get("runs")
     if (
         not isinstance(runs, list | tuple)
         or not all(isinstance(run, list | tuple) and len(run) == 2 for run in runs)
         or not all(isinstance(counts, list | tuple) for _, counts in runs)
         or not all(size == len(counts) and size > 0 for size, counts in runs)
         or not all(is_count(count) for _, counts in runs for count in counts)
-        or not is_count(passage.get("given"))
-        or type(passage.get("is_over")) is not bool
-        or not is_count(passage.get("num_ids", 0))
+        or not is_count(iteration.get("given"))
+        or type(iteration.get("is_over")) is not bool
+        or not is_count(iteration.get("num_ids", 0))
     ):
         raise ValueError("the samples that a rank was given are not listed as a run lists them")
-    set_of(passage.get("ids"), most)
+    set_of(iteration.get("ids"), most)
 
 
 def is_count(value: object, least: int = 0) -> bool:
@@ -310,12 +310,12 @@ def told_place(parts: Sequence[dict[str, Any]], *, epoch_is_over: bool) -> str:
     """Where a function resumes, for people; empty without a loop over `ctx.epochs`. The arguments
     are those of `Cursor.resume`. Pure."""
     loop, epoch = parts[0]["loop"], parts[0]["epoch"]
-    passages = [passage for part in parts for passage in part["passages"].values()]
+    iterations = [iteration for part in parts for iteration in part["passages"].values()]
     if loop < 0:
         return ""
-    if epoch_is_over or not passages:
+    if epoch_is_over or not iterations:
         return f"before epoch {epoch + epoch_is_over}"
-    if all(passage["is_over"] for passage in passages):
+    if all(iteration["is_over"] for iteration in iterations):
         return f"in epoch {epoch} after its batches, so the rest of its body runs now"
     return f"in epoch {epoch}"
 

@@ -331,7 +331,7 @@ class StreamShard(Batches):
         while True:
             call = self._reader.begin.remote(
                 self._reading,
-                self._passage_name,
+                self._iteration_name,
                 self.epoch,
                 dealer.num_holders,
                 self._rest.given,

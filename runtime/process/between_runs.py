@@ -74,13 +74,13 @@ class LoopPlace:
     epoch: the epoch in progress or, between two, the next one.
     seat: the rank, and the number of ranks; None if no step of the epoch was agreed on.
     was_live: whether the rank had data for the epoch's last step.
-    passages: the iterations of the epoch (Cursor.state).
+    iterations: the iterations of the epoch (Cursor.state).
     """
 
     epoch: int = 0
     seat: tuple[int, int] | None = None
     was_live: bool = False
-    passages: dict[str, Any] = field(default_factory=dict)
+    iterations: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         within = " as rank {} of {}".format(*self.seat) if self.seat else ""

@@ -144,7 +144,7 @@ class Context:
         # After a resume from a checkpoint, or from memory, no rank has missed a step.
         bound.was_live = by_rank[self.rank].was_live if any(seats) else call.is_resumed or None
         if by_rank[self.rank] != LoopPlace():
-            call.cursor.resume_next_loop(by_rank[0].epoch, [place.passages for place in by_rank])
+            call.cursor.resume_next_loop(by_rank[0].epoch, [place.iterations for place in by_rank])
 
         def ended(epoch: int) -> None:
             call.named_loop = None

@@ -153,14 +153,14 @@ class Arrivals:
         why = self._why_not_now(steps, request.token)
         if why:
             self._request = None
-            is_final = request.token.passage == steps.passage and steps.has_next
+            is_final = request.token.iteration == steps.iteration and steps.has_next
             self._lifeline.decline(request.number, why, is_final=is_final)
             return
         checkpoints = self._objects.call.checkpoints
         bound.would_admit = checkpoints is None or not checkpoints.is_saving
 
     def _why_not_now(self, steps: Steps, token: ReadyToken) -> str:
-        if token.passage != steps.passage or not steps.has_next:
+        if token.iteration != steps.iteration or not steps.has_next:
             return "the ranks have reached the end of the epoch in which it waits"
         # Shards and buckets are matched by number, so both must have made the same.
         if token.objects != digest_of(self._objects):
@@ -229,7 +229,7 @@ class Arrivals:
         why = why or why_not_within(self._objects)
         if why:
             self.refuse(why)
-        token = ReadyToken(steps.passage, digest_of(self._objects))
+        token = ReadyToken(steps.iteration, digest_of(self._objects))
         assert self.replay_log is not None
         # A worker that comes later may ask this rank for its log.
         self._kept.take(self.replay_log.outside, self.replay_log.body)

@@ -189,7 +189,7 @@ HAPPENINGS: dict[str, Callable[[Membership], Event]] = {
     "2 waits": lambda _: events.DryRunReady(worker(2).worker_id, HERE),
     "3 waits": lambda _: events.DryRunReady(worker(3).worker_id, HERE),
     "3 waits elsewhere": lambda _: events.DryRunReady(
-        worker(3).worker_id, replace(HERE, passage="0/1/steps#0")
+        worker(3).worker_id, replace(HERE, iteration="0/1/steps#0")
     ),
     "2 dies": lambda _: death(2),
     "2 ends": lambda _: ended(2),

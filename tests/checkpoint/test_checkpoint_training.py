@@ -271,9 +271,11 @@ def test_for_the_next_run_only_samples_of_agreed_steps_are_used():
         (False, Remainder(((2, (2, 2)),))),
         (True, Remainder((), frozenset({5, 1, 2, 3}))),
     ]:
-        passages = [cursor.state(Used.AGREED, by_id=by_id)["passages"] for cursor in (over, inside)]
+        iterations = [
+            cursor.state(Used.AGREED, by_id=by_id)["passages"] for cursor in (over, inside)
+        ]
         after = Cursor()
-        after.resume_next_loop(0, passages)
+        after.resume_next_loop(0, iterations)
         assert next(after.epochs(1)) == 0 and after.rest_of("data") == rest
     over.begin("alone", _Pass([5, 1], [], agreed=1)).is_over = True
     told = over.state(Used.AGREED)["passages"]["alone#0"]
@@ -436,8 +438,8 @@ def test_an_epoch_over_two_datasets_goes_on_in_both() -> None:
     keys = ["61/4/1/0/True", "70/4/1/0/True"]
     for first, second in (keys, reversed(keys)):
         cursor = Cursor()
-        passages = {f"{key}#0": told for key in keys}
-        cursor.resume([{"loop": 0, "epoch": 1, "passages": passages}])
+        iterations = {f"{key}#0": told for key in keys}
+        cursor.resume([{"loop": 0, "epoch": 1, "passages": iterations}])
         assert next(cursor.epochs(3)) == 1
         for key in (first, second):
             assert cursor.rest_of(key) == Remainder(((1, (5,)),))

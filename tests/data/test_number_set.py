@@ -129,10 +129,10 @@ JSON = st.recursive(
 )
 def test_whatever_a_checkpoint_says_of_a_place_in_the_data_is_taken_or_refused(field, value):
     (key,) = SOUND["passages"]
-    passage = {**SOUND["passages"][key]}
-    part: Any = {**SOUND, "passages": {key: passage}}
-    if field in passage:
-        passage[field] = value
+    iteration = {**SOUND["passages"][key]}
+    part: Any = {**SOUND, "passages": {key: iteration}}
+    if field in iteration:
+        iteration[field] = value
     elif field:
         part[field] = value
     else:

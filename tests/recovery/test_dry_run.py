@@ -49,7 +49,7 @@ def train(ctx: cl.Context) -> tuple[list[Any], GivenReplayLog, ReadyToken]:
     for name, one in named:
         ctx.register(name, one)
     HEARD.append(script.told())
-    asked, passage = None, ""
+    asked, iteration = None, ""
     for epoch in ctx.epochs(2):
         HEARD.append((epoch, ctx.reduce(epoch + ctx.rank, "max"), schedule.last_epoch))
         for step in ctx.steps(Points(), 8, 2, epoch=epoch):
@@ -62,11 +62,11 @@ def train(ctx: cl.Context) -> tuple[list[Any], GivenReplayLog, ReadyToken]:
             optim.zero_grad()
             if (epoch, step.number) == (1, 1):
                 asked = recovery.arrivals.give_replay_log()
-            if asked is not None and asked.done() and not passage:
+            if asked is not None and asked.done() and not iteration:
                 assert recovery.arrivals.steps is not None
-                passage = recovery.arrivals.steps.passage
+                iteration = recovery.arrivals.steps.iteration
     assert asked is not None
-    token = ReadyToken(passage, digest_of(recovery._objects))
+    token = ReadyToken(iteration, digest_of(recovery._objects))
     return list(HEARD), asked.result(), token
 
 

@@ -36,7 +36,7 @@ from ...process.between_runs import between_runs
 from ...process.micro_batches import StepPlan, SummableModel, in_common
 from ...process.random_state import mixed, seed_all
 from ...process.step_boundary import boundary
-from ..cursor import Cursor, Passage, Remainder
+from ..cursor import Cursor, Iteration, Remainder
 from ..dealer import Cut, Dealer, Dealt, Left, SamplesPlace
 from ..fetching.on_device import ToDevice
 from ..stragglers import LONG_S, slowness
@@ -178,7 +178,7 @@ class Steps(Dealt):
         self._cursor = cursor
         self._at_boundary = at_boundary
         self._admission = admission
-        self._passage: Passage | None = None  # None: no iteration is recorded
+        self._iteration: Iteration | None = None  # None: no iteration is recorded
         self._key = f"{key}/{global_batch_size}/steps/{epoch}"
         self._first = self._coming_step()
         self._paces: list[float] = []
@@ -221,12 +221,12 @@ class Steps(Dealt):
         # A model that the program has dropped would be waited for in each step.
         between_runs().forget_dropped_models(self._group())
         self._first = self._coming_step()
-        self._passage = None
+        self._iteration = None
         if self._cursor is not None:
             # Of an earlier iteration over these steps the place stays as it was; this object counts
             # again.
             self._cursor.let_go(self)
-            self._passage = self._cursor.begin(self._key, self)
+            self._iteration = self._cursor.begin(self._key, self)
         self.taken = self.agreed = 0
         self._paces, self._dealt = [0.0] * self._dealer.world_size, {}
         self._sizes, self._together = None, None
@@ -261,8 +261,8 @@ class Steps(Dealt):
                     bound.stop_if_agreed()
                     if self._admission is not None:
                         self._admission.at_boundary(self)
-            if self._passage is not None:
-                self._passage.is_over = True
+            if self._iteration is not None:
+                self._iteration.is_over = True
         finally:
             self._dealer.end(self)
             self._rows.end()
@@ -400,9 +400,9 @@ class Steps(Dealt):
     # -- for a worker that comes (AdmissionPoint) ------------------------------------------------
 
     @property
-    def passage(self) -> str:
+    def iteration(self) -> str:
         """Identifies the pass over the epoch that is under way; the same on all ranks."""
-        return str(self._passage.name) if self._passage is not None else ""
+        return str(self._iteration.name) if self._iteration is not None else ""
 
     @property
     def has_next(self) -> bool:
@@ -413,15 +413,15 @@ class Steps(Dealt):
 
     def place(self) -> StepsPlace:
         """This rank's place in the pass under way, between two steps."""
-        rest = self._passage.rest if self._passage is not None else Remainder()
+        rest = self._iteration.rest if self._iteration is not None else Remainder()
         dealt = self._dealer.place_in(self)
         return StepsPlace(self._first, rest, self.taken, self.agreed, tuple(self._paces), dealt)
 
     def take_place(self, place: StepsPlace) -> None:
         """Continue where the other ranks are, in the pass that this rank has begun as they have."""
         self._first, self.taken, self.agreed = place.first, place.taken, place.agreed
-        if self._passage is not None:
-            self._passage.rest = place.rest
+        if self._iteration is not None:
+            self._iteration.rest = place.rest
         self._paces = list(place.paces)
         self._dealer.take_place(self, place.place)
         self._rows.begin((*self._dealer.call_key, self.number))
