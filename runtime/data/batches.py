@@ -84,53 +84,38 @@ class Batches(Dealt):
         return batches
 
     def _iterate(self) -> Generator[Any]:
-        """Gives None when the iteration has begun, and then the batches."""
-        self._check()
-        self._rest = self._coming()
-        iteration: Iteration | None = None
-        if self._cursor is not None:
-            self._cursor.let_go(self)
-            # Without gradients it is an evaluation, which a resumed run takes again as a whole.
-            if torch.is_grad_enabled():
-                iteration = self._cursor.begin(self._key, self)
-        self._iteration_name = iteration.name if iteration is not None else None
+        """Gives None when the iteration has begun, and then the batches.
+
+        1. The iteration begins: it is recorded, and the dealer knows that this rank is in it.
+        2. The first batch is asked for: the Join of this loop learns of the iteration.
+        3. A batch is taken and given.
+        4. Between two batches: a checkpoint, a stop, and steps that this rank only shadows.
+        5. The iteration is over, or the loop was left.
+        """
+        iteration = self._begin()  # (1)
         bound = boundary()
-        self.taken = self.agreed = self.num_given = 0
-        self.ids_of_the_lost = []
-        join: JoinEngine | None = None
         steps, is_place = bound.steps, bound.is_place
         if is_place:
             goes_on = steps.epoch == self.epoch and self._rest != Remainder()
             steps.batches_before = steps.place_in_epoch if goes_on else 0
             steps.batches_taken = steps.batches_shadowed = 0
+        join: JoinEngine | None = None
         try:
             self._dealer.begin(self)
             with bound.iterating(self):
                 yield None
-                # Not before the first batch is asked for: an iterator may replace the one before
-                # until then.
+                # (2) Not before: an iterator may replace the one before until then.
                 self._dealer.check_room()
                 bound.begin_steps()
-                join, trains = active_join(), torch.is_grad_enabled()
+                trains = torch.is_grad_enabled()
                 if is_place:
                     steps.batches_left = self._num_left()
-                if join and not trains and join.is_between_batches:
-                    join = None  # An evaluation in the body of a loop takes no step of the Join's.
+                join = self._join_of_loop(trains)
                 if join:
-                    if not self._together:
-                        self._begin_together(join)
-                    # While this rank shadows, the Join is what comes to a boundary between two
-                    # steps.
-                    join.at_boundary = self._at_boundary
-                # Without a model a loop over unequal batches waits for nobody.
-                elif trains and between_runs().engines:
-                    self._warn_without_join()
-                if join and not self.has_more():
-                    # This rank has no batch at all: it shadows from the first step.
-                    join.shadow(self.has_more, self._together)
+                    self._enter(join)
                 number = 0
                 while self.has_more():
-                    taken_before = self.taken
+                    taken_before = self.taken  # (3)
                     batch = self._take()
                     self.num_given = number + 1
                     if self._to_device is not None:
@@ -142,7 +127,7 @@ class Batches(Dealt):
                     if join:
                         self._begin_batch(join, number)
                     yield batch
-                    number += 1
+                    number += 1  # (4)
                     if is_place:
                         # A rank may have been lost in the step, and this one has samples of it.
                         steps.batches_left = self._num_left()
@@ -154,7 +139,8 @@ class Batches(Dealt):
                         # Shadow in here: a loss may give this rank samples, and the loop continues.
                         join.ledger.batch = number
                         join.shadow(self.has_more, self._together)
-            # Not in `finally`: a loop that was left by `break` or an error is resumed where it was.
+            # (5) Not in `finally`: a loop that was left by `break` or an error is resumed where it
+            # was.
             if iteration is not None:
                 iteration.is_over = True
             self._end()
@@ -171,6 +157,40 @@ class Batches(Dealt):
                 steps.batches_taken -= -(-(self.taken - self.agreed) // self.batch_size)
             self._dealer.end(self)
             self._left()
+
+    def _begin(self) -> Iteration | None:
+        """This iteration's record in the cursor; None if it is not recorded."""
+        self._check()
+        self._rest = self._coming()
+        iteration: Iteration | None = None
+        if self._cursor is not None:
+            self._cursor.let_go(self)
+            # Without gradients it is an evaluation, which a resumed run takes again as a whole.
+            if torch.is_grad_enabled():
+                iteration = self._cursor.begin(self._key, self)
+        self._iteration_name = iteration.name if iteration is not None else None
+        # Not before: the record of the iteration before has kept these, by `let_go`.
+        self.taken = self.agreed = self.num_given = 0
+        self.ids_of_the_lost = []
+        return iteration
+
+    def _join_of_loop(self, trains: bool) -> JoinEngine | None:
+        join = active_join()
+        if join is not None and not trains and join.is_between_batches:
+            return None  # An evaluation in the body of a loop takes no step of the Join's.
+        # Without a model a loop over unequal batches waits for nobody.
+        if join is None and trains and between_runs().engines:
+            self._warn_without_join()
+        return join
+
+    def _enter(self, join: JoinEngine) -> None:
+        if not self._together:
+            self._begin_together(join)
+        # While this rank shadows, the Join is what comes to a boundary between two steps.
+        join.at_boundary = self._at_boundary
+        if not self.has_more():
+            # This rank has no batch at all: it shadows from the first step.
+            join.shadow(self.has_more, self._together)
 
     def _begin_together(self, join: JoinEngine) -> None:
         """The iterations that have begun and given no batch yet, as in a zip, are one of the
@@ -225,7 +245,7 @@ class Batches(Dealt):
                 "is not inside a Join: where a rank has run out of data, the others wait for it "
                 "until the deadline. Write `with chorusline.Join([model, optimizer]):` around the "
                 "loop",
-                stacklevel=3,
+                stacklevel=4,  # the loop, which called `_iterate`, which called `_join_of_loop`
             )
 
     def _coming(self) -> Remainder:
