@@ -7,6 +7,7 @@ import tracemalloc
 import pytest
 import torch
 
+import chorusline as cl
 from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.data.dealing import deal
 
@@ -43,6 +44,15 @@ def test_epoch_and_seed_change_the_order_and_nothing_else_does():
     assert first == deal(50, world_size=2, seed=3, epoch=1)
     assert first != deal(50, world_size=2, seed=3, epoch=2)
     assert first != deal(50, world_size=2, seed=4, epoch=1)
+
+
+def test_a_loop_over_unequal_batches_without_a_join_is_warned_of_where_it_stands(alone):
+    cl.DistributedDataParallel(torch.nn.Linear(1, 1), group=alone)
+    shard = Shard(range(3), 1, rank=0, world_size=2)
+    with pytest.warns(UserWarning, match="rank 0: 2, rank 1: 1.*not inside a Join") as warned:
+        for _ in shard:
+            pass
+    assert [one.filename for one in warned] == [__file__]
 
 
 def test_batches_of_all_ranks_cover_the_dataset():
