@@ -1,0 +1,1 @@
+"""What the driver decides (pure), and the actor that carries it out. Knows no worker's code."""

@@ -1,0 +1,1 @@
+"""What processes tell each other, as frozen records. Knows no actor that sends them."""

@@ -1,0 +1,1 @@
+"""How functions, arguments and results travel. Knows no other folder of actors/."""

@@ -1,0 +1,1 @@
+"""What a worker reports, prints and measures. Knows messages."""

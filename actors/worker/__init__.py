@@ -1,0 +1,1 @@
+"""A rank's process: its control loop and its training thread. Knows no driver's code."""

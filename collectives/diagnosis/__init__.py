@@ -1,0 +1,1 @@
+"""The flight recorder, debug levels, blame and counts. Knows the contract."""

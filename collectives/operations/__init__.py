@@ -1,0 +1,1 @@
+"""What an operation takes: tensors, and what the host reads. Knows no transport."""

@@ -1,0 +1,1 @@
+"""The transport between ranks of one host. Knows the contract, and no group."""

@@ -1,0 +1,1 @@
+"""Where ranks meet: stores of keys, and their URLs. Knows no group."""

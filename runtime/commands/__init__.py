@@ -1,0 +1,1 @@
+"""What a person types. Knows the whole runtime."""

@@ -1,0 +1,1 @@
+"""Which rank gets which samples. Knows Join, and no model."""

@@ -1,0 +1,1 @@
+"""Gradients that come together. Knows Join, and no sharded optimizer."""

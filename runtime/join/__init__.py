@@ -1,0 +1,1 @@
+"""Uneven inputs. Knows the process, and no model."""

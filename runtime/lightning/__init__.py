@@ -1,0 +1,1 @@
+"""Lightning's strategy. Knows models, optimizers and averaging."""

@@ -1,0 +1,1 @@
+"""Which rank owns which elements, as pure functions. Knows no other folder."""

@@ -1,0 +1,1 @@
+"""What one process knows of its run. Knows neither data nor models."""

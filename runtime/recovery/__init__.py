@@ -1,0 +1,1 @@
+"""How a run continues when ranks are lost. Knows all that has state."""

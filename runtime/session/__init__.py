@@ -1,0 +1,1 @@
+"""What a person starts. Knows everything but the commands."""

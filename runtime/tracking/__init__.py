@@ -1,0 +1,1 @@
+"""Where runs are recorded. Knows reports, and no session."""

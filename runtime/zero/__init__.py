@@ -1,0 +1,1 @@
+"""The sharded optimizer. Knows models, and no recovery but by a protocol."""

@@ -1,0 +1,1 @@
+"""How samples become batches, also in loader processes. Knows no step."""

@@ -1,0 +1,1 @@
+"""Buckets, and how each is reduced. Knows groups, and not the wrapped model."""

@@ -1,0 +1,1 @@
+"""Where in the cluster the workers are. Knows Ray, and no run."""

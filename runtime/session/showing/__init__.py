@@ -1,0 +1,1 @@
+"""How a run is shown where it was started. Knows what workers report."""

@@ -1,0 +1,1 @@
+"""Whether copies are still equal, and which one is wrong. Knows shards."""

@@ -1,0 +1,1 @@
+"""Memory and state of shards, and how finely they are cut. Knows no vote."""

@@ -215,6 +215,13 @@ def test_every_file_stands_in_the_order(package: str) -> None:
     assert [path for path in texts_of(package) if place(path) is None] == []
 
 
+@pytest.mark.parametrize("package", ORDER)
+def test_every_folder_says_what_it_is(package: str) -> None:
+    texts = texts_of(package)
+    inits = [path for path in texts if path.endswith("/__init__.py")]
+    assert [path for path in inits if not ast.get_docstring(ast.parse(texts[path]))] == []
+
+
 def test_circles_and_upward_imports_are_found_wherever_they_hide() -> None:
     work, group = "collectives/contract/work.py", "collectives/group.py"
     for_typing = "if TYPE_CHECKING:\n    from ..group import Group\n"
