@@ -12,10 +12,11 @@ for a checkpoint, before the script begins again.
        the run which step it holds.
     3. The one with the latest step writes, `writer_of`.
 
-How a checkpoint is written, the script knows: a Trainer of transformers or Lightning by its own
-methods (hf_trainer.py, lightning_trainer.py), a loop by the function that it gives to
-`before_restart`. A Trainer is found where it calls its optimizer. Where nobody can write, a line
-says why, and the script goes back to its own checkpoint.
+How a checkpoint is written, the script knows: a Trainer of transformers or Lightning and accelerate
+by their own methods (hf_trainer.py, lightning_trainer.py, accelerate_loop.py), a loop by the
+function that it gives to `before_restart`. A Trainer is found where it calls its optimizer, an
+Accelerator where it wraps its model. Where nobody can write, a line says why, and the script goes
+back to its own checkpoint.
 
 Source: Gupta et al., Just-In-Time Checkpointing, EuroSys 2024.
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 import reprlib
 import sys
@@ -49,12 +51,15 @@ from ..process.random_state import RandomState
 from ..process.running import current, is_running
 from ..process.sharded_tensors import steps_shards
 from ..process.step_boundary import boundary
-from . import hf_trainer, lightning_trainer
+from . import accelerate_loop, hf_trainer, lightning_trainer
 
 _MEET_S = 10.0
 """Seconds in which the survivors come here: one that computes is interrupted after two."""
 
 _LOOK_S = 0.05
+
+_SHARDED = ("FullyShardedDataParallel", "DeepSpeedEngine")
+"""Classes that wrap a model; those of `fully_shard` have parameters that are DTensors."""
 
 
 class Written(Protocol):
@@ -116,13 +121,18 @@ class LastStep:
     def __init__(self, group: Group) -> None:
         self.begun = 0
         self.why_not = ""
+        self.at_end = contextlib.ExitStack()
         self._group = group
         self._store = _of_its_own(group.another_store())
         self._kept: _Kept | None = None  # None: no step was kept
         self._called = 0
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # And Accelerators.
+
+    @property
+    def is_kept(self) -> bool:
+        return self._kept is not None and self._kept.begun == self.begun
 
     def keep(self, written: Written, step: int | None = None) -> None:
         """A step has ended. step: how many have; by default, as many as there were calls."""
@@ -148,19 +158,24 @@ class LastStep:
     def watched(self) -> Iterator[None]:
         """Inside a with-block, this rank sees the models that are wrapped and the steps of
         optimizers."""
-        hooks = (
-            register_module_module_registration_hook(self._has_module),
-            register_optimizer_step_pre_hook(self._begins_step),
-        )
-        try:
+        with self.at_end:
+            for hook in (
+                register_module_module_registration_hook(self._has_module),
+                register_optimizer_step_pre_hook(self._begins_step),
+            ):
+                self.at_end.callback(hook.remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _has_module(self, module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel) and part is not None:
             self._models.add(part)
+            accelerator = _that_calls(accelerate_loop.kinds())
+            # The Trainer of transformers uses one, and is called after its steps by itself.
+            if accelerator is not None and _that_calls(hf_trainer.kinds()) is None:
+                follow = functools.partial(accelerate_loop.call_after_bodies, accelerator, self)
+                self._follows(accelerator, accelerate_loop.why_not, follow)
+        elif (kind := type(module).__name__) in _SHARDED:
+            self.why_not = f"a model of {kind} is in shards, of which the lost rank had one"
 
     def _begins_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -186,16 +201,23 @@ class LastStep:
         self.why_not = self.why_not or why_sharded(optimizer)
         for library in (hf_trainer, lightning_trainer):
             trainer = _that_calls(library.kinds())
-            if trainer is None or trainer in self._trainers:
-                continue
-            self._trainers.add(trainer)
-            try:
-                self.why_not = self.why_not or library.why_not(trainer)
-                if not self.why_not:
-                    library.call_after_steps(trainer, self.keep)
-            except Exception as error:  # It trains without this as well.
-                what = f"{type(error).__name__}: {error}"
-                self.why_not = f"the Trainer is of another version: {what}"
+            if trainer is not None:
+                follow = functools.partial(library.call_after_steps, trainer, self.keep)
+                self._follows(trainer, library.why_not, follow)
+
+    def _follows(
+        self, found: Any, why_not: Callable[[Any], str], follow: Callable[[], None]
+    ) -> None:
+        if found in self._trainers:
+            return
+        self._trainers.add(found)
+        try:
+            self.why_not = self.why_not or why_not(found)
+            if not self.why_not:
+                follow()
+        except Exception as error:  # It trains without this as well.
+            what = f"{type(error).__name__}: {error}"
+            self.why_not = f"the {type(found).__name__} is of another version: {what}"
 
     # ── A rank was lost ──────────────────────────────────────────────────────────────────────────
 
@@ -286,9 +308,9 @@ def before_restart(save: Callable[..., object], *args: object, **kwargs: object)
     `save(*args, **kwargs)` is called on one surviving rank if a rank is lost before the next step
     of an optimizer, and before `chorusline run --workers 3 --max-restarts 5` begins the script
     again; otherwise it is not called. It must write as if this rank were rank 0, without
-    collectives. Random generators, and buffers of models in torch's DistributedDataParallel, are
-    then as they are now. Give everything else that the loop changes in the next step as an
-    argument, such as `step`.
+    collectives, or be the `save_state` of an Accelerator. Random generators, and buffers of models
+    in torch's DistributedDataParallel, are then as they are now. Give everything else that the loop
+    changes in the next step as an argument, such as `step`.
 
     Under torchrun and python this does nothing. Raises RuntimeError in the train function of a
     session, where `ctx.register` says what survives.
@@ -302,7 +324,11 @@ def before_restart(save: Callable[..., object], *args: object, **kwargs: object)
             "before_restart is for scripts that begin again when a rank is lost; a train function "
             "registers what survives: ctx.register"
         )
-    last_step.keep(_Call(save, args, kwargs))
+    accelerator = accelerate_loop.accelerator_that(save)
+    if accelerator is None:
+        last_step.keep(_Call(save, args, kwargs))
+    elif accelerator.sync_gradients:  # A part of a batch is no step.
+        last_step.keep(accelerate_loop.AccelerateCheckpoint(accelerator, *args, **kwargs))
 
 
 def why_sharded(optimizer: torch.optim.Optimizer) -> str:

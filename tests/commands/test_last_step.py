@@ -15,7 +15,11 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 
+import chorusline as cl
+from chorusline.runtime.program.accelerate_loop import AccelerateCheckpoint, call_after_bodies
+from chorusline.runtime.program.last_step import LastStep
 from tests import ROOT
 from tests.harness.forked_workers import python
 
@@ -53,14 +57,14 @@ def run(
     pace_s: float,
     victims: list[int],
     chance: random.Random,
-    save_s: float = 0.0,
+    more: str,
 ) -> Run:
     """victims: ranks that are killed, one after another, the first soon after step 20 and each of
     the others soon after the script has begun again."""
     folder.mkdir()
     interpreter, variables = python()
     command = "-m chorusline.runtime.commands.command_line run --workers 3 --max-restarts 5"
-    command += f" --env SAVE_S={save_s}"
+    command += f" --env {more}"
     process = subprocess.Popen(
         [*interpreter, *command.split(), SCRIPTS / script, folder, str(STEPS), str(pace_s)],
         stdout=subprocess.PIPE,
@@ -90,17 +94,20 @@ def run(
     return Run(told[-2:], errors, [taken(folder, rank) for rank in range(RANKS)])
 
 
-def check(script: str, folder: Path, victims: list[int], save_s: float = 0.0) -> None:
+def check(script: str, folder: Path, victims: list[int], more: str = "SAVE_S=0") -> None:
+    """more: an environment variable of the script."""
     seed, pace_s = random.randrange(10**6), 0.1
     print("seed", seed)  # Of a test that fails, pytest shows it.
-    whole = run(script, folder / "whole", 0.0, [], random.Random(seed))
+    whole = run(script, folder / "whole", 0.0, [], random.Random(seed), "SAVE_S=0")
     assert whole.told[0] == "begun 0"
-    killed = run(script, folder / "killed", pace_s, victims, random.Random(seed), save_s)
+    killed = run(script, folder / "killed", pace_s, victims, random.Random(seed), more)
     # Without rank 0 its statistics of BatchNorm are lost; they are no part of a step.
     told = 3 if 0 in victims else 4
     assert killed.told[1].split()[:told] == whole.told[1].split()[:told]
     begun = int(killed.told[0].removeprefix("begun "))
-    assert re.search(f"last completed step is written down: .*[-( ]{begun}\\b", killed.errors)
+    # A folder that is always the same has no number.
+    name = f"([-( ]{begun}\\b|/state\n)"
+    assert re.search(f"last completed step is written down: .*{name}", killed.errors)
     assert f"restart {len(victims)} of 5" in killed.errors
     for steps in killed.steps:
         assert len(steps) - len({*steps}) <= len(victims), f"steps taken again: {steps}"
@@ -128,7 +135,7 @@ def test_ranks_of_a_loop_are_killed_one_after_another(
 @pytest.mark.timeout(400)
 def test_a_survivor_has_the_time_that_its_checkpoint_takes(cluster: None, tmp_path: Path) -> None:
     """Longer than the others have to stop, and than a rank is left alone before an interrupt."""
-    check("last_step.py", tmp_path, [2], save_s=8.0)
+    check("last_step.py", tmp_path, [2], "SAVE_S=8")
 
 
 @pytest.mark.slow
@@ -149,3 +156,80 @@ def test_an_unmodified_trainer_of_lightning_loses_at_most_the_step_in_flight(
 ) -> None:
     pytest.importorskip("lightning", reason="lightning is not installed")
     check("lightning_last_step.py", tmp_path, victims)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("victims", "more"),
+    [([2], "NO=LINE"), ([0], "LINE=1"), ([1, 0], "NO=LINE"), ([1, 2], "LINE=1")],
+)
+def test_a_loop_over_accelerate_loses_at_most_the_step_in_flight(
+    cluster: None, tmp_path: Path, victims: list[int], more: str
+) -> None:
+    """With its state in one folder it needs no line; with a folder for each step it needs one."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    check("hf_accelerate_last_step.py", tmp_path, victims, more)
+
+
+def test_accelerate_writes_where_the_script_saves_or_says_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank, in this process: it takes a step, saves, takes another, and writes."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+    class Counter:
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+        def state_dict(self) -> dict[str, int]:
+            return {"step": self.step}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.step = state["step"]
+
+    named = tmp_path / "checkpoints"
+
+    def second(folder: Path | None, adds: int) -> tuple[AccelerateCheckpoint, Counter]:
+        naming = accelerate.utils.ProjectConfiguration(
+            str(tmp_path), automatic_checkpoint_naming=folder is named
+        )
+        accelerator = accelerate.Accelerator(project_config=naming)
+        model = torch.nn.Linear(1, 1)
+        loader = torch.utils.data.DataLoader(torch.ones(2, 1))
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+        )
+        accelerator.register_for_checkpointing(counter := Counter(0))
+        last = LastStep(group)
+        with last.watched():
+            call_after_bodies(accelerator, last)
+            for number, batch in enumerate(loader):
+                counter.step += adds
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                if folder is not None and number == 0:
+                    accelerator.save_state(str(folder))
+        assert last._kept is not None
+        counter.step += 5  # The step after that has begun.
+        return last._kept.written, counter
+
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        for folder, adds, sentence in (
+            (None, 1, "has not saved or loaded, so nobody knows where; write cl.before_restart"),
+            (tmp_path / "step_1", 1, "the number in .*step_1' belongs to another step"),
+            (tmp_path / "state", 0, "no object in register_for_checkpointing counts the steps"),
+        ):
+            with pytest.raises(RuntimeError, match=sentence):
+                second(folder, adds)[0].write({0: b""})
+        written, counter = second(tmp_path / "state", 1)
+        (tmp_path / "state" / "mine.txt").write_text("mine")
+        assert written.write({0: written.own_part()}) == str(tmp_path / "state")
+        written, _ = second(named, 1)
+        assert written.write({0: written.own_part()}) == str(named / "checkpoint_1")
+    assert (counter.step, (tmp_path / "state" / "mine.txt").read_text()) == (2, "mine")
+    for folder in (tmp_path / "state", named / "checkpoint_1"):
+        assert torch.load(folder / "custom_checkpoint_0.pkl") == {"step": 2}
+    assert [*tmp_path.glob(".chorusline*")] == []
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import chorusline as cl
@@ -153,3 +154,14 @@ def test_state_in_shards_is_refused_by_a_sentence():
     assert ZeroRedundancyOptimizer.__name__ == cl.ZeroRedundancyOptimizer.__name__
     sharded = object.__new__(ZeroRedundancyOptimizer)
     assert why_sharded(sharded).startswith("a ZeroRedundancyOptimizer has its state in shards")
+    model = torch.nn.Linear(2, 1)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+            last = LastStep(group)
+            with last.watched():
+                FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert last.why_not.startswith("a model of FullyShardedDataParallel is in shards")
