@@ -101,9 +101,9 @@ def test_a_step_with_a_closure_changes_nothing_before_the_closure_has_returned()
             last.keep(kept([]), 1)
             with pytest.raises(cl.PeerLost):
                 optimizer.step(closure=lambda: closure(lost))
-            assert last._holding().step == 1
+            assert last._local().step == 1
             optimizer.step(closure=closure)
-            assert last._holding() == HeldStep(None)
+            assert last._local() == HeldStep(None)
 
 
 def survive(group, steps):
