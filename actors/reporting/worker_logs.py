@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from chorusline.collectives.contract.call_site import encoded
+
 OUT, ERR, FIGURE = 1, 2, 3
 """What a PrintedPiece holds: bytes of stdout, bytes of stderr, or a picture (PNG)."""
 
@@ -233,7 +235,10 @@ class _Noted:
 
     def write(self, text: str) -> Any:
         self._output.written_to(self._kind)
-        return self._stream.write(text)
+        try:
+            return self._stream.write(text)
+        except UnicodeEncodeError:  # A name of a file, which the locale has no characters for.
+            return self._stream.write(encoded(text).decode())
 
     def writelines(self, lines: Any) -> None:
         self._output.written_to(self._kind)

@@ -26,7 +26,7 @@ def tränk(ctx, größe, **rest):
                 optim.step()
                 optim.zero_grad()
                 ctx.report(verlust_é=1.0, 名前="値")
-    print("é 値", größe)
+    print("é 値", größe, "\\udcff.pt")  # As os.listdir has a byte that is no character.
     return größe, rest, ctx.rank
 
 def place(ctx):
