@@ -308,7 +308,8 @@ def check_same_options(
                 different,
                 f"{label} is {each}, {effect}",
                 "Every rank must set the same options. A rank that has run out of data does not "
-                "run the loop's body: list a schedule in Join(..., step_along=[schedule]).",
+                "run the loop's body: list a schedule in Join(..., step_along=[schedule]), and one "
+                "that the body steps with an argument as a function that the body calls, too.",
             )
 
 

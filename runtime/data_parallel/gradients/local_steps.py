@@ -45,7 +45,8 @@ _SAME_OPTIONS = (
     "Every rank must set the same options. A schedule that looks at a loss, such as "
     "ReduceLROnPlateau, takes one that all ranks have: schedule.step(ctx.reduce(loss)). Inside "
     "Join a rank without data does what step_along lists: Join([model], step_along=[optimizer, "
-    "schedule])."
+    "schedule]); and a schedule that the body steps with an argument is listed as a function that "
+    "the body calls, too."
 )
 _SAME_STEPS = (
     "Every rank must step the same optimizers after each backward pass. Inside Join a rank "
