@@ -962,10 +962,18 @@ class ModelEngine:
     def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
         """A plain optimizer has stepped, with `groups` of its parameters in this model.
 
-        Raises RuntimeError if a sharded optimizer has the parameters."""
+        Raises RuntimeError if a sharded optimizer has the parameters, and inside a backward pass.
+        """
         if not self.reducer.ends_steps:
             self._check_wraps_sharded(optimizer)
             return
+        if self.reducer.has_pass and self.reducer.group.size > 1:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has stepped before a backward pass of the "
+                "DistributedDataParallel had ended, as from a hook of a parameter that steps it at "
+                "once: with this rank's own gradients, so the parameters of the ranks would drift "
+                "apart. Call step() after loss.backward()"
+            )
         self.reducer.has_stepped(optimizer, groups)
         # In a step of ctx.steps `.grad` is the mean, without a pass that sends it.
         if self.steps.plan is None:

@@ -210,3 +210,52 @@ def test_a_plain_optimizer_over_a_sharded_model_is_refused(ranks_of, sharded_cla
 @pytest.mark.parametrize("sharded_class", [torch.optim.AdamW, torch.optim.Adafactor])
 def test_an_optimizer_that_steps_the_sharded_one_is_not(ranks_of, sharded_class):
     assert ranks_of(2).run(step_beside, sharded_class, None, True) == [2, 2]
+
+
+def step_in_hooks(group, lengths, is_hooked_first):
+    """As torch's tutorial steps in the backward pass: an optimizer for each parameter."""
+    with another_group(group) as own:
+        module = make_model(torch.float64)
+        model = None if is_hooked_first else cl.DistributedDataParallel(module, own)
+        for parameter in module.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+            def step(_, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        model = model or cl.DistributedDataParallel(module, own)
+        with pytest.raises(RuntimeError) as raised, cl.Join([model], skew_warning=None):
+            for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
+                loss_of(model, batch).backward()
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("is_hooked_first", [False, True])
+@pytest.mark.parametrize("lengths", [(3, 3), (2, 1)])
+def test_a_step_inside_a_backward_pass_is_refused(ranks_of, lengths, is_hooked_first):
+    for told in ranks_of(2).run(step_in_hooks, lengths, is_hooked_first):
+        assert "SGD has stepped before a backward pass of the DistributedDataParallel had" in told
+        assert "Call step() after loss.backward()" in told
+
+
+def test_one_rank_alone_may_step_inside_a_backward_pass(ranks_of):
+    (same,) = ranks_of(1).run(step_in_hooks_alone)
+    assert same
+
+
+def step_in_hooks_alone(group):
+    made = []
+    for wraps in (True, False):
+        module = make_model(torch.float64)
+        with another_group(group) as own:
+            model = cl.DistributedDataParallel(module, own) if wraps else module
+            for parameter in module.parameters():
+                optimizer = torch.optim.SGD([parameter], lr=0.1)
+                parameter.register_post_accumulate_grad_hook(lambda _, o=optimizer: o.step())
+            for batch in batches_of(0, STEPS, torch.float64):
+                loss_of(model, batch).backward()
+                module.zero_grad()
+        made.append([p.detach().clone() for p in module.parameters()])
+    return largest_difference(*made) == 0

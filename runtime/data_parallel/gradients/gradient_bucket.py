@@ -161,11 +161,16 @@ class Gradients:
     def bring_home(self, number: int) -> GradientBucket:
         """Make a parameter's gradient a view of its bucket, and return the bucket.
 
-        Raises ValueError for a gradient that is not dense.
+        Raises ValueError for a gradient that is not dense, RuntimeError for one that is gone.
         """
         parameter, view = self.parameters[number], self.views[number]
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:
+            raise RuntimeError(
+                f"the gradient of parameter {self.names[number]} was cleared in the backward pass "
+                "that computed it, by a hook of the parameter, so it cannot be reduced. Step and "
+                "clear gradients after loss.backward()"
+            )
         if gradient.layout is not torch.strided:
             raise ValueError(
                 f"parameter {self.names[number]} of shape {tuple(parameter.shape)} has a "

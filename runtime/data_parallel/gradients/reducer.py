@@ -189,6 +189,11 @@ class Reducer:
         return self._num_launched > 0
 
     @property
+    def has_pass(self) -> bool:
+        """Whether a backward pass has begun, and not ended."""
+        return self._pass is not Pass.NONE
+
+    @property
     def has_launched(self) -> bool:
         """Whether all buckets of the step are launched."""
         return self._num_launched == len(self.buckets)
