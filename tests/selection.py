@@ -86,6 +86,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 "each process of a run; give the case an id"
             )
         is_slow = any(item.get_closest_marker(name) for name in ("slow", "gpu"))
+        if config.getoption("hypothesis_profile") == "many" and item.get_closest_marker(
+            "hypothesis"
+        ):
+            item.add_marker(pytest.mark.timeout(600))
         if "cluster" in getattr(item, "fixturenames", ()) or OWN_RAY.match(item.nodeid):
             item.add_marker("ray")
         elif FAST.match(item.nodeid) and not _SLOWER.search(item.nodeid) and not is_slow:
