@@ -99,7 +99,7 @@ def check_layouts(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         if any(n > 1 and not by for n, by in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(
                 f"{kind} {name} is expanded: several of its elements share their memory, so rank "
-                f"0's values cannot be copied into it. Make it anew from {name}.clone()"
+                f"0's values cannot be copied into it. Make it from {name}.clone()"
             )
 
 

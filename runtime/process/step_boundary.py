@@ -36,7 +36,7 @@ MEMORY_LOOK_S = 0.5
 """Seconds between two looks at the GPU's memory."""
 
 
-class Iteration(Protocol):
+class RunningIteration(Protocol):
     """An iteration over a shard, in progress.
 
     epoch: as given to `ctx.shard`.
@@ -87,7 +87,7 @@ class Boundary:
         self._stop_is_agreed = False
         self._looked_at = 0.0  # at the GPU's memory, in time.monotonic() seconds
         self._has_trained = False
-        self.iterations: list[Iteration] = []
+        self.iterations: list[RunningIteration] = []
         """The iterations in progress, in the order of their beginning. They may be nested, or side
         by side as in a zip, which ends the first one first."""
 
@@ -202,7 +202,7 @@ class Boundary:
         return self._has_trained and not self.iterations
 
     @contextlib.contextmanager
-    def iterating(self, iteration: Iteration) -> Iterator[None]:
+    def iterating(self, iteration: RunningIteration) -> Iterator[None]:
         """The scope of one iteration over a shard."""
         steps = self.steps
         before = steps.batches_taken, steps.batches_left, steps.epoch

@@ -1,1 +1,1 @@
-"""How samples become batches, also in loader processes. Knows no step."""
+"""How samples become batches, in this process and in loader processes. Knows no step."""

@@ -2,13 +2,13 @@
 
 An owner and the replicas of its shard compute the same bits, and all ranks hold the same
 parameters. Memory or a processor that flips a bit breaks this, and no exception says so. With
-`check_every` the digests (shards/digests.py) ride in the ballot:
+`check_every` the digests (digests.py) ride in the ballot:
 
     (a) After an update each rank notes the digests of the state that it has written, of its own
         shard and its replicas, and of their parameters.
     (b) With its next vote it sends these of the parameters; and the digests, as its memory is now,
         of all parameters, of the state, and of the reduced gradients that are about to be applied.
-    (c) All ranks read the same digests and come to the same verdicts (shards/digest_verdicts.py),
+    (c) All ranks read the same digests and come to the same verdicts (digest_verdicts.py),
         before anything is applied.
 
 What is wrong is then made right, by all ranks together:
