@@ -175,6 +175,7 @@ class ChoruslineStrategy(ParallelStrategy):
     def setup(self, trainer: Any) -> None:
         _synchronise_metrics(self.lightning_module)
         super().setup(trainer)
+        # Lightning wraps the model, and makes optimizers, only to fit it.
         if trainer.state.fn != TrainerFn.FITTING:
             return
         assert isinstance(self.model, DistributedDataParallel)

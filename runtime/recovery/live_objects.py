@@ -146,6 +146,7 @@ class LiveObjects:
         registered = {id(entry.object) for entry in self.call.registry}
         optimizers, models = self.optimizers().values(), self.models().values()
         sharded = [one for one in self.call.registry if has_shards(one.object)]
+        # A model of fully_shard has no engine here: its replicas and its optimizer are asked.
         for one in sharded:
             if why := why_not_in_replicas(
                 one.object, one.name, self.replica_size, self.call.group
@@ -156,6 +157,7 @@ class LiveObjects:
                 "it has a DistributedDataParallel or a ZeroRedundancyOptimizer beside a model of "
                 "fully_shard, whose steps count by themselves; give each a run of its own"
             )
+        # What a plain optimizer steps is checked last: its model has to be known first.
         if not optimizers and not models and not sharded:
             return (
                 "it has not registered a DistributedDataParallel of the session's group with its "

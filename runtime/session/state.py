@@ -57,7 +57,7 @@ class SessionSnapshot:
         """
         rows: list[tuple[str, ...]] = [_COLUMNS]
         for worker in self.workers:
-            if isinstance(worker, str):
+            if isinstance(worker, str):  # The worker did not answer.
                 continue
             for number, (_, one) in enumerate(sorted(worker.steps.models.items())):
                 ms = (one.forward_s, one.backward_s, one.communication_s, one.overlap_s, one.wait_s)

@@ -1031,6 +1031,7 @@ class OptimizerEngine:
             has_next=self.optimizer._has_next(),
             used=[parameter.grad is not None for parameter in self.shard.parameters],
             weight=self.reducer.weight if self.reducer else None,
+            # In ctx.steps the norm has the same bits at any number of ranks: an exact sum.
             add_squared_norm=self.shard.add_squared_norm if needs_norm and not in_steps else None,
             exact_norm=self.shard.exact_norm() if needs_norm and in_steps else (),
             loss_scale=self.loss_scale if is_live and self.loss_scale is not None else 0.0,
