@@ -229,7 +229,7 @@ class LastStep:
             return  # A rank has failed, and would again; or nothing of the script can be written.
         boundary().steps.is_saving = True  # Now this rank has the time that it takes.
         try:
-            mine = self._local()
+            mine = self._held_step()
             holdings = self._meet(mine, lost)
             rank = self._group.rank
             writer = writer_of(holdings)
@@ -249,7 +249,7 @@ class LastStep:
         finally:
             boundary().steps.is_saving = False
 
-    def _local(self) -> HeldStep:
+    def _held_step(self) -> HeldStep:
         kept = self._kept
         if self.why_not or kept is None:
             return HeldStep(None, self.why_not)

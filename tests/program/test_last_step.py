@@ -73,14 +73,14 @@ def test_buffers_and_generators_are_put_back_to_the_end_of_the_step():
         # The forward pass of the next step, whose all-reduce the loss ends.
         inner(torch.randn(4, 3))
         assert not torch.equal(inner.running_mean, before["running_mean"])
-        assert last._local() == HeldStep(5, part=drawn)
+        assert last._held_step() == HeldStep(5, part=drawn)
         for name, one in inner.state_dict().items():
             assert torch.equal(one, before[name]), name
         # A step that has begun may have changed any parameter.
         with last.watched():
             inner(torch.randn(4, 3)).sum().backward()
             optimizer.step()
-        assert last._local() == HeldStep(None)
+        assert last._held_step() == HeldStep(None)
 
 
 def test_a_step_with_a_closure_changes_nothing_before_the_closure_has_returned():
@@ -101,9 +101,9 @@ def test_a_step_with_a_closure_changes_nothing_before_the_closure_has_returned()
             last.keep(kept([]), 1)
             with pytest.raises(cl.PeerLost):
                 optimizer.step(closure=lambda: closure(lost))
-            assert last._local().step == 1
+            assert last._held_step().step == 1
             optimizer.step(closure=closure)
-            assert last._local() == HeldStep(None)
+            assert last._held_step() == HeldStep(None)
 
 
 def survive(group, steps):
@@ -142,7 +142,7 @@ def test_before_restart_keeps_arguments_of_its_step_and_without_a_run_does_nothi
         script.last_step = None
         with running(script), pytest.raises(RuntimeError, match="registers what survives"):
             cl.before_restart(saved.append, 3)
-        held = last._local()
+        held = last._held_step()
         assert (held, saved) == (HeldStep(3), [])
         assert last._kept.written.write({0: b""}) == "by list.append(2)"
         assert saved == [2]

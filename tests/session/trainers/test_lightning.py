@@ -514,7 +514,7 @@ def test_a_script_goes_on_from_the_step_before_the_one_that_a_lost_rank_has_ende
             last._models.add(module)  # As DistributedDataParallel would.
             with last.watched(), pytest.raises(cl.PeerLost):
                 fit_script(module, folder, Placed(), **kept)
-            assert last._local().step == step
+            assert last._held_step().step == step
             assert last._kept.written.write({0: b""}) == f"{folder}/last.ckpt, step {step}"
         again = fit_script(Dies(), folder, Placed(), **kept)
         for name, one in whole.items():
