@@ -3,6 +3,7 @@ a day, examples that hypothesis draws, and a Ray cluster in half of the processe
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -12,19 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests import ROOT
 
-# The fixtures that a drawn example uses, such as ranks that stand, are the same for all of them.
-_OF_BOTH: dict[str, Any] = {
-    "deadline": None,
-    "suppress_health_check": [HealthCheck.function_scoped_fixture],
-}
-# The ordinary suite draws the same few examples each time; `make test-slow` draws many others.
-settings.register_profile("few", max_examples=10, derandomize=True, database=None, **_OF_BOTH)
-settings.register_profile("many", max_examples=100, print_blob=True, **_OF_BOTH)
-settings.load_profile("few")
+# A machine with a GPU may lack it, and leaves out the files whose tests draw examples.
+with contextlib.suppress(ModuleNotFoundError):
+    from hypothesis import HealthCheck, settings
+
+    # The fixtures of drawn examples, such as ranks that stand, are the same for all of them.
+    of_both: dict[str, Any] = {
+        "deadline": None,
+        "suppress_health_check": [HealthCheck.function_scoped_fixture],
+    }
+    # The ordinary suite draws the same few examples each time; `make test-slow` draws many others.
+    settings.register_profile("few", max_examples=10, derandomize=True, database=None, **of_both)
+    settings.register_profile("many", max_examples=100, print_blob=True, **of_both)
+    settings.load_profile("few")
 
 OWN_RAY = re.compile(
     "tests/(commands|notebook|session)/|tests/repository/benchmarks/test_chaos[.]py"
@@ -50,7 +54,7 @@ in all, and are what `make test-fast` runs."""
 
 _SLOWER = re.compile(
     r"gloo|stand.in|shared-memory-[34]|tests/data/(fetching/|test_streaming)"
-    r"|tests/join/test_(beside|parts_of|random_bodies|several_models)"
+    r"|tests/join/test_(beside|fully_sharded|parts_of|random|several_models|weights)"
     r"|tests/steps/test_(on_a|refusals|same_bits)"
 )
 """What takes long in these folders, such as comparisons of many programs with one process."""
@@ -86,9 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 "each process of a run; give the case an id"
             )
         is_slow = any(item.get_closest_marker(name) for name in ("slow", "gpu"))
-        if config.getoption("hypothesis_profile") == "many" and item.get_closest_marker(
-            "hypothesis"
-        ):
+        draws_many = config.getoption("hypothesis_profile", None) == "many"
+        if draws_many and item.get_closest_marker("hypothesis"):
             item.add_marker(pytest.mark.timeout(600))
         if "cluster" in getattr(item, "fixturenames", ()) or OWN_RAY.match(item.nodeid):
             item.add_marker("ray")

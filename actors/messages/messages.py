@@ -229,7 +229,7 @@ class Frozen:
     can_save: the ranks that are left can write everything that counts to a checkpoint.
     saved: the path of the run's last checkpoint, if it was written in this generation.
     admits: the function continues where it is when a worker comes after its dry run
-    (arrivals.py).
+    (driver/arrivals.py).
     """
 
     rank: int
@@ -500,7 +500,7 @@ class MemberState(enum.Enum):
     """The worker has a rank in the run in progress."""
 
     DRY_RUN = "dry run"
-    """The worker has none yet, and runs the function by itself (arrivals.py)."""
+    """The worker has none yet, and runs the function by itself (driver/arrivals.py)."""
 
     STUCK = "stuck"
     """The worker did not stop in time; it is READY again only when it answers that it is idle."""

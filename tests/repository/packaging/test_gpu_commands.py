@@ -83,7 +83,7 @@ def test_what_pytest_reports_is_counted_with_its_reasons() -> None:
 
 
 NOT_ON_A_GPU_MACHINE = (
-    *("ray", "rich", "pydantic", "lazy_loader"),
+    *("ray", "rich", "pydantic", "lazy_loader", "hypothesis"),
     *("pytest_asyncio", "pytest_timeout", "xdist", "lightning"),
 )
 """Packages that a machine may lack which has torch, CuPy and pytest."""
