@@ -241,8 +241,8 @@ class _Noted:
             return self._stream.write(encoded(text).decode())
 
     def writelines(self, lines: Any) -> None:
-        self._output.written_to(self._kind)
-        self._stream.writelines(lines)
+        for line in lines:
+            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -11,7 +11,7 @@ from tests.harness.forked_workers import OFF
 from tests.harness.programs import last_line_of
 
 PROGRAM = """
-import json
+import json, sys
 import torch, chorusline as cl
 
 def tränk(ctx, größe, **rest):
@@ -26,6 +26,7 @@ def tränk(ctx, größe, **rest):
                 optim.step()
                 optim.zero_grad()
                 ctx.report(verlust_é=1.0, 名前="値")
+    sys.stdout.writelines(["\\udcff\\n"])
     print("é 値", größe, "\\udcff.pt")  # As os.listdir has a byte that is no character.
     return größe, rest, ctx.rank
 
