@@ -40,6 +40,7 @@ from .buffers import Buffers
 from .gradients.comm_hooks import CommHook
 from .gradients.gradient_bucket import GradientBucket
 from .gradients.held_gradients import Habits
+from .gradients.micro_batch_sums import SumPhase
 from .gradients.reducer import Reducer
 from .gradients.reductions import why_not_sharded
 from .gradients.step_statistics import (
@@ -967,12 +968,18 @@ class ModelEngine:
         if not self.reducer.ends_steps:
             self._check_wraps_sharded(optimizer)
             return
+        if self.reducer.summing is SumPhase.ADDING:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has stepped inside the loop over the batches of one "
+                "step of ctx.steps, where gradients are sums of this rank's batches so far. Call "
+                "optimizer.step() once after that loop: ctx.steps accumulates its batches"
+            )
         if self.reducer.has_pass and self.reducer.group.size > 1:
             raise RuntimeError(
                 f"{type(optimizer).__name__} has stepped before a backward pass of the "
-                "DistributedDataParallel had ended, as from a hook of a parameter that steps it at "
-                "once: with this rank's own gradients, so the parameters of the ranks would drift "
-                "apart. Call step() after loss.backward()"
+                "DistributedDataParallel had ended, in a hook of a parameter or after an error in "
+                "the pass: with this rank's own gradients, so the parameters of the ranks would "
+                "drift apart. Call step() after loss.backward(), and let its errors end the run"
             )
         self.reducer.has_stepped(optimizer, groups)
         # In a step of ctx.steps `.grad` is the mean, without a pass that sends it.

@@ -120,6 +120,15 @@ def without_backward(group: cl.Group) -> None:
             model(batch)
 
 
+def step_in_the_loop(group: cl.Group) -> None:
+    model, optim = made(group, sharded=False)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch).sum().backward()
+            optim.step()
+            optim.zero_grad()
+
+
 def backward_behind_the_loop(group: cl.Group) -> None:
     model, _ = made(group, sharded=False)
     for step in steps_of(group):
@@ -165,6 +174,7 @@ WRONG: dict[str, tuple[Callable[[cl.Group], None], type[Exception], str]] = {
     "twice": (iterated_twice, RuntimeError, "iterated once"),
     "no step()": (not_stepped, RuntimeError, "Call optimizer.step()"),
     "no backward()": (without_backward, RuntimeError, "call backward()"),
+    "step() in the loop": (step_in_the_loop, RuntimeError, "optimizer.step() once after that loop"),
     "late backward()": (backward_behind_the_loop, RuntimeError, "inside the loop over the step's"),
     "options": (options_changed, RuntimeError, "after optimizer.step()"),
     "clip_grad_norm_": (clipped_by_hand, RuntimeError, "max_norm"),
