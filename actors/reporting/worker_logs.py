@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from chorusline.collectives.contract.call_site import encoded
-
 OUT, ERR, FIGURE = 1, 2, 3
 """What a PrintedPiece holds: bytes of stdout, bytes of stderr, or a picture (PNG)."""
 
@@ -217,12 +215,17 @@ def _in_order(
 
 
 def write_line(stream: TextIO, line: str) -> None:
-    """Write a line; what the stream's encoding has no bytes for (LANG=C) is escaped."""
+    _write(stream, f"{line}\n")
+
+
+def _write(stream: TextIO, text: str) -> Any:
+    """What the stream's encoding has no bytes for is escaped: letters under LANG=C, and names of
+    files that the locale cannot decode."""
     try:
-        stream.write(f"{line}\n")
+        return stream.write(text)
     except UnicodeEncodeError:
         encoding = getattr(stream, "encoding", None) or "ascii"
-        stream.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        return stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 class _Noted:
@@ -235,10 +238,7 @@ class _Noted:
 
     def write(self, text: str) -> Any:
         self._output.written_to(self._kind)
-        try:
-            return self._stream.write(text)
-        except UnicodeEncodeError:  # A name of a file, which the locale has no characters for.
-            return self._stream.write(encoded(text).decode())
+        return _write(self._stream, text)
 
     def writelines(self, lines: Any) -> None:
         for line in lines:

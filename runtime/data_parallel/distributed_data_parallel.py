@@ -963,8 +963,8 @@ class ModelEngine:
     def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
         """A plain optimizer has stepped, with `groups` of its parameters in this model.
 
-        Raises RuntimeError if a sharded optimizer has the parameters, and inside a backward pass.
-        """
+        Raises RuntimeError if a sharded optimizer has the parameters, and where their gradients
+        are not yet those of the step: in a backward pass, or in the loop over a step's batches."""
         if not self.reducer.ends_steps:
             self._check_wraps_sharded(optimizer)
             return
