@@ -51,10 +51,11 @@ test-gpu: $(INSTALLED)  ## the tests that need a GPU; installs CuPy and NCCL; wr
 	$(BIN)/python -m benchmarks.speed.gpu_machine --install
 	$(BIN)/python -m tests.on_gpu --out out/test-gpu.json $(ARGS)
 
-check: $(INSTALLED)  ## lint, format and types
+check: $(INSTALLED)  ## lint, format and types; with actionlint, where it is installed, the workflow
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	@PATH="$(BIN):$$PATH"; if command -v actionlint; then actionlint .github/workflows/*.yml; fi
 
 fix: $(INSTALLED)  ## what ruff can correct by itself, and the format
 	$(BIN)/ruff check --fix
