@@ -1,7 +1,7 @@
 """Seconds from a SIGKILL to the next step, beside Ray Train's restart from a checkpoint.
 
     python -m benchmarks.speed.recovery [--json] [--trials 20] [--full-trials 5] [--peer-trials 20]
-        [--seed 0] [--also 2,8]
+        [--seed 0] [--also 2,8] [--arrivals 4,16] [--arrival-trials 4]
 
 Four workers train the same model on the same samples. In each trial one of them, drawn by the seed,
 is killed at an instant that the seed draws, too; before the next trial there are four again.
@@ -16,6 +16,10 @@ first one of four; where it came before the three had taken a step, there is no 
 (v2, torch's DistributedDataParallel over Gloo, a checkpoint every --every steps): the time until
 any step has been taken again, which is one that it had taken before; and until it is where it was.
 Steps are lost where they have to be taken again, and their samples are seen twice.
+
+With --arrivals, `ctx.steps` with a spare worker is timed in both ways in which it can come, between
+two steps and with all functions from the top: what the ranks that stay have lost, beside their
+usual steps, when all train again.
 """
 
 from __future__ import annotations
@@ -117,7 +121,7 @@ async def until(condition: Callable[[], Any], task: asyncio.Task[Any]) -> Any:
             raise RuntimeError("the run ended before it was to")
         if time.monotonic() > deadline:
             raise TimeoutError(f"nothing happened in {PATIENCE_S:g} s")
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.02)
     return found
 
 
@@ -206,19 +210,37 @@ class Points:
         return torch.randn(WIDTH, generator=generator)
 
 
-def train_in_steps(ctx: cl.Context, folder: str, step_s: float = STEP_S) -> int:
+def train_in_steps(
+    ctx: cl.Context,
+    folder: str,
+    step_s: float = STEP_S,
+    size: int = NUM_WORKERS,
+    constructors_s: float = 0.0,
+    falls_back: bool = False,
+) -> int:
     """As `train_again`, with steps of a fixed global batch: newcomers make a dry run, and the
-    others continue where they are. step_s: of computing in each step."""
+    others continue where they are.
+
+    step_s: of computing in each step.
+    size: the number of workers.
+    constructors_s: the time that the function's beginning takes, as one that loads weights does.
+    falls_back: whether it is as if the function could have no dry run.
+    """
     torch.set_num_threads(1)
     log = Log(folder, f"process-{os.getpid()}")
+    if falls_back:
+        recovery = call_of(ctx).recovery
+        assert recovery is not None
+        recovery.arrivals._kept.spoil("the benchmark times the other way")
+    time.sleep(constructors_s)
     model = cl.DistributedDataParallel(make_model())
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-4, replicas=2)
     ctx.register("model", model)
     ctx.register("optim", optim)
     log.note("pid", os.getpid())
     for epoch in ctx.epochs(1):
-        # As many micro-batches for each of three ranks as for each of four.
-        for step in ctx.steps(Points(), 12 * 4, 4, epoch=epoch):
+        # Three micro-batches for each of all ranks, and up to four where one is missing.
+        for step in ctx.steps(Points(), 3 * size * 4, 4, epoch=epoch):
             for batch in step:
                 time.sleep(step_s / 3)
                 model(batch).square().mean().backward()
@@ -230,14 +252,16 @@ def train_in_steps(ctx: cl.Context, folder: str, step_s: float = STEP_S) -> int:
     return optim.num_steps
 
 
-def arrival_gap(entries: list[tuple[str, float, str, int]], since: float) -> dict[str, float]:
+def arrival_gap(
+    entries: list[tuple[str, float, str, int]], since: float, size: int
+) -> dict[str, float]:
     """The longest time from one step to the next, over the ranks that stay, from their first step
-    of three to their first one of four: in seconds, and in steps (the median of these times). Empty
-    if no rank has taken a step of three, and then one of four.
+    with one missing to their first one of all: in seconds, and in steps (the median of these
+    times). Empty if no rank has taken a step of the first kind, and then one of the other.
 
     entries: name of the process, seconds, word, number. since: the seconds of the kill.
     """
-    fewer, full = f"step-of-{NUM_WORKERS - 1}", f"step-of-{NUM_WORKERS}"
+    fewer, full = f"step-of-{size - 1}", f"step-of-{size}"
     times, has_come = [], False
     by_name: dict[str, list[tuple[float, str]]] = {}
     for name, at, word, _ in entries:
@@ -253,18 +277,53 @@ def arrival_gap(entries: list[tuple[str, float, str, int]], since: float) -> dic
     return {"arrival_s": max(times), "arrival_steps": max(times) / statistics.median(times)}
 
 
+def lost_time(
+    entries: list[tuple[str, float, str, int]],
+    killed_at: float,
+    again_at: float,
+    size: int,
+    slowdown: float,
+) -> float:
+    """The seconds that a kill costs a rank that stays, until all have taken a step again: the time
+    since its last step before the kill, without the usual times of the steps in between. Of these
+    ranks, the most.
+
+    entries: as in `arrival_gap`.
+    again_at: the seconds of the first step of all.
+    slowdown: how much longer a step takes with one worker missing.
+    """
+    by_name: dict[str, list[tuple[float, str]]] = {}
+    for name, at, word, _ in entries:
+        if word.startswith("step-of-"):
+            by_name.setdefault(name, []).append((at, word))
+    lost = []
+    for told in map(sorted, by_name.values()):
+        before = [at for at, _ in told if at <= killed_at][-6:]
+        later = [(at, word) for at, word in told if at > killed_at]
+        ended_at = next((at for at, _ in later if at >= again_at), None)
+        if len(before) < 6 or ended_at is None:
+            continue  # It has died, or has come.
+        usual = statistics.median(b - a for a, b in itertools.pairwise(before))
+        words = [word for at, word in later if at <= ended_at]
+        steps = (1.0 if word == f"step-of-{size}" else slowdown for word in words)
+        lost.append(ended_at - before[-1] - usual * sum(steps))
+    return max(lost)
+
+
 async def ours_at_full_size(
-    trials: int, seed: int, spares: int, function: Callable[..., int]
+    trials: int, seed: int, spares: int, function: Callable[..., int], size: int = NUM_WORKERS
 ) -> list[dict[str, float]]:
     """The time until a step is taken by all ranks again."""
     draw, results = random.Random(seed), []
+    # Of a fixed global batch some ranks have four micro-batches then, instead of three.
+    slowdown = 1.0 if function is train_again else 4 / 3
     with tempfile.TemporaryDirectory() as folder:
         logs, stop = Path(folder) / "logs", Path(folder) / "stop"
         logs.mkdir()
 
         def full_steps(since: float) -> list[tuple[float, int]]:
             told = Log.read(str(logs))
-            word = f"step-of-{NUM_WORKERS}"
+            word = f"step-of-{size}"
             return [(at, n) for _, at, said, n in told if said == word and at > since]
 
         def living() -> list[int]:
@@ -272,12 +331,12 @@ async def ours_at_full_size(
             return sorted(pids & actors("ray::Worker"))  # The pid of one that is gone comes again.
 
         async with cl.Session(
-            (1, NUM_WORKERS), spares=spares, resources_per_worker={"CPU": 0.1}
+            (1, size), spares=spares, resources_per_worker={"CPU": 0.1}
         ) as session:
             run = asyncio.create_task(session.run(function, folder=str(logs)))
             for trial in range(trials):
                 since = time.monotonic()
-                await until(lambda at=since: len(full_steps(at)) >= 5 * NUM_WORKERS, run)
+                await until(lambda at=since: len(full_steps(at)) >= 5 * size, run)
                 await until(lambda: session.num_spares == spares, run)
                 await asyncio.sleep(draw.random() * 0.5)
                 before = max(n for _, n in full_steps(0.0))
@@ -288,8 +347,10 @@ async def ours_at_full_size(
                 again = min(await until(lambda at=later: full_steps(at), run))
                 lost = max(0, before + 1 - again[1])
                 # Of all ranks: a rank's line comes when its step has ended.
-                await until(lambda at=again[0]: len(full_steps(at)) >= NUM_WORKERS, run)
-                gap = arrival_gap(list(Log.read(str(logs))), killed_at)
+                await until(lambda at=again[0]: len(full_steps(at)) >= size, run)
+                entries = list(Log.read(str(logs)))
+                gap = arrival_gap(entries, killed_at, size)
+                gap["lost_s"] = lost_time(entries, killed_at, again[0], size, slowdown)
                 results.append({"seconds": again[0] - killed_at, "steps_lost": lost, **gap})
                 print(f"ours, spares={spares}, {trial}: {results[-1]['seconds']:.3f} s", flush=True)
             stop.touch()
@@ -309,6 +370,28 @@ FULL_SIZE: dict[str, tuple[int, Callable[..., int]]] = {
 }
 """Ways to get to four ranks again: spare workers, and the function."""
 
+CONSTRUCTORS_S = (0.0, 3.0)
+
+
+def both_ways(trials: int, seed: int, size: int) -> dict[str, list[dict[str, float]]]:
+    """Both ways of a spare worker into a run with `ctx.steps`, with functions that begin at once,
+    and with those that take seconds to begin."""
+    found = {}
+    for constructors_s in CONSTRUCTORS_S:
+        for falls_back in (False, True):
+            function = partial(
+                train_in_steps,
+                step_s=LONG_STEP_S,
+                size=size,
+                constructors_s=constructors_s,
+                falls_back=falls_back,
+            )
+            way = "all from the top" if falls_back else "between two steps"
+            found[f"{size} workers, {constructors_s:g} s to begin, {way}"] = asyncio.run(
+                ours_at_full_size(trials, seed, 1, function, size)
+            )
+    return found
+
 
 def summary(results: list[dict[str, float]], name: str) -> dict[str, float]:
     values = [one[name] for one in results]
@@ -324,12 +407,16 @@ def main() -> None:
     flags.add_argument("--peer-trials", type=int, default=20, help="0: without Ray Train")
     flags.add_argument("--every", type=int, default=10, help="steps between its checkpoints")
     flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument(
+        "--arrivals", default="", help="numbers of workers, 4,16: both ways in for a spare worker"
+    )
+    flags.add_argument("--arrival-trials", type=int, default=4)
     flags.add_argument("--also", default="", help="other numbers of workers: 2,8")
     args = flags.parse_args()
     as_installed()
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
-        our_results = asyncio.run(ours(args.trials, args.seed))
+        our_results = asyncio.run(ours(args.trials, args.seed)) if args.trials else []
         others = {
             f"ours, {size} workers": asyncio.run(ours(args.trials, args.seed, size))
             for size in map(int, filter(None, args.also.split(",")))
@@ -339,6 +426,9 @@ def main() -> None:
             for spares, function in FULL_SIZE.values()
             if args.full_trials
         ]
+        ways: dict[str, list[dict[str, float]]] = {}
+        for size in map(int, filter(None, args.arrivals.split(","))):
+            ways |= both_ways(args.arrival_trials, args.seed, size)
         peer_results: list[dict[str, float]] = []
         if args.peer_trials:
             given = (args.peer_trials, args.seed, args.every)
@@ -383,6 +473,19 @@ def main() -> None:
             if some
         ],
     )
+    table(
+        "with a spare worker: what a kill costs each rank that stays, until all take a step again",
+        ("", "kills", "median s", "worst s", "all again after, s"),
+        [
+            (
+                name,
+                str(len(results)),
+                *(f"{summary(results, 'lost_s')[k]:.3f}" for k in ("median", "worst")),
+                f"{summary(results, 'seconds')['median']:.3f}",
+            )
+            for name, results in ways.items()
+        ],
+    )
     phases = ("detection", "decision", "rendezvous", "reshard", "step")
     table(
         "where our time goes, ms",
@@ -405,7 +508,7 @@ def main() -> None:
         back = summary(peer_results, "back")
         print(f"Ray Train is where it was after {back['median']:.3f} s (median)")
         print(f"ours / Ray Train: {ratios['recovery']:.4f}")
-    finish(args, ratios, figures)
+    finish(args, ratios, figures | ways)
 
 
 if __name__ == "__main__":
