@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
@@ -22,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from chorusline.actors.errors import ends_a_generation
 from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.contract.argument_kinds import check_kinds
+from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.errors import name_ranks, named
 from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import is_informing
@@ -40,7 +42,6 @@ from .buffers import Buffers
 from .gradients.comm_hooks import CommHook
 from .gradients.gradient_bucket import GradientBucket
 from .gradients.held_gradients import Habits
-from .gradients.micro_batch_sums import SumPhase
 from .gradients.reducer import Reducer
 from .gradients.reductions import why_not_sharded
 from .gradients.step_statistics import (
@@ -237,6 +238,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def _before_forward(self) -> float:
         """Returns the time at which the module begins."""
         boundary().begin_forward()
+        self._reducer.forget_failed_pass()
         # Ranks without data hear that a step begins, and shadow it.
         if self._join is not None:
             self._join.notified(self)
@@ -543,6 +545,8 @@ class _ModelHook(JoinHook):
             self._check_same_values(model._join)
         elif ledger.may_have_written_alone(is_sharded=model._reducer.is_sharded):
             self._check_written_alike()
+        elif model._reducer.ends_steps:
+            self._warn_of_drift()
         if not model._reducer.is_sharded:
             num_missed = max(ledger.steps_taken) - ledger.steps_taken[model.group.rank]
             model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
@@ -624,6 +628,28 @@ class _ModelHook(JoinHook):
                 "What the loop's body writes to parameters reaches ranks that have run out of data "
                 "with the next step of a rank that has some. Without a step, write them before or "
                 "after the Join, on all ranks alike (load_state_dict(), clamping weights).",
+            )
+
+    def _warn_of_drift(self) -> None:
+        """Every rank has taken all steps with its own copy of the parameters: warns if these have
+        come to differ. Once: they stay so."""
+        if self._ranks_have_changed or self._model._engine.has_warned_of_drift:
+            return
+        model, found = self._model, None
+        with self._until_ranks_change():
+            found = _unlike_parameter(model.module, model.group)
+        if found is None:
+            return
+        model._engine.has_warned_of_drift = True
+        if model.group.rank == 0:
+            name, unlike = found
+            warnings.warn(
+                f"parameter {name} differs between rank 0 and {name_ranks(unlike)} at the end of a "
+                "Join, in which all ranks have taken the same steps: what the loop's body writes "
+                "to parameters or gradients is not the same on all ranks, such as a hook that "
+                "steps by this rank's own gradient. (Only the last bits may also differ by the "
+                "type of the CPU or GPU.)",
+                stacklevel=users_level(),
             )
 
     def _take_written(self, join: JoinEngine) -> None:
@@ -817,6 +843,7 @@ class ModelEngine:
         self.recovery = recovery_of(reducer.group)
         """Takes the model to the next generation; None without recovery, and after the run."""
         is_kept = self.recovery is not None
+        self.has_warned_of_drift = False
         self.buffers = Buffers(module, travel=broadcast_buffers, is_kept=is_kept)
         self.steps = ModelSteps(module, reducer, self._begin_step, buffers_travel=broadcast_buffers)
         """The model in the steps of `ctx.steps`."""
@@ -968,19 +995,8 @@ class ModelEngine:
         if not self.reducer.ends_steps:
             self._check_wraps_sharded(optimizer)
             return
-        if self.reducer.summing is SumPhase.ADDING:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} has stepped inside the loop over the batches of one "
-                "step of ctx.steps, where gradients are sums of this rank's batches so far. Call "
-                "optimizer.step() once after that loop: ctx.steps accumulates its batches"
-            )
-        if self.reducer.has_pass and self.reducer.group.size > 1:
-            raise RuntimeError(
-                f"{type(optimizer).__name__} has stepped before a backward pass of the "
-                "DistributedDataParallel had ended, in a hook of a parameter or after an error in "
-                "the pass: with this rank's own gradients, so the parameters of the ranks would "
-                "drift apart. Call step() after loss.backward(), and let its errors end the run"
-            )
+        if why := self.reducer.why_no_step(type(optimizer).__name__):
+            raise RuntimeError(why)
         self.reducer.has_stepped(optimizer, groups)
         # In a step of ctx.steps `.grad` is the mean, without a pass that sends it.
         if self.steps.plan is None:

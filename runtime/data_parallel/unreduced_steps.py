@@ -50,18 +50,21 @@ class UnreducedSteps:
             return
         before = self._passes.get(optimizer, 0)
         self._passes[optimizer] = num_passes
-        if before != num_passes and not reducer.has_leftover:
+        if before != num_passes and not (reducer.has_leftover or self._gradients.has_replaced()):
             return  # A pass has come since its last step, and reduced all that `.grad` holds.
         self._num_steps += 1
         number, store = self._num_steps, PrefixStore(self._key, group._store)
         if number == 1:
-            store.post(str(group.rank), json.dumps(self._digests()))
+            store.post(str(group.rank), json.dumps([num_passes, self._digests()]))
         elif number < _MANY or number & (number - 1) == 0:
             keys = [str(rank) for rank in range(group.size)]
             if store.check(keys):
                 self._is_over = True
                 if group.rank == 0:
-                    self._compare([json.loads(one) for one in store.multi_get(keys)])
+                    told = [json.loads(one) for one in store.multi_get(keys)]
+                    # A rank that had no data then has done it at another step.
+                    if all(passes == told[0][0] for passes, _ in told):
+                        self._compare([digests for _, digests in told])
 
     def _digests(self) -> dict[str, int]:
         held = [
@@ -83,7 +86,8 @@ class UnreducedSteps:
                     "DistributedDataParallel has reduced, and they are not the same on all ranks: "
                     f"that of parameter {name} differs between rank 0 and {name_ranks(unlike)}, so "
                     "the parameters of the ranks drift apart. What torch.autograd.grad returns, "
-                    "and what a backward pass in no_sync() brings, is the rank's own. Call "
+                    "what a hook of a parameter sees, and what a backward pass in no_sync() "
+                    "brings, is the rank's own. Call "
                     "loss.backward() on an output of the model, the last time in each step outside "
                     "no_sync(), or average before the step: parameter.grad = "
                     "ctx.reduce(parameter.grad)",

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from chorusline.collectives.contract.argument_kinds import check_text
 from chorusline.collectives.contract.articles import with_article
 
 from .option_numbers import copied_options
@@ -50,6 +51,7 @@ class Registry:
             raise ValueError(
                 f"a name must be a non-empty string without a slash, such as 'model'; got {name!r}"
             )
+        check_text("a name", name)
         if not isinstance(stateful, Stateful):
             raise TypeError(
                 f"register({name!r}, ...) takes an object with state_dict and load_state_dict, got "

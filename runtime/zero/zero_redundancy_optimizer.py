@@ -347,7 +347,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         if engine.reducer is not None:
             reducer = engine.reducer
             if not (reducer.has_launched or reducer.num_in_step or engine.has_agreed):
-                why_not = (
+                why_not = reducer.why_no_step("ZeroRedundancyOptimizer") or (
                     "step() needs gradients that were reduced since the last step: run "
                     "loss.backward() on the DistributedDataParallel model, outside no_sync(), first"
                 )
@@ -718,7 +718,10 @@ class OptimizerEngine:
         why = self._why_regrouped()
         if why or self.reducer is None or self.model is None:
             return why
-        return self.model.why_unfrozen() or self.reducer.why_changed()
+        if (why := self.model.why_unfrozen()) or not (why := self.reducer.why_changed()):
+            return why
+        # In a hook all gradients may have come already; those that come later are the change.
+        return self.reducer.why_no_step("ZeroRedundancyOptimizer") or why
 
     def _parameters_now(self) -> list[list[int]]:
         return [[*map(id, options.get("params", ()))] for options in self.optimizer.param_groups]
@@ -1122,6 +1125,10 @@ class OptimizerEngine:
                 failure = error  # The step counts, so the remaining shards are stepped first.
         # After all shards: a failure of a gather does not undo the step.
         self.optimizer.num_steps += 1
+        # The shards' memory is written past autograd, which has to refuse the backward pass of a
+        # forward pass from before the step, as after a step of torch's optimizers.
+        stepped = zip(self.shard.parameters, agreement.used, strict=True)
+        torch.autograd.graph.increment_version([one for one, is_used in stepped if is_used])
         self._digests.note(self.optimizer.num_steps)
         if failure is not None:
             raise failure

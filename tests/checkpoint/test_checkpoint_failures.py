@@ -469,6 +469,7 @@ def _save_wrongly(group: cl.Group, place: Path) -> list[str]:
         expect(ValueError, lambda: ctx.register("model", parts.model))
         expect(TypeError, lambda: ctx.register("number", 5))
         expect(ValueError, lambda: ctx.register("a/b", parts.model))
+        expect(ValueError, lambda: ctx.register("m\udcff", parts.model))
         return said
 
     return in_run(group, body, None)
@@ -486,6 +487,7 @@ def test_what_is_used_wrongly_says_what_to_do(ranks_of, tmp_path):
         "'model' is registered already, for a DistributedDataParallel",
         "register('number', ...) takes an object with state_dict and load_state_dict, got int",
         "a name must be a non-empty string without a slash, such as 'model'",
+        r"a name has '\udcff' in it, half of a surrogate pair: 'm\udcff'",
     ]
 
 

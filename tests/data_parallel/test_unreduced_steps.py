@@ -1,5 +1,6 @@
 """Steps of a plain optimizer with gradients that no backward pass of the model has brought."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -61,6 +62,19 @@ def accumulated(model, batch, group):
     loss_of(model, batch).backward()
 
 
+def put_back_from_a_hook(model, batch, group):
+    kept = {}
+    hooks = [
+        p.register_post_accumulate_grad_hook(lambda p: kept.__setitem__(p, p.grad.clone()))
+        for p in model.parameters()
+    ]
+    loss_of(model, batch).backward()
+    for p, gradient in kept.items():
+        p.grad = gradient
+    for hook in hooks:
+        hook.remove()
+
+
 def averaged(model, batch, group):
     its_own(model, batch, group)
     for p in model.parameters():
@@ -96,6 +110,7 @@ DRIFT = [
     of_the_bare_module,
     of_the_last_layer,
     into_the_same_tensors,
+    put_back_from_a_hook,
 ]
 STAY = [
     accumulated,
@@ -212,6 +227,38 @@ def test_an_optimizer_that_steps_the_sharded_one_is_not(ranks_of, sharded_class)
     assert ranks_of(2).run(step_beside, sharded_class, None, True) == [2, 2]
 
 
+def write(p):
+    p.data.add_(p.grad, alpha=-0.1)
+
+
+def drift_in_a_join(group, lengths, writes):
+    """Each rank writes parameters by its own gradients, past all that a step sees."""
+    with another_group(group) as own, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if writes:
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(write)
+        for _ in range(2):
+            with cl.Join([model], step_along=[optimizer], skew_warning=None):
+                for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
+                    loss_of(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [str(one.message) for one in said if one.filename == __file__]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_ranks_that_have_drifted_apart_in_an_even_join_are_told_so_once(ranks_of, writes):
+    told, others = ranks_of(2).run(drift_in_a_join, (3, 3), writes)
+    assert others == [] and len(told) == int(writes)
+    if writes:
+        assert (
+            "parameter 0.weight differs between rank 0 and rank 1 at the end of a Join" in told[0]
+        )
+
+
 def step_in_hooks(group, lengths, is_hooked_first):
     """As torch's tutorial steps in the backward pass: an optimizer for each parameter."""
     with another_group(group) as own:
@@ -238,6 +285,76 @@ def test_a_step_inside_a_backward_pass_is_refused(ranks_of, lengths, is_hooked_f
     for told in ranks_of(2).run(step_in_hooks, lengths, is_hooked_first):
         assert "SGD has stepped before a backward pass of the DistributedDataParallel had" in told
         assert "Call step() after loss.backward()" in told
+
+
+def sharded_step_in_a_hook(group):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        last = [*model.parameters()][-1]
+        last.register_post_accumulate_grad_hook(lambda _: optimizer.step() and None)
+        with pytest.raises(RuntimeError) as raised:
+            for batch in batches_of(own.rank, 2, torch.float64):
+                loss_of(model, batch).backward()
+        return str(raised.value)
+
+
+def test_a_sharded_step_inside_a_backward_pass_is_refused(ranks_of):
+    for told in ranks_of(2).run(sharded_step_in_a_hook):
+        assert "ZeroRedundancyOptimizer has stepped before a backward pass of the" in told
+
+
+def catch_failed_passes(group, is_sharded, syncs):
+    """Each rank catches the error of its second pass, and goes on with the third batch."""
+    with another_group(group) as own:
+        module = make_model(torch.float64)
+        model = cl.DistributedDataParallel(module, own)
+        optimizer = (
+            cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+            if is_sharded
+            else torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        try:
+            for number, batch in enumerate(batches_of(own.rank, STEPS, torch.float64)):
+                fails = number == 1
+                hook = module[0].weight.register_hook(raise_an_error) if fails else None
+                try:
+                    with contextlib.nullcontext() if syncs or not fails else model.no_sync():
+                        loss_of(model, batch).backward()
+                except ValueError:
+                    optimizer.zero_grad()
+                    hook.remove()
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+        except RuntimeError as error:
+            return str(error)
+        return [p.detach().clone() for p in module.parameters()]
+
+
+def raise_an_error(_):
+    raise ValueError("out of memory")
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_no_pass_follows_one_that_has_failed(ranks_of, is_sharded):
+    for rank, told in enumerate(ranks_of(2).run(catch_failed_passes, is_sharded, True)):
+        assert f"has ended in an error, which the program caught on rank {rank}" in told
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+@pytest.mark.parametrize(("size", "syncs"), [(1, True), (2, False)])
+def test_a_failed_pass_that_has_sent_nothing_is_forgotten(ranks_of, is_sharded, size, syncs):
+    model = make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    by_rank = [batches_of(rank, STEPS, torch.float64) for rank in range(size)]
+    for number, batches in enumerate(zip(*by_rank, strict=True)):
+        if number != 1:
+            optimizer.zero_grad()
+            (sum(loss_of(model, batch) for batch in batches) / size).backward()
+            optimizer.step()
+    for found in ranks_of(size).run(catch_failed_passes, is_sharded, syncs):
+        assert largest_difference(found, [p.detach() for p in model.parameters()]) < 1e-12
 
 
 def test_one_rank_alone_may_step_inside_a_backward_pass(ranks_of):

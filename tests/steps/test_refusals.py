@@ -129,6 +129,32 @@ def step_in_the_loop(group: cl.Group) -> None:
             optim.zero_grad()
 
 
+def sharded_step_in_the_loop(group: cl.Group) -> None:
+    model, optim = made(group)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch).sum().backward()
+            optim.step()
+
+
+def cleared_in_the_loop(group: cl.Group) -> None:
+    model, optim = made(group)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch).sum().backward()
+            optim.zero_grad()
+        optim.step()
+
+
+def cleared_between_sums(group: cl.Group) -> None:
+    model, optim = made(group)
+    for step in steps_of(group, deterministic=False):
+        for batch in step:
+            optim.zero_grad()
+            model(batch).sum().backward()
+        optim.step()
+
+
 def backward_behind_the_loop(group: cl.Group) -> None:
     model, _ = made(group, sharded=False)
     for step in steps_of(group):
@@ -173,8 +199,11 @@ WRONG: dict[str, tuple[Callable[[cl.Group], None], type[Exception], str]] = {
     "break": (left_early, RuntimeError, "without a break"),
     "twice": (iterated_twice, RuntimeError, "iterated once"),
     "no step()": (not_stepped, RuntimeError, "Call optimizer.step()"),
-    "no backward()": (without_backward, RuntimeError, "call backward()"),
+    "no backward()": (without_backward, RuntimeError, "Call backward() on a loss"),
     "step() in the loop": (step_in_the_loop, RuntimeError, "optimizer.step() once after that loop"),
+    "sharded step() in the loop": (sharded_step_in_the_loop, RuntimeError, "once after that loop"),
+    "zero_grad() in the loop": (cleared_in_the_loop, RuntimeError, "zero_grad() after that loop"),
+    "zero_grad() between": (cleared_between_sums, RuntimeError, "Call zero_grad() once, after"),
     "late backward()": (backward_behind_the_loop, RuntimeError, "inside the loop over the step's"),
     "options": (options_changed, RuntimeError, "after optimizer.step()"),
     "clip_grad_norm_": (clipped_by_hand, RuntimeError, "max_norm"),

@@ -186,3 +186,56 @@ def convert(group: cl.Group) -> str:
 def test_another_dtype_after_wrapping_is_refused(ranks_of):
     for told in ranks_of(2).run(convert):
         assert "torch.float32" in told and "before" in told
+
+
+def step_between(group: cl.Group | None, used: str, size: int) -> Any:
+    """A step between a forward pass and its backward pass. used: the part of the model that the
+    first loss has trained; the second loss is of `first`."""
+    torch.manual_seed(0)
+    module = torch.nn.ModuleDict(
+        {name: torch.nn.Sequential(torch.nn.Linear(7, 3), torch.nn.Linear(3, 1)) for name in PARTS}
+    ).double()
+    model = cl.DistributedDataParallel(Both(module), group) if group else Both(module)
+    optimizer = (
+        cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        if group
+        else torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    ranks = range(size) if group is None else [group.rank]
+    batches = [batches_of(rank, 1, torch.float64)[0] for rank in ranks]
+    share = 1 if group else size
+    losses = [model(batch) for batch in batches]
+    (sum(loss[used].square().mean() for loss in losses) / share).backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    try:
+        (sum(loss["first"].square().mean() for loss in losses) / share).backward()
+    except RuntimeError as error:
+        return str(error)
+    optimizer.step()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+PARTS = ("first", "second")
+
+
+class Both(torch.nn.Module):
+    def __init__(self, parts: torch.nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: self.parts[name](batch) for name in PARTS}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_between_a_forward_pass_and_its_backward_pass_is_refused_as_in_torch(
+    ranks_of: Any, size: int
+) -> None:
+    refused = "has been modified by an inplace operation"
+    assert refused in step_between(None, "first", size)
+    for told in ranks_of(size).run(step_between, "first", size):
+        assert refused in told
+    # What the step has not changed may be passed.
+    for found in ranks_of(size).run(step_between, "second", size):
+        assert largest_difference(found, step_between(None, "second", size)) < 1e-12

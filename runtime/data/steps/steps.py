@@ -517,9 +517,10 @@ class StepEnd:
             at += 3 + num
         if not any(self.has_gradient):
             raise RuntimeError(
-                f"no backward pass of step {self.plan.number} has given any model a gradient on "
-                "any rank: call backward() on a loss of the DistributedDataParallel inside the "
-                "loop over the step's batches"
+                f"no model holds a gradient on any rank at the end of step {self.plan.number}: no "
+                "backward pass has brought one, or it was cleared again. Call backward() on a loss "
+                "of the DistributedDataParallel inside the loop over the step's batches, and "
+                "zero_grad() after that loop"
             )
         self.paces = seen[at:]
 

@@ -99,6 +99,8 @@ class Gradients:
 
     def __init__(self, bucket_bytes: int) -> None:
         self.names: list[str] = []
+        self.summed: set[int] = set()
+        """The parameters whose gradients of earlier micro-batches of a step autograd adds to."""
         self.parameters: list[torch.nn.Parameter] = []
         self.order: list[int] = []
         """The numbers of the parameters, in the order in which their gradients are expected."""
@@ -221,6 +223,14 @@ class Gradients:
         if gradient is None or number in self._handed_out:
             return False
         return gradient.data_ptr() != self.views[number].data_ptr()
+
+    def has_replaced(self) -> bool:
+        """Whether the program has put another tensor in the place of any gradient."""
+        views = self.views  # A gradient that is the very view is the usual case, and quick to see.
+        return any(
+            parameter.grad is not views[number] and self.is_replaced(number)
+            for number, parameter in enumerate(self.parameters)
+        )
 
     def is_frozen(self, number: int) -> bool:
         return not self.parameters[number].requires_grad

@@ -245,6 +245,7 @@ class MicroBatchSums:
         self._accumulates = not plan.deterministic and len(set(plan.shares)) == 1
         self._has_begun = False
         self._exchanges = []
+        self._gradients.summed.clear()
         self.used = [False] * len(self._gradients.parameters)
         self._gradients.drop()
         for sums in self._buckets:
@@ -272,6 +273,8 @@ class MicroBatchSums:
                 self._gradients.views[parameter].zero_()
         self.used = [one or other for one, other in zip(self.used, used, strict=True)]
         self._has_begun = True
+        if self._accumulates:
+            self._gradients.summed.update(n for n, is_used in enumerate(used) if is_used)
         for sums in self._buckets:
             # Backward passes have added to the bucket itself, which is the only sum.
             if self._accumulates:

@@ -193,6 +193,24 @@ class Reducer:
         """Whether a backward pass has begun, and not ended."""
         return self._pass is not Pass.NONE
 
+    def why_no_step(self, optimizer: str) -> str:
+        """Says that gradients are not yet those of a step; empty if they may be. optimizer: the
+        name of its class, in a program that has called its `step()`."""
+        if self.summing is SumPhase.ADDING:
+            return (
+                f"{optimizer} has stepped inside the loop over the batches of one step of "
+                "ctx.steps, where gradients are sums of this rank's batches so far. Call "
+                "optimizer.step() once after that loop: ctx.steps accumulates its batches"
+            )
+        if self.has_pass and self.group.size > 1:
+            return (
+                f"{optimizer} has stepped before a backward pass of the DistributedDataParallel "
+                "had ended, in a hook of a parameter or after an error in the pass: with this "
+                "rank's own gradients, so the parameters of the ranks would drift apart. Call "
+                "step() after loss.backward(), and let its errors end the run"
+            )
+        return ""
+
     @property
     def has_launched(self) -> bool:
         """Whether all buckets of the step are launched."""
@@ -246,6 +264,23 @@ class Reducer:
 
     # -- the backward pass ---------------------------------------------------------------------
 
+    def forget_failed_pass(self) -> None:
+        """A forward pass begins. Raises RuntimeError if an earlier backward pass has failed when
+        this rank may have sent some of its gradients."""
+        # A pass may itself run the model: a checkpointed segment computes its outputs again.
+        if not self.has_pass or torch._C._current_graph_task_id() != -1:
+            return
+        if self._pass in (Pass.SENDING, Pass.KEEPING) and self.group.size > 1:
+            raise RuntimeError(
+                "a backward pass of the DistributedDataParallel has ended in an error, which the "
+                f"program caught on rank {self.group.rank}. Gradients of that pass were sent in "
+                "part, so no other pass can follow. Let the error end the run, or check what it "
+                "depends on before loss.backward(), on all ranks alike"
+            )
+        if self._pass is Pass.ENTERED:
+            self.earlier.restore()
+        self._pass = Pass.NONE
+
     def output_has_gradient(self) -> None:
         """Called when a backward pass reaches the model's output: the reducer waits for the end of
         this pass. Checkpointed segments run passes of their own inside it."""
@@ -295,6 +330,14 @@ class Reducer:
                 "DistributedDataParallel leaves in .grad is a sum over ranks, which has none. "
                 "For a penalty on gradients use torch.autograd.grad(loss, inputs, "
                 "create_graph=True), and call backward() without create_graph on the whole loss"
+            )
+        # Autograd would have added to the sum: one beside it began from nothing.
+        is_summing = self.summing is SumPhase.ADDING and number in self.gradients.summed
+        if is_summing and self.gradients.is_replaced(number):
+            raise RuntimeError(
+                f"the gradient of parameter {self.gradients.names[number]} was cleared or replaced "
+                "inside the loop over the batches of one step of ctx.steps, which accumulates "
+                "them. Call zero_grad() once, after optimizer.step()"
             )
         # First of all: the program may have put another tensor in the place of the view.
         bucket = self.gradients.bring_home(number)
