@@ -41,13 +41,14 @@ FAST = re.compile(
     "|tests/checkpoint/test_(replica_check|schedules|trust)[.]"
     "|tests/collectives/(contract/test_(errors|group_contract|overlaps)|test_dry_run)[.]"
     "|tests/collectives/stores/test_(file_store|privacy)[.]"
-    "|tests/data_parallel/test_(backward_pass|comm_hooks|grown_models|pure_distri|step_stat)"
+    "|tests/data_parallel/(gradients/test_(backward_pass|comm_hooks|step_stat)"
+    "|test_(grown_models|pure_distri))"
     "|tests/program/test_last_step[.]"
     "|tests/recovery/test_(furthest_rank|rank_state)[.]"
     "|tests/repository/code/test_(imports|process_wide_state|public_door)[.]"
     "|tests/repository/documentation/test_(documentation_site|quoted_errors)[.]"
     "|tests/repository/(benchmarks/test_faults_benchmark|packaging/test_project_files)[.]"
-    "|tests/zero/test_(copies|exact_norm|resharding|shard_state|shards_and_buckets)[.]"
+    "|tests/zero/(test_copies|shards/test_(exact_norm|resharding|shard_state|shards_and_buckets))[.]"
 )
 """Files whose tests without Ray are decisions, names, and ranks on shared memory: they take seconds
 in all, and are what `make test-fast` runs."""
