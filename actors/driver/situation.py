@@ -179,5 +179,4 @@ def newcomers_of(run: RunState, known: Iterable[Member]) -> list[Member]:
 
 def missing_in(frozen: Mapping[int, Frozen]) -> str:
     """What keeps the functions from running again, as the first rank reports that knows it."""
-    reasons = (word.missing for _, word in sorted(frozen.items()) if not word.can_restart)
-    return next(filter(None, reasons), "the function has not registered what has to survive")
+    return next(word.missing for _, word in sorted(frozen.items()) if word.missing)

@@ -220,7 +220,6 @@ class Frozen:
     error: what ended the generation for this rank.
     entered: the last generation that this rank has continued in, or NOWHERE. Later ones have not
     come about for it.
-    can_restart: everything that has to survive that is registered.
     spare: ranks that may go at once without any state being lost, as far as this rank knows.
     handed_over: the ranks that leave have handed over their state in this generation, to all who
     stay.
@@ -230,6 +229,9 @@ class Frozen:
     saved: the path of the run's last checkpoint, if it was written in this generation.
     admits: the function continues where it is when a worker comes after its dry run
     (driver/arrivals.py).
+
+    `handed_over`, `can_save` and `admits` do not exclude each other: they say what the rank can do
+    for ranks that leave, for a run that is given up, and for a worker that comes.
     """
 
     rank: int
@@ -238,7 +240,6 @@ class Frozen:
     error: CollectiveError
     entered: int = 0
     waiting: Waiting = Waiting.IN_STEP
-    can_restart: bool = False
     spare: int = 0
     handed_over: bool = False
     missing: str = ""
@@ -251,6 +252,11 @@ class Frozen:
     def is_parked(self) -> bool:
         """Whether the function can continue where it waits."""
         return self.waiting is not Waiting.NOWHERE
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether the function can run again from the top."""
+        return not self.missing
 
 
 @dataclass(frozen=True, slots=True)

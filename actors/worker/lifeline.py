@@ -124,7 +124,7 @@ class Lifeline:
                     raise
                 # Nothing has begun here, so nothing has to be registered to begin once more.
                 frozen = self.leave_generation(error)
-                self.regenerate(replace(frozen, waiting=Waiting.NOWHERE, can_restart=True))
+                self.regenerate(replace(frozen, waiting=Waiting.NOWHERE))
                 continue
             last = self.last_resumption
             has_begun = last is not None and last.entered != NOWHERE

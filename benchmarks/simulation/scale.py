@@ -87,7 +87,7 @@ def simulated_worker(seat: int) -> WorkerInfo:
 def simulated_report(rank: int, generation: int, steps: int, error: CollectiveError) -> Frozen:
     """Of a rank that waits inside a step, and continues there."""
     progress = (OptimizerProgress(steps, (0.0,) * 32),) * _OPTIMIZERS
-    return Frozen(rank, generation, progress, error, generation)
+    return Frozen(rank, generation, progress, error, generation, missing="no model is registered")
 
 
 class SimulatedWorkers:

@@ -153,7 +153,6 @@ class RankState:
             # Nobody has received anything of such a rank: to the driver it has begun nowhere.
             entered=NOWHERE if where is Where.NOT_BEGUN else self.entered,
             waiting=_waiting(facts, where),
-            can_restart=not self._missing(facts, where),
             spare=self._spare(facts),
             handed_over=frozen.generation == self._handed_over,
             missing=self._missing(facts, where),

@@ -33,7 +33,7 @@ HERE = ReadyToken("0/0/steps#0", "objects")
 def froze(rank: int, generation: int, *, at_boundary: bool) -> events.RankFroze:
     word = Frozen(rank, generation, (OptimizerProgress(5, (5.0,)),), GONE, generation)
     waiting = Waiting.AT_BOUNDARY if at_boundary else Waiting.IN_STEP
-    return events.RankFroze(replace(word, can_restart=True, admits=True, waiting=waiting))
+    return events.RankFroze(replace(word, admits=True, waiting=waiting))
 
 
 def with_newcomers(*seats: int, num: int = 2) -> tuple[Membership, list[Instruction]]:

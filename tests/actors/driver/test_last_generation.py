@@ -52,7 +52,7 @@ PLACE = "/place/step-00000005-0123abcd-0"
 
 def froze(rank: int, ballots: int = 5, generation: int = 0, **more: object) -> RankFroze:
     progress = (OptimizerProgress(ballots, (float(ballots),)),)
-    word = Frozen(rank, generation, progress, GONE, 0, can_restart=True, can_save=True)
+    word = Frozen(rank, generation, progress, GONE, 0, can_save=True)
     return RankFroze(replace(word, **more))  # type: ignore[arg-type]
 
 

@@ -68,7 +68,7 @@ def running(
 
 def froze(rank: int, ballots: int = 0, generation: int = 0, **more: object) -> RankFroze:
     progress = (OptimizerProgress(ballots, (float(ballots),)),)
-    word = Frozen(rank, generation, progress, GONE, generation)
+    word = Frozen(rank, generation, progress, GONE, generation, missing="no model is registered")
     return RankFroze(replace(word, **more))  # type: ignore[arg-type]
 
 
@@ -152,10 +152,7 @@ def test_a_run_that_is_given_up_without_a_loss_says_why_it_cannot_go_on() -> Non
     drained = GroupAborted(0, [], "ranks leave: it is drained")
     told = []
     for rank in range(3):
-        word = replace(
-            froze(rank).frozen, error=drained, waiting=Waiting.NOWHERE, can_restart=False
-        )
-        told += membership.handle(RankFroze(replace(word, missing="no model is registered")))
+        told += membership.handle(froze(rank, error=drained, waiting=Waiting.NOWHERE))
     errors = {str(one.error) for one in told if isinstance(one, AbortRank)}
     assert all("it is drained; and the run cannot continue: ranks" in e for e in errors)
     assert errors and all("because no model is registered" in error for error in errors)
@@ -221,21 +218,21 @@ def test_a_rank_outside_a_step_ends_the_run_if_nothing_is_registered() -> None:
 def test_a_rank_outside_a_step_has_all_run_again_if_everything_is_registered() -> None:
     membership, _ = running(worker(0), worker(1), worker(2))
     membership.handle(death(1))
-    membership.handle(froze(0, waiting=Waiting.NOWHERE, can_restart=True))
-    resumed = resumptions(membership.handle(froze(2, can_restart=True)))
+    membership.handle(froze(0, waiting=Waiting.NOWHERE, missing=""))
+    resumed = resumptions(membership.handle(froze(2, missing="")))
     assert all(word.restarts for word in resumed.values())
 
 
 def test_a_newcomer_is_taken_in_with_a_rank_of_its_seat() -> None:
     membership, _ = running(worker(0), worker(1), worker(2))
-    for event in (death(1), froze(0, can_restart=True), froze(2, can_restart=True)):
+    for event in (death(1), froze(0, missing=""), froze(2, missing="")):
         membership.handle(event)
     (ask,) = membership.handle(WorkerRegistered(worker(1, incarnation=1)))
     assert ask == AwaitReadiness(("worker-0-0", "worker-2-0"), 1)
     told = membership.handle(RanksReady(1))
     assert sum(isinstance(one, FreezeRank) for one in told) == 2
-    membership.handle(froze(0, 1, generation=1, can_restart=True))
-    told = membership.handle(froze(1, 1, generation=1, can_restart=True))
+    membership.handle(froze(0, 1, generation=1, missing=""))
+    told = membership.handle(froze(1, 1, generation=1, missing=""))
     (start,) = [one for one in told if isinstance(one, StartRank)]
     assert start.worker_id == "worker-1-1"
     assert start.assignment.rank == 1
@@ -252,7 +249,7 @@ def test_no_generation_is_ended_for_a_newcomer_before_all_functions_can_run_agai
     told = membership.handle(RanksReady(0))
     assert sum(isinstance(one, FreezeRank) for one in told) == 2
     for rank in (0, 1):
-        told = membership.handle(froze(rank, can_restart=True))
+        told = membership.handle(froze(rank, missing=""))
     starts = [one.worker_id for one in told if isinstance(one, StartRank)]
     assert starts == ["worker-2-0", "worker-3-0"]
     assert membership.handle(RanksReady(0)) == [], "that was another generation"
@@ -315,7 +312,7 @@ def test_a_newcomer_waits_for_the_next_run_where_functions_cannot_run_again() ->
 def test_with_too_few_left_the_run_waits_and_goes_on_when_one_comes() -> None:
     membership, _ = running(worker(0), worker(1), fewest=2)
     membership.handle(death(1))
-    (pause,) = membership.handle(froze(0, can_restart=True))
+    (pause,) = membership.handle(froze(0, missing=""))
     assert isinstance(pause, StartPause)
     told = membership.handle(WorkerRegistered(worker(1, incarnation=1)))
     assert {type(one) for one in told} == {ResumeRank, StartRank}
@@ -324,7 +321,7 @@ def test_with_too_few_left_the_run_waits_and_goes_on_when_one_comes() -> None:
 def test_a_run_that_waits_in_vain_ends_with_the_loss() -> None:
     membership, _ = running(worker(0), worker(1), fewest=2)
     membership.handle(death(1))
-    membership.handle(froze(0, can_restart=True))
+    membership.handle(froze(0, missing=""))
     told = membership.handle(PauseEnded(0))
     assert any(isinstance(one, AbortRank) for one in told)
     ended = RankEnded(Success(0, b"", 0), "worker-0-0")
@@ -351,7 +348,7 @@ def test_ranks_that_do_not_meet_again_and_again_are_given_up() -> None:
 def test_ranks_that_take_steps_of_plain_optimizers_in_between_are_not_given_up() -> None:
     membership, _ = running(worker(0), worker(1))
     for generation in range(MAX_VAIN + 3):
-        word = {"waiting": Waiting.NOWHERE, "can_restart": True}
+        word = {"waiting": Waiting.NOWHERE, "missing": ""}
         membership.handle(froze(0, 0, generation, plain_steps=generation, **word))
         told = membership.handle(froze(1, 0, generation, plain_steps=generation + 1, **word))
         assert len(resumptions(told)) == 2, "one of them has taken a step since the last time"
@@ -361,7 +358,7 @@ def test_ranks_that_take_steps_of_plain_optimizers_in_between_are_not_given_up()
 def test_what_keeps_functions_from_running_again_is_named(fewest: int) -> None:
     membership, _ = running(worker(0), worker(1), worker(2), fewest=fewest + 1)
     membership.handle(death(1))
-    membership.handle(froze(0, can_restart=True, waiting=Waiting.NOWHERE))
+    membership.handle(froze(0, missing="", waiting=Waiting.NOWHERE))
     told = membership.handle(froze(2, missing="no registered optimizer has parameter weight"))
     assert any(isinstance(one, AbortRank) for one in told)
     for rank in (0, 2):
@@ -414,12 +411,12 @@ def test_a_rank_that_is_missed_leaves_where_a_worker_in_reserve_takes_its_seat(
     if not leaves:
         return
     for rank in (0, 1, 2):
-        told = membership.handle(froze(rank, spare=1, can_restart=True))
+        told = membership.handle(froze(rank, spare=1, missing=""))
     assert set(resumptions(told)) == {"worker-0-0", "worker-2-0"}
     assert [one.worker_id for one in told if isinstance(one, DismissRank)] == ["worker-1-0"]
     # It is not missed because it leaves; another loss is.
     membership.handle(WorkerDied("worker-2-0", "SIGKILL"))
-    told = membership.handle(froze(0, generation=1, spare=1, can_restart=True))
+    told = membership.handle(froze(0, generation=1, spare=1, missing=""))
     assert [type(one) for one in told] == [StartPause]
 
 
@@ -468,7 +465,7 @@ def test_nobody_leaves_while_functions_run_again_and_the_notice_comes_again() ->
         for rank in (0, 1, 2):
             word = {
                 "waiting": Waiting.IN_STEP if rank != 1 else Waiting.NOWHERE,
-                "can_restart": True,
+                "missing": "",
             }
             told = membership.handle(froze(rank, generation, generation, **word))
         assert all(one.restarts and not one.leaving for one in resumptions(told).values())

@@ -63,9 +63,7 @@ def begun(num_workers=4):
 def froze(membership, ranks, generation=0):
     told = []
     for rank in ranks:
-        frozen = Frozen(
-            rank, generation, (), GONE, waiting=Waiting.NOWHERE, can_restart=True, spare=1
-        )
+        frozen = Frozen(rank, generation, (), GONE, waiting=Waiting.NOWHERE, spare=1)
         told += membership.handle(RankFroze(frozen))
     return told
 

@@ -38,7 +38,6 @@ def froze(rank: int, generation: int = 0, **more: object) -> events.RankFroze:
         generation,
         (OptimizerProgress(5, (5.0,)),),
         GONE,
-        can_restart=True,
         can_save=True,
     )
     return events.RankFroze(replace(word, **more))  # type: ignore[arg-type]
@@ -246,9 +245,9 @@ def test_what_is_decided_follows_from_phase_and_situation(
         ({"waiting": Waiting.NOWHERE}, False, 2, None, Situation.READY),
         ({}, False, 3, None, Situation.TOO_FEW),
         ({}, True, 3, None, Situation.READY),
-        ({"can_restart": False}, False, 2, None, Situation.READY),
-        ({"can_restart": False}, True, 3, None, Situation.HOPELESS),
-        ({"can_restart": False, "waiting": Waiting.NOWHERE}, False, 2, None, Situation.HOPELESS),
+        ({"missing": "no model"}, False, 2, None, Situation.READY),
+        ({"missing": "no model"}, True, 3, None, Situation.HOPELESS),
+        ({"missing": "no model", "waiting": Waiting.NOWHERE}, False, 2, None, Situation.HOPELESS),
         ({"progress": ()}, False, 2, None, Situation.HOPELESS),
         ({}, False, 2, 0, Situation.HOPELESS),
     ],
