@@ -86,6 +86,7 @@ from .events import Event
 from .instructions import Instruction
 from .regeneration import Regeneration
 from .run_state import (
+    Inquiry,
     Member,
     Phase,
     RunState,
@@ -581,8 +582,8 @@ class Membership:
             run.cause = cause
         self._formed = ()
         ask: list[Instruction] = []
-        if isinstance(cause, Failure) and cause.asks_all and run.story is None:
-            run.is_asking, run.story = True, ""  # Once: the story is not None from here on.
+        if isinstance(cause, Failure) and cause.asks_all and run.inquiry is Inquiry.NOT_MADE:
+            run.inquiry = Inquiry.OPEN
             ask.append(instructions.AskRanks(run.worker_ids))
         # Told once: a second order would interrupt a function that is ending by the first.
         was_stopping, run.phase = run.phase is Phase.STOPPING, Phase.STOPPING
@@ -601,15 +602,15 @@ class Membership:
     def _ranks_answered(
         self, run: RunState, answers: Mapping[int, whereabouts.Whereabouts | str]
     ) -> list[Instruction]:
-        if not run.is_asking:
+        if run.inquiry is not Inquiry.OPEN:
             return []
-        run.is_asking = False
+        run.inquiry = Inquiry.ANSWERED
         late = run.cause.culprits if isinstance(run.cause, Failure) else ()
         run.story = whereabouts.tell(answers, late)
         return self._end_if_over(run)
 
     def _end_if_over(self, run: RunState) -> list[Instruction]:
-        is_over = not (run.running or run.is_asking or self._arrivals.by_id)
+        is_over = not (run.running or run.inquiry is Inquiry.OPEN or self._arrivals.by_id)
         return self._end(run) if is_over else []
 
     def _end(self, run: RunState) -> list[Instruction]:

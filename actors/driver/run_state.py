@@ -50,6 +50,16 @@ class Phase(enum.Enum):
         return self in (Phase.FREEZING, Phase.PAUSED, Phase.FREEZING_LAST)
 
 
+class Inquiry(enum.Enum):
+    """Whether the ranks of a run that ends were asked what they do."""
+
+    NOT_MADE = "not made"
+    OPEN = "open"
+    """They were asked, and the run is not over before the answers are there."""
+    ANSWERED = "answered"
+    """`RunState.story` is what follows from the answers."""
+
+
 @dataclass(slots=True)
 class Member:
     """A worker that the driver counts on, and what it does now."""
@@ -76,8 +86,7 @@ class RunState:
     missing: workers that have to come before it continues, where it is paused.
     epilogue: what has become of the last generation.
     cause: why the run ends, as far as is known (rule 2 of membership.py); None while it does not.
-    is_asking: the ranks were asked what they do, and the answers are still to come.
-    story: what follows from the answers; None before the ranks are asked.
+    story: where each rank was, from the answers to the inquiry; empty before them.
     nobody_began: the function cannot have been called on any rank.
     num_vain: generations in a row that ended though no rank was lost and nothing was achieved.
     achieved: ballots and plain steps by the end of the last round.
@@ -99,8 +108,8 @@ class RunState:
     missing: int = 0
     epilogue: str = ""
     cause: Failure | Loss | Cancellation | None = None
-    is_asking: bool = False
-    story: str | None = None
+    inquiry: Inquiry = Inquiry.NOT_MADE
+    story: str = ""
     nobody_began: bool = False
     num_vain: int = 0
     achieved: int = -1
