@@ -138,9 +138,9 @@ class Reducer:
         self.held = HeldGradients(self.gradients)
         self._is_shadowing = False
         """Whether this rank has no data for the sharded step under way."""
-        self._hands_in = True
-        """Whether it sends what it holds; else `_aside` has that until the ranks have agreed."""
         self._aside: dict[int, torch.Tensor] = {}
+        """What a rank without data holds and does not send, until the ranks have agreed; empty if
+        it sends what it holds."""
         self._sent_at = self.held.counts
         """What `held` counted when this rank launched the buckets."""
         self.earlier = EarlierPasses(self.gradients)
@@ -492,7 +492,7 @@ class Reducer:
         # Only ranks without data use it: they do to their gradients what those with data do.
         if is_live and self._is_uneven():
             self.held.look()
-        return self.held.standing(is_live=is_live, holds=self._holds, hands_in=self._hands_in)
+        return self.held.standing(is_live=is_live, holds=self._holds, hands_in=not self._aside)
 
     @property
     def _holds(self) -> bool:
@@ -840,7 +840,7 @@ class Reducer:
             self._hand_in(False)
         if not self.has_begun:
             self._clear_unused(self.buckets)
-        elif not self._hands_in or has_changed:
+        elif self._aside or has_changed:
             # The last pass of this rank has sent its gradients, as those of the others have theirs.
             self.has_more = True
             self._clear_unused(self.buckets)
@@ -854,13 +854,10 @@ class Reducer:
 
     def _hand_in(self, hands_in: bool) -> None:
         """Put what this rank holds into the buckets, or zeros."""
-        if hands_in == self._hands_in:
-            return
-        self._hands_in = hands_in
         if hands_in:
             self._fill(self._aside)
             self._aside = {}
-        else:
+        elif not self._aside:
             self._set_aside()
 
     def end_step(self, agreement: Agreement) -> None:
@@ -869,7 +866,7 @@ class Reducer:
         if agreement.live:
             # The ranks with data cleared theirs before this step, so what was held here is gone
             # too.
-            if self._is_shadowing and not self._hands_in:
+            if self._is_shadowing and self._aside:
                 self.held.drop()
             self.num_in_step = 0
             self.sends_late = has_several
@@ -888,8 +885,7 @@ class Reducer:
     def _begin_step(self) -> None:
         self._num_launched = 0
         self.has_more = False
-        self._is_shadowing, self._hands_in = False, True
-        self._aside = {}
+        self._is_shadowing, self._aside = False, {}
 
     def leave_shadows(self) -> None:
         """The ranks with data have left the Join, and this one did not have the last batch. No vote
