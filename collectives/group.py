@@ -223,7 +223,7 @@ class Group:
         self._channel: ObjectChannel | None = None  # None: until objects travel, and after `close`
         self._messages: ObjectMessages | None = None  # None: until objects travel between two ranks
         self._family.add(self)
-        self._coalesced: Coalesced | None = None  # the open block
+        self._coalesced: Coalesced | None = None  # the open block; None: no block is open
         self._wire_ops: dict[tuple[ReduceOp, torch.dtype], ReduceOp] = {}  # known to be valid
         self._announce: Announce | None = None  # None: unless ranks follow this one
         self._kept: KeptResults | None = None  # None: unless a worker may come and need the results

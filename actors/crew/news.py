@@ -40,7 +40,7 @@ class News:
     numbers: that each of them has reported last, by seat and name.
     num_lost: workers that the run has lost so far.
     notices: sentences for whoever looks at the run.
-    pause: what the run waits for, while it is paused."""
+    pause: what the run waits for; None unless it is paused."""
 
     reports: list[Report] = field(default_factory=list)
     printed: list[tuple[int, Printed]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Listener:
         self._lost: list[Actor] = []  # in this run
         self._silent: dict[Actor, float] = {}  # until when it is not asked
         self._notices: list[str] = []
-        self._pause: tuple[RunPause, float] | None = None  # and when it was heard of
+        self._pause: tuple[RunPause, float] | None = None  # None: no pause; when it was heard of
 
     def note_pause(self, pause: RunPause | None) -> None:
         """Have it in the news from now on."""

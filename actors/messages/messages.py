@@ -304,7 +304,7 @@ class Resumption:
     leaving: ranks that hand over what they keep in this generation, which ends with that
     (departures.py).
     gives_up: what the run ends with. This generation is the last one, in which the ranks save what
-    they have (last_generation.py).
+    they have (last_generation.py); None: it is not.
     gone: ranks of the generation that has ended which are not in this one.
     pids: of the newcomers, in the order of their ranks.
     """
@@ -467,6 +467,7 @@ class WorkerSnapshot:
     generation: the last one that this worker took part in; -1 before the first.
     rank, running_s: in the run in progress; None between runs.
     collectives: issued in the generation, by kind.
+    last_report: None before the first one.
     steps: of the run in progress, or of the last one.
     memory_bytes: of the process.
     device_memory_bytes: of its tensors on a GPU.
@@ -537,8 +538,8 @@ class RunPause:
 
 @dataclass(frozen=True, slots=True)
 class DriverSnapshot:
-    """incarnation: how many drivers the session has had before this one. members: by seat. pause:
-    of the run in progress, while it is paused."""
+    """incarnation: how many drivers the session has had before this one. members: by seat.
+    run: in progress; None between runs. pause: of this run; None unless it is paused."""
 
     incarnation: int
     generation: int

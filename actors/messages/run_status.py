@@ -61,7 +61,7 @@ class RunStatus:
     """The training thread writes all fields but `stop_is_wanted`, and the control loop reads them.
     Each field is one word, so nothing is locked.
 
-    rank: in this run. pid: of its process.
+    rank: in this run; None before it has begun. pid: of its process.
     stop_is_wanted: set by the control loop; this rank's next vote passes it on to all ranks.
     taken: optimizer steps in this run, on all ranks together.
     num_epochs: of the loop over `ctx.epochs`; None outside.

@@ -253,7 +253,7 @@ class HeadWatch:
     """Whether the cluster's head has taken no connections for HEAD_S, asked again and again."""
 
     def __init__(self) -> None:
-        self._gone_since: float | None = None
+        self._gone_since: float | None = None  # None: it took the last connection
 
     def gives_up(self) -> bool:
         """Ask once more. Blocks for HEAD_ANSWER_S at most."""

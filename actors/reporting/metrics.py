@@ -56,8 +56,8 @@ OF_DRIVER = {
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the metrics are made of. status: of the run in progress, or of the last one. reported:
-    the last numbers of this run, by name."""
+    """What the metrics are made of. status: of the run in progress, or of the last one. group: the
+    same; None before the first run. reported: the last numbers of this run, by name."""
 
     status: RunStatus
     group: Group | None

@@ -57,7 +57,7 @@ class PrintedPiece:
 @dataclass(frozen=True, slots=True)
 class Printed:
     """What a worker has printed since some position. until: the position after it. rank: of the
-    worker there.
+    worker there; None as in PrintedPiece.
 
     has_more: there is more to read at once.
     files: of stdout and stderr, on the node of this id.
@@ -73,7 +73,8 @@ class Printed:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """out, err: the sizes of the files. rank: from here on. figure: shown here."""
+    """out, err: the sizes of the files. rank: from here on; None as in PrintedPiece. figure: shown
+    here; None: another rank begins here."""
 
     out: int
     err: int
@@ -93,7 +94,7 @@ class Output:
         self._lock = threading.Lock()
         self._marks: deque[_Mark] = deque()
         self._num_dropped = 0  # marks before the first one that is held
-        self._rank_before: int | None = None  # at the first mark that is held
+        self._rank_before: int | None = None  # at the first mark that is held; None: no rank yet
         self._rank: int | None = None  # None: before the first run
         self._kind = OUT  # of the stream that was written to last
         # None if Ray was told to write its workers' output to something else than plain files (to

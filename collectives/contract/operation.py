@@ -139,9 +139,10 @@ class Operation:
     dtype: position in DTYPE_NAMES of the caller's dtype (complex and bool travel as reals and
         uint8); -1 without data.
     detail: reduce op, or root rank, or both (`root_and_op`); -1 for none.
-    issued_at, ended_at: time.monotonic() in seconds.
-    caller, caller_at: the code object of the user that issued it, and the offset in it.
-    span: its range in a profiler, if one runs.
+    issued_at, ended_at: time.monotonic() in seconds; None until it has ended.
+    caller, caller_at: the code object of the user that issued it, and the offset in it; None if no
+        frame of the user's was found.
+    span: its range in a profiler; None if none runs.
     shapes: of the caller's tensors, at debug level DETAIL.
     peer, tag: of a send or recv. A recv from any source has ANY_RANK until the source is known.
     relied_on: a stream was ordered after it, for a program that continues before its end is known.

@@ -23,7 +23,9 @@ from .payloads import bytes_of, loads, opened, pickled, sealed, words_of
 
 
 class BytesGroup(Protocol):
-    """What a group (group.py) does for objects: it moves their bytes as tensors."""
+    """What a group (group.py) does for objects: it moves their bytes as tensors.
+
+    seal: signs pickles; None: they are not signed."""
 
     rank: int
     size: int

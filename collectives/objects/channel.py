@@ -45,7 +45,7 @@ from .payloads import MapLocation, loads, opened
 
 
 class Owner(Protocol):
-    """The group whose objects travel through a channel."""
+    """The group whose objects travel through a channel. seal: as in BytesGroup, or None."""
 
     rank: int
     generation: int
@@ -100,7 +100,7 @@ class ObjectChannel:
         self._connect = connect
         self._in_flight: InFlight[ObjectWork] = InFlight(owner.rank, owner.abort)
         self._next_sequence = 0
-        self._group: BytesGroup | None = None  # made and used by the thread
+        self._group: BytesGroup | None = None  # made by the thread; None: not yet
         self._recorder: RecorderOnBehalf
         self._thread = threading.Thread(target=self._run, name="chorusline-objects", daemon=True)
         self._in_flight.worker = self._thread

@@ -130,7 +130,7 @@ class SharedSegment:
         self._look: Callable[[], None] | None = None  # None: nothing else to look at
         self._turns = 1
         self._lateness = Lateness(rank, self.size)
-        # Set for a subgroup: passes on to its parent which ranks this rank waits for, and since.
+        # Passes on to the parent which ranks this rank waits for, and since; None: not a subgroup.
         self.on_wait: Callable[[Sequence[int], float], None] | None = None
         try:
             self._watch_peers()

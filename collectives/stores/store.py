@@ -100,7 +100,7 @@ class Store(ABC):
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     secret: bytes | None = None
-    """What its users sign values and objects with (signed_store.py), if the store brings one."""
+    """What its users sign values and objects with (signed_store.py); None: nothing is signed."""
 
     is_signed: bool = False
     """Whether values are signed, and checked when they are read."""

@@ -12,7 +12,7 @@ class Options:
     """The `pg_options` of `dist.init_process_group` for this backend.
 
     parent: a group of the same ranks, in the same order. If the parent or the process group fails,
-    both do. A session passes its own group.
+    both do. A session passes its own group. None: the process group stands alone.
     """
 
     parent: Group | None = None

@@ -147,7 +147,7 @@ class OperationDescription:
     """The operation that one rank is about to run.
 
     operation: its name with sequence, size, dtype, and reduce op or root.
-    shapes: of the tensors, where they must be equal. site: `train.py:41`, never compared.
+    shapes: of the tensors; None where they may differ. site: `train.py:41`, never compared.
     """
 
     operation: str

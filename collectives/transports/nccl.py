@@ -171,7 +171,7 @@ class NcclCommunicator(Communicator):
         self._asked_at = 0.0  # when `failure` last read the store, in time.monotonic() seconds
         self._ending: threading.Thread | None = None  # None: until the generation ends
         self._library = load_nccl()
-        self._together: list[_Launch] | None = None  # the open coalesced block's operations
+        self._together: list[_Launch] | None = None  # of the open block; None: none is open
         self._work_together: NcclWork | None = None  # None: no operation in a block yet
         self._barrier_element = torch.zeros(1, dtype=torch.int32, device=device)
         self.watcher = Watcher(

@@ -92,8 +92,8 @@ class Checkpoints:
         self._corrupted: list[str] = []  # the folders that this run has found so at its beginning
         self._count = 0
         self._in_flight: Saving | None = None  # None: nothing is being written
-        self._thread: threading.Thread | None = None  # that writes the newest save
-        self._last_save: LastSave | None = None  # of the epoch that is under way
+        self._thread: threading.Thread | None = None  # of the newest save; None: no save yet
+        self._last_save: LastSave | None = None  # of the epoch under way; None: it has none
         self._epoch_ends: list[EpochEnd] = []  # that are being noted
         self._looked_at: set[Path] = set()  # by writing.py: objects that checkpoints had
 

@@ -48,6 +48,7 @@ _LOOK_S = 0.5
 class Writing:
     """One rank's part in one checkpoint.
 
+    config: None: the session has no place for checkpoints.
     group: the run may be in another generation when the writing ends.
     key_prefix: of the keys in the group's store that belong to this checkpoint.
     leaves: the objects of this rank's part, as bytes.
@@ -62,6 +63,7 @@ class Writing:
     told_saves: the prefixes of earlier saves whose outcomes are in the store; this adds its own.
     corrupted: folders of the storage that the run has found so.
     unread: why the place could not be looked at: then nothing there may be ours, or is written.
+        None: it could.
     looked_at: the objects that earlier checkpoints of the run had; this one adds its own.
     The other fields are those of Manifest and SavingTimes.
     """

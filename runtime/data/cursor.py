@@ -157,7 +157,7 @@ class Cursor:
         self._loop = -1
         self._epoch: int | None = None  # None: no loop over ctx.epochs has given one
         self.epoch_under_way: int | None = None
-        """The epoch of the loop whose body runs."""
+        """The epoch of the loop whose body runs; None: no body runs."""
         self._iterations: dict[str, Iteration] = {}
         self._seen: dict[str, int] = {}
         self._resumed = (-1, 0)

@@ -166,7 +166,7 @@ class Dealt(ABC):
     The Dealer writes the others, which stay when the iteration is left: an error leaves it before
     recovery asks.
     number, dealt_for, committed: as in Inside.
-    settled: the part of `committed` that counts whichever rank is lost now.
+    settled: the part of `committed` that counts whichever rank is lost now; None as `committed`.
     beside: one list for the iterations of a zip: the numbers of those that are over. Then so is the
         loop's body, though a variable may hold the others.
     holders: the holder of each rank (see Dealer).

@@ -172,7 +172,8 @@ class RowReader:
     def __init__(self, source: Any, has_died: Callable[[], bool]) -> None:
         self._has_died = has_died()
         self._died_in: tuple[str, int] | None = None
-        """The run in which the former reader died, and the last generation that it can have met."""
+        """The run in which the former reader died, and the last generation that it can have met;
+        None: no rank has asked since, or none has died."""
         self._source = source
         self._readings: dict[ReadingKey, _Reading] = {}
         self._window: tuple[ReadingKey, _Window] | None = None  # None: before the first ctx.steps

@@ -99,8 +99,8 @@ class Stream:
                 f"source must be something to iterate, got {type(source).__name__}; a dataset with "
                 "a length and numbered samples is passed to ctx.shard directly"
             )
-        self.batch_size: int | None = None
-        self.collate_fn: Callable[[list[Any]], Any] | None = None
+        self.batch_size: int | None = None  # None: the source is no DataLoader
+        self.collate_fn: Callable[[list[Any]], Any] | None = None  # None: as batch_size
         has_epochs = hasattr(source, "set_epoch")
         if isinstance(source, DataLoader):
             source = LoaderRows(source)
@@ -109,7 +109,7 @@ class Stream:
         self._source = source
         self.has_epochs = has_epochs
         """Whether the order of the rows may depend on the epoch."""
-        self._reader: Actor | None = None
+        self._reader: Actor | None = None  # None: not started, or closed
         self._started_in = ("", "")  # cluster and job
         self._is_closed = False
 
@@ -209,7 +209,7 @@ class StreamShard(Batches):
         self._drop_last = drop_last
         self._survives = survives
         self._without_reader = without_reader or (lambda error: error)
-        self._gone: ReaderGone | None = None  # set inside a step that can end without the reader
+        self._gone: ReaderGone | None = None  # None: unless a step ends without it
         self._num_unknown = 0
         """How many counted rows of lost ranks have numbers that died with the reader."""
         self._reading: ReadingKey | None = None  # None: there is nothing left to read.

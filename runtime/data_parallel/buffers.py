@@ -26,7 +26,7 @@ from .same_model import broadcast_tensors
 @dataclass(frozen=True, slots=True)
 class _BuffersCopy:
     """after, before: copies of the buffers after and before the operation that brought those
-    of another rank. work: this operation, where it is not known whether it has succeeded."""
+    of another rank. work: this operation; None if it is known that it has succeeded."""
 
     after: list[torch.Tensor] = field(default_factory=list)
     before: list[torch.Tensor] = field(default_factory=list)

@@ -143,7 +143,7 @@ class ChoruslineStrategy(ParallelStrategy):
         self._comm_hook = comm_hook if comm_wrapper is None else comm_wrapper(comm_hook)
         self._comm_state = comm_state
         self._averages_every = model_averaging_period
-        self._averager: PeriodicModelAverager | None = None
+        self._averager: PeriodicModelAverager | None = None  # None: models are not averaged
         self._divides_by_all = divide_by_initial_world_size
         self._epochs: Epochs | None = None  # None: outside of fit()
 

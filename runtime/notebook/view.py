@@ -46,7 +46,7 @@ class LiveView:
         self._happened: list[TrackedEvent] = []
         self._said: list[str] = []
         self.pause: RunPause | None = None
-        """What the run waits for, while it is paused."""
+        """What the run waits for; None unless it is paused."""
 
     def happened(self, event: TrackedEvent) -> None:
         """Workers were lost, have left or have come: mark it in the plots."""

@@ -49,7 +49,7 @@ class OfGroup:
         """By which this rank has said that the function of the last run is over."""
         self.beside: weakref.ref[Group] | None = None
         """The second group of its ranks (data_parallel/sync_batch_norm.py). The reference is weak,
-        since a group refers to the groups made from it, and they refer to it."""
+        since a group refers to the groups made from it, and they refer to it. None: not made."""
 
 
 class Wrapped(Protocol):
@@ -131,7 +131,7 @@ class BetweenRuns:
         """By class of optimizers, and by the options and shapes, the result of the trial
         (zero/shards/optimizer_trial.py)."""
         self.world: World | None = None
-        """A function that has failed leaves it, and the next call ends it
+        """None without one. A function that has failed leaves it, and the next call ends it
         (torch_distributed.py)."""
         self._of_group: weakref.WeakKeyDictionary[Group, OfGroup] = weakref.WeakKeyDictionary()
 

@@ -67,9 +67,10 @@ class Boundary:
         this run continues with; else empty."""
         self.at_first_step: Callable[[int], None] | None = None
         """Called once, with the number of steps so far, when the function's first batch is taken,
-        or the first forward of a DistributedDataParallel begins."""
+        or the first forward of a DistributedDataParallel begins; None afterwards."""
         self.at_first_batch: Callable[[], None] | None = None
-        """Called once, when the function's first iteration that trains asks for a batch."""
+        """Called once, when the function's first iteration that trains asks for a batch; None
+        afterwards."""
         self.would_admit = False
         """Whether this rank would admit a worker after the step under way."""
         self.admits = False

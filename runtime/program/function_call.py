@@ -71,14 +71,14 @@ class FunctionCall:
         )
         self.recovery = recovery
         self.registry = Registry()
-        self.checkpoints: Checkpoints | None = None  # The program sets it before the call.
+        self.checkpoints: Checkpoints | None = None  # None: until the program sets it.
         self.last_step: object = None  # Of a plain script, which sets it (last_step.py).
         self.cursor = Cursor()
         self.fetchers = Fetchers()
         self.is_resumed = False
         """Whether the place in the data is that of a checkpoint, or of the function's last call."""
         self.named_loop: str | None = None
-        """The loop over `ctx.epochs(..., resume=name)` that is in the middle of an epoch."""
+        """The loop over `ctx.epochs(..., resume=name)` that is inside an epoch; None: none is."""
         self._dealt_without_epoch: object = None
         self._report_buffer = report_buffer
         self._num_reports: int = before._num_reports if before is not None else 0

@@ -95,6 +95,7 @@ class FunctionRun:
         if self._recovery is not None and is_newcomer:
             self._recovery.begin_as_newcomer()
         self._call: FunctionCall | None = None  # None: before the first call
+        # None: no call has been seeded
         self._seeded: tuple[FunctionCall, Callable[[int], None] | None] | None = None
         self._runs_again = False  # True: from the top, with the state that the ranks have kept
         self._goes_back = False  # True: to the last checkpoint, as no rank's memory has all state.

@@ -54,7 +54,7 @@ class StepNumbers:
     def __init__(self) -> None:
         self._pending: dict[int, _Pending] = {}
         self._at: dict[int, int] = {}  # by rank, the step that it has reported last
-        self._settled: int | None = None  # the last step that was logged
+        self._settled: int | None = None  # the last step that was logged; None: none
         self._names: set[str] = set()  # that were logged in it
         self.num_late = 0
         """Numbers that came too late for the mean of their step, and are logged nowhere."""

@@ -601,7 +601,8 @@ class OptimizerEngine:
         self._digests = DigestChecks(shard, optimizer.check_every, optimizer.corrections)
         self.state_changes = StateChanges(shard)
         self._summed: SummedStep | None = None
-        """The step of `ctx.steps` that all ranks have agreed on and `step()` has not taken."""
+        """The step of `ctx.steps` that all ranks have agreed on and `step()` has not taken; None:
+        there is none."""
         self._recovery: Survival | None = None  # None: the run ends with a loss, or is over
         self.faults = Faults()
         given = [p for options in optimizer.param_groups for p in options["params"]]

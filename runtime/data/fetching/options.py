@@ -26,7 +26,8 @@ class FetchOptions:
     collate_fn: makes a batch of a list of samples; None: torch's default_collate.
     persistent_workers: the loader processes stay for later iterations over the same dataset object
         with the same options, until the train function ends.
-    worker_init_fn: called in each loader process with its number, before the first sample.
+    worker_init_fn: called in each loader process with its number, before the first sample; None:
+        nothing is.
     multiprocessing_context: how loader processes start. None: "fork", so they have the dataset
         without a copy of it. "forkserver" and "spawn" send it to each of them as a pickle.
 

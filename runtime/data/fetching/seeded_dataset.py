@@ -31,7 +31,8 @@ class SeededDataset:
 
 @dataclass(frozen=True, slots=True)
 class CollateOnly:
-    """Collates the one batch that a fetch of a SeededDataset gives."""
+    """Collates the one batch that a fetch of a SeededDataset gives. collate_fn: as in FetchOptions,
+    or None."""
 
     collate_fn: Callable[[list[Any]], Any] | None
 

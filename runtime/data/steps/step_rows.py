@@ -74,7 +74,7 @@ class DatasetRows:
         fetchers: Fetchers | None = None,
     ) -> None:
         options = options or FetchOptions()
-        self.num_samples: int | None = len(dataset)
+        self.num_samples: int | None = len(dataset)  # never None, as in StepRows
         self._num = len(dataset)
         self._given = dataset
         self._dataset = SeededDataset(dataset)
@@ -125,7 +125,7 @@ class StreamRows:
     its beginning.
     """
 
-    num_samples: int | None = None
+    num_samples: int | None = None  # as in StepRows
 
     def __init__(
         self, stream: Stream, *, epoch: int, collate_fn: Callable[[list[Any]], Any] | None = None

@@ -1,7 +1,8 @@
-"""Comments and docstrings name files that are there."""
+"""Comments and docstrings name files that are there, and say when a nullable field is None."""
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -54,3 +55,49 @@ def test_a_file_that_a_comment_names_is_there() -> None:
 def test_a_file_that_is_not_there_is_found_in_comments_and_docstrings() -> None:
     text = '"""As in join/join.py and join/gone.py."""\nx = 1  # see ../gone.py, not train.py\n'
     assert named_in(text) - files() == {"join/gone.py", "train.py"}
+
+
+ENTRY = re.compile(r"\n(?=\n|\w[\w, ]*: )")
+"""Before an entry of a docstring, `name, other: what they are`, or a paragraph."""
+SAYS = re.compile(r"\bNone\b|\bas in\b")
+
+
+def unexplained(text: str) -> list[str]:
+    """Nullable fields of classes of which no prose says when they are None: not the comment beside
+    or above the field, nor the docstring below it, nor an entry of the class's docstring."""
+    found, lines = [], text.splitlines()
+    for one in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
+        makers = [node for node in one.body if getattr(node, "name", "") == "__init__"]
+        docstrings = [ast.get_docstring(node) or "" for node in (one, *makers)]  # type: ignore[arg-type]
+        entries = [entry for told in docstrings for entry in ENTRY.split(told)]
+        for field in (node for node in ast.walk(one) if isinstance(node, ast.AnnAssign)):
+            name = ast.unparse(field.target).removeprefix("self.")
+            is_field = field in one.body or isinstance(field.target, ast.Attribute)
+            if not is_field or not ast.unparse(field.annotation).endswith(" | None"):
+                continue
+            above = lines[field.lineno - 2].strip()
+            below = "\n".join(lines[field.end_lineno : field.end_lineno + 6]).strip()
+            prose = [
+                lines[field.lineno - 1].partition("  # ")[2],
+                above if above.startswith("#") else "",
+                below.split('"""')[1] if below.startswith('"""') else "",
+                *(entry for entry in entries if re.search(rf"\b{name.lstrip('_')}\b", entry)),
+            ]
+            if not any(map(SAYS.search, prose)):
+                found.append(f"{one.name}.{name}")
+    return found
+
+
+def test_a_nullable_field_says_when_it_is_none() -> None:
+    assert [name for path in sources() for name in unexplained(path.read_text())] == []
+
+
+def test_a_field_of_which_nothing_says_when_it_is_none_is_found() -> None:
+    text = (
+        'class One:\n    """told: None before.\n    mute: of it."""\n'
+        "    told: int | None\n    mute: int | None\n"
+        "    def __init__(self):\n        self.beside: int | None = None  # None: not yet\n"
+        "        self._mute: int | None = None  # of it\n        here: int | None = None\n"
+        '        self.below: int | None = None\n        """None without one."""\n'
+    )
+    assert unexplained(text) == ["One.mute", "One._mute"]
