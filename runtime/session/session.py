@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import ray
 from ray import cloudpickle
 
-from chorusline.actors import fault_plan
 from chorusline.actors.messages.messages import Report, RunFailed, RunSucceeded, WorkerSnapshot
 from chorusline.actors.messages.outcomes import raise_failure
 from chorusline.actors.parcels.parcel import Parcel
@@ -32,22 +31,7 @@ from . import connecting
 from .detached.client import DetachedClient
 from .detached.status import IDLE_TIMEOUT_S, check_name
 from .holding.local_session import LocalSession
-from .holding.options import (
-    DEFAULT,
-    Default,
-    SessionOptions,
-    check_accelerator,
-    check_gpus_are_rays_to_deal,
-    check_objects,
-    checked_environment,
-    checked_failures,
-    checked_labels,
-    checked_progress,
-    checked_range,
-    checked_replacing,
-    checked_replica_size,
-    checked_spares,
-)
+from .holding.options import DEFAULT, Default, SessionOptions, checked_progress
 from .placing import placement
 from .showing.news_pump import Audience, hearing
 from .showing.progress import Progress
@@ -154,48 +138,15 @@ class Session:
         detached: bool = False,
         idle_timeout_s: Seconds = IDLE_TIMEOUT_S,
     ) -> None:
-        # Before the names below take other values: the errors are about what was passed.
         arguments = dict(locals())
         check_name(name, detached)
-        fewest, most = checked_range(num_workers)
-        failures = checked_failures(max_failures, isinstance(num_workers, tuple))
-        num_spares = checked_spares(spares, failures, placement_strategy)
-        replaces = checked_replacing(replace_stragglers, failures)
-        size = checked_replica_size(replica_size, (fewest, most), checkpoint)
-        timeout_s = checked_seconds(timeout_s)
-        pause_s = checked_seconds(pause_s, "pause_s")
-        startup_timeout_s = checked_seconds(startup_timeout_s, "startup_timeout_s")
+        self._options = SessionOptions.checked(arguments)
         self._idle_timeout_s = checked_seconds(idle_timeout_s, "idle_timeout_s")
-        check_accelerator(accelerator_type, use_gpu)
-        labels = checked_labels(label_selector, placement_strategy)
-        environment = checked_environment(runtime_env, env_vars)
-        check_gpus_are_rays_to_deal(environment, use_gpu)
-        check_objects(checkpoint, seed)
         self._progress = checked_progress(progress, on_report)
         self._trackers = checked_trackers(trackers)
         # After the checks of each argument, whose sentences say more than a wrong kind does.
         check_kinds(Session.__init__, arguments)
         placement.check(resources_per_worker, use_gpu, placement_strategy)
-        self._options = SessionOptions(
-            fewest=fewest,
-            most=most,
-            max_failures=failures,
-            spares=num_spares,
-            replaces_stragglers=replaces,
-            replica_size=size,
-            use_gpu=use_gpu,
-            accelerator_type=accelerator_type,
-            resources_per_worker=resources_per_worker,
-            placement_strategy=placement_strategy,
-            labels=labels,
-            environment=environment,
-            timeout_s=timeout_s,
-            startup_timeout_s=startup_timeout_s,
-            pause_s=pause_s,
-            checkpoint=checkpoint,
-            seed=seed,
-            fault_plan=fault_plan.ordered(most),
-        )
         self._address = address
         self._on_report = on_report
         self._live_view = live_view

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -148,3 +150,22 @@ def test_numbers_of_numpy_are_numbers(kind: type[Any]) -> None:
             cl.Session(wrong)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="whole number of at least 1"):
             cl.CheckpointConfig("/tmp/none", every_n_steps=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "own", "left_out"),
+    [
+        (cl.run, {"train", "kwargs"}, {"live_view", "name", "detached", "idle_timeout_s"}),
+        (cl.attach, {"name"}, None),
+    ],
+)
+def test_what_makes_a_session_takes_its_arguments_as_it_does(
+    function: Callable[..., Any], own: set[str], left_out: set[str] | None
+) -> None:
+    """They are written out there for type checkers, which can not take them from the session."""
+    of_session = inspect.signature(cl.Session.__init__).parameters
+    given = inspect.signature(function).parameters
+    for name in given.keys() - own:
+        its = of_session[name]
+        assert (given[name].annotation, given[name].default) == (its.annotation, its.default), name
+    assert left_out is None or of_session.keys() - given.keys() - {"self"} == left_out

@@ -7,14 +7,15 @@ import json
 import os
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ray.runtime_env import RuntimeEnv
 
-from chorusline.actors.fault_plan import Order
+from chorusline.actors.fault_plan import Order, ordered
 from chorusline.actors.worker.devices import narrowed_by
 from chorusline.collectives.contract.argument_kinds import MOST_RANKS, check_text
+from chorusline.collectives.contract.deadlines import checked_seconds
 from chorusline.collectives.contract.plain_numbers import whole
 
 from ...checkpoint.config import CheckpointConfig
@@ -36,6 +37,8 @@ DEFAULT = Default.DEFAULT
 class SessionOptions:
     """What a session starts its workers with, and runs functions with: checked (`Session` says what
     each means). The session host of a detached session gets it.
+
+    A field with the name of an argument of `Session` holds that argument.
 
     max_failures: None: any number.
     labels: of the nodes; empty for all.
@@ -63,8 +66,36 @@ class SessionOptions:
     seed: int | None
     fault_plan: tuple[Order, ...]
 
+    @classmethod
+    def checked(cls, given: Mapping[str, Any]) -> SessionOptions:
+        """Of the arguments of `Session`, by name. Raises for a wrong one, and for two that do not
+        go together; `Session` checks the kinds of those that nothing here looks at."""
+        workers, strategy = given["num_workers"], given["placement_strategy"]
+        fewest, most = _checked_range(workers)
+        failures = _checked_failures(given["max_failures"], isinstance(workers, tuple))
+        environment = _checked_environment(given["runtime_env"], given["env_vars"])
+        _check_accelerator(given["accelerator_type"], given["use_gpu"])
+        _check_gpus_are_rays_to_deal(environment, given["use_gpu"])
+        _check_objects(given["checkpoint"], given["seed"])
+        size = _checked_replica_size(given["replica_size"], (fewest, most), given["checkpoint"])
+        times = ("timeout_s", "pause_s", "startup_timeout_s")
+        made: dict[str, Any] = {name: checked_seconds(given[name], name) for name in times}
+        made |= {
+            "fewest": fewest,
+            "most": most,
+            "max_failures": failures,
+            "spares": _checked_spares(given["spares"], failures, strategy),
+            "replaces_stragglers": _checked_replacing(given["replace_stragglers"], failures),
+            "replica_size": size,
+            "labels": _checked_labels(given["label_selector"], strategy),
+            "environment": environment,
+            "fault_plan": ordered(most),
+        }
+        kept = {one.name: given[one.name] for one in fields(cls) if one.name in given}
+        return cls(**kept | made)
 
-def checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
+
+def _checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
     both = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
     counts = [count for one in both if (count := whole(one)) is not None]
     if len(both) != 2 or len(counts) != 2:
@@ -82,7 +113,7 @@ def checked_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
     return fewest, most
 
 
-def checked_failures(max_failures: int | None | Default, is_pair: bool) -> int | None:
+def _checked_failures(max_failures: int | None | Default, is_pair: bool) -> int | None:
     if isinstance(max_failures, Default):
         return None if is_pair else 0
     if max_failures is None:
@@ -96,7 +127,7 @@ def checked_failures(max_failures: int | None | Default, is_pair: bool) -> int |
     return count
 
 
-def checked_spares(spares: int, max_failures: int | None, placement_strategy: str) -> int:
+def _checked_spares(spares: int, max_failures: int | None, placement_strategy: str) -> int:
     count = whole(spares)
     if count is None or not 0 <= count <= MOST_RANKS:
         raise ValueError(
@@ -117,7 +148,7 @@ def checked_spares(spares: int, max_failures: int | None, placement_strategy: st
     return spares
 
 
-def checked_replacing(replace_stragglers: bool, max_failures: int | None) -> bool:
+def _checked_replacing(replace_stragglers: bool, max_failures: int | None) -> bool:
     if type(replace_stragglers) is not bool:
         raise TypeError(f"replace_stragglers must be True or False, got {replace_stragglers!r}")
     if replace_stragglers and max_failures == 0:
@@ -129,7 +160,7 @@ def checked_replacing(replace_stragglers: bool, max_failures: int | None) -> boo
     return replace_stragglers
 
 
-def checked_replica_size(
+def _checked_replica_size(
     replica_size: int, workers: tuple[int, int], checkpoint: CheckpointConfig | None
 ) -> int:
     size = whole(replica_size)
@@ -150,7 +181,7 @@ def checked_replica_size(
     return size
 
 
-def check_objects(checkpoint: object, seed: object) -> None:
+def _check_objects(checkpoint: object, seed: object) -> None:
     if checkpoint is not None and not isinstance(checkpoint, CheckpointConfig):
         raise TypeError(
             f"checkpoint must be a CheckpointConfig, got {type(checkpoint).__name__}; write "
@@ -174,7 +205,7 @@ _VARIABLES = 'env_vars={"NCCL_DEBUG": "INFO"}'
 _PLUGINS = "RAY_RUNTIME_ENV_PLUGINS"
 
 
-def checked_environment(
+def _checked_environment(
     runtime_env: Mapping[str, Any] | None, env_vars: Mapping[str, str] | None
 ) -> dict[str, Any]:
     """Both in one, as Ray takes them; empty if there are none."""
@@ -222,7 +253,7 @@ def checked_environment(
     return environment
 
 
-def checked_labels(
+def _checked_labels(
     label_selector: Mapping[str, str] | None, placement_strategy: str
 ) -> dict[str, str]:
     _check_texts("label_selector", label_selector, 'label_selector={"ray.io/market-type": "spot"}')
@@ -235,7 +266,7 @@ def checked_labels(
     return labels
 
 
-def check_accelerator(accelerator_type: str | None, use_gpu: bool) -> None:
+def _check_accelerator(accelerator_type: str | None, use_gpu: bool) -> None:
     if accelerator_type is None:
         return
     if not isinstance(accelerator_type, str) or not accelerator_type:
@@ -251,7 +282,7 @@ def check_accelerator(accelerator_type: str | None, use_gpu: bool) -> None:
         )
 
 
-def check_gpus_are_rays_to_deal(environment: Mapping[str, Any], use_gpu: bool) -> None:
+def _check_gpus_are_rays_to_deal(environment: Mapping[str, Any], use_gpu: bool) -> None:
     """environment: Ray's runtime environment of the workers."""
     narrowed = narrowed_by(environment) if use_gpu else None
     if narrowed is not None:
