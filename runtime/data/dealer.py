@@ -8,6 +8,7 @@ for a stream the reader deals the rows (streaming.py).
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,26 +135,6 @@ def cuts_of(
     return cuts
 
 
-@dataclass(frozen=True, slots=True)
-class SamplesPlace:
-    """Where the ranks are in the samples of a function's call, in the one iteration that they have
-    begun and not ended: what a worker needs that comes to them.
-
-    call_key, holders, num_holders, lost: as in Dealer.
-    last_begun: as in DataPosition.
-    dealt_for, committed, settled: as in Dealt.
-    """
-
-    call_key: tuple[str, int]
-    holders: tuple[int, ...]
-    num_holders: int
-    lost: frozenset[int]
-    last_begun: int
-    dealt_for: int
-    committed: tuple[int, ...] | None
-    settled: tuple[int, ...] | None
-
-
 class Dealt(ABC):
     """One iteration over a shard, as its Dealer and a Cursor see it.
 
@@ -230,7 +211,6 @@ class Dealer:
     world_size: int
     call_key: tuple[str, int] = ("", 0)
     holders: list[int] = field(init=False)
-    num_holders: int = field(init=False)
     lost: set[int] = field(default_factory=set)
     stragglers: Stragglers = field(default_factory=Stragglers)
     _last_begun: int = 0
@@ -240,7 +220,11 @@ class Dealer:
 
     def __post_init__(self) -> None:
         self.holders = list(range(self.world_size))
-        self.num_holders = self.world_size
+
+    @property
+    def num_holders(self) -> int:
+        """Of this call so far, those that are gone included."""
+        return len(self.holders) + len(self.lost)
 
     def begin(self, shard: Dealt) -> None:
         """Begin an iteration over `shard`."""
@@ -317,33 +301,27 @@ class Dealer:
             ),
         )
 
-    def _holder(self) -> int:
-        """A number for a worker that has come."""
-        self.num_holders += 1
-        return self.num_holders - 1
+    def take_position(
+        self,
+        shard: Dealt,
+        number: int,
+        position: DataPosition,
+        call_key: tuple[str, int],
+        holders: Sequence[int],
+        lost: Collection[int],
+    ) -> None:
+        """This rank has come to the others: `shard` is the iteration `number` in which they are.
+        `redeal` follows, as on all ranks.
 
-    def place_in(self, shard: Dealt) -> SamplesPlace:
-        """For a worker that comes to the ranks in this iteration."""
-        return SamplesPlace(
-            self.call_key,
-            tuple(self.holders),
-            self.num_holders,
-            frozenset(self.lost),
-            self._last_begun,
-            shard.dealt_for,
-            shard.committed,
-            shard.settled,
-        )
-
-    def take_place(self, shard: Dealt, place: SamplesPlace) -> None:
-        """This rank has come to the others, and has begun the iteration in which they are; `redeal`
-        follows, as on all ranks."""
-        self.call_key, self.holders = place.call_key, list(place.holders)
-        self.num_holders, self.lost = place.num_holders, set(place.lost)
-        self._last_begun = shard.number = place.last_begun
+        position, call_key, holders, lost: of one of the others."""
+        inside = position.in_(number)
+        assert inside is not None
+        self.call_key, self.holders, self.lost = call_key, list(holders), set(lost)
+        # The body may have begun further iterations, and ended them.
+        self._last_begun = position.last_begun
         self._early.clear()
-        shard.dealt_for = place.dealt_for
-        shard.committed, shard.settled = place.committed, place.settled
+        shard.number, shard.dealt_for, shard.taken = number, inside.dealt_for, inside.taken
+        shard.committed = shard.settled = inside.committed
         shard.holders = self.holders
 
     def redeal(
@@ -357,8 +335,9 @@ class Dealer:
         iterations `beside`, whose batches come together; default: of the innermost one in progress
         here. None if there is none."""
         cuts = cuts_of(positions, former_ranks, self.holders)
+        fresh = itertools.count(self.num_holders)
         self.lost |= set(self.holders) - {self.holders[old] for old in former_ranks if old >= 0}
-        self.holders = [self.holders[old] if old >= 0 else self._holder() for old in former_ranks]
+        self.holders = [self.holders[old] if old >= 0 else next(fresh) for old in former_ranks]
         self.rank, self.world_size = rank, len(former_ranks)
         # Ranks have other numbers now, and may have other work.
         self.stragglers = Stragglers()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.data.dealer import Dealer
 from chorusline.runtime.data.steps.micro_batch_dealing import (
     deal_again,
@@ -108,6 +109,41 @@ def test_how_slow_a_rank_is_is_measured_by_the_median_of_the_others() -> None:
     assert slowness([1.0, 1.0, 3.0, 90.0], 2) == 3.0
     assert slowness([2.0, 0.0], 0) == 0.0  # The other one is not known.
     assert slowness([2.0], 0) == 0.0
+
+
+# -- a worker that comes ---------------------------------------------------------------------------
+
+
+def test_a_worker_that_comes_after_an_evaluation_shares_a_step_that_loses_a_rank(
+    alone: cl.Group,
+) -> None:
+    """Three ranks in one process: two that have evaluated in the body of a step, and a newcomer."""
+    dealers = [Dealer(0, 2), Dealer(1, 2), Dealer(0, 1)]
+    rows = [DatasetRows(range(40), epoch=0, seed=0, shuffle=False) for _ in dealers]
+    passes = [
+        Steps(its, 8, 1, key="", group=lambda: alone, dealer=dealer)
+        for its, dealer in zip(rows, dealers, strict=True)
+    ]
+    given = [iter(one) for one in passes]
+    for rank in range(2):
+        step = next(given[rank])
+        evaluation = Shard(range(4), 1, rank=rank, world_size=2, dealer=dealers[rank])
+        assert len(list(evaluation)) == 2
+        dealers[rank].record([[1], [1]])
+        step._has_ended = True
+    next(given[2])  # It waits at its first step.
+    passes[2].take_place(passes[0].place())
+    positions = [dealer.position() for dealer in dealers]
+    for rank, dealer in enumerate(dealers):
+        dealer.redeal(rank, positions, (0, 1, -1))
+    for one in passes:  # All of them begin the second step.
+        one.taken += 1
+    positions = [dealers[0].position(), dealers[2].position()]
+    for rank, dealer in enumerate((dealers[0], dealers[2])):
+        dealer.redeal(rank, positions, (0, 2))
+    assert passes[0]._dealt[1] == passes[2]._dealt[1] == [0, 0, 0, 0, 1, 1, 1, 1]
+    for batches in reversed(given):
+        batches.close()  # type: ignore[attr-defined]
 
 
 # -- the paces that ctx.steps measures -------------------------------------------------------------

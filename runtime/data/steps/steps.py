@@ -37,7 +37,7 @@ from ...process.micro_batches import StepPlan, SummableModel, in_common
 from ...process.random_state import mixed, seed_all
 from ...process.step_boundary import boundary
 from ..cursor import Cursor, Iteration, Remainder
-from ..dealer import Cut, Dealer, Dealt, Left, SamplesPlace
+from ..dealer import Cut, DataPosition, Dealer, Dealt, Left
 from ..fetching.on_device import ToDevice
 from ..stragglers import LONG_S, slowness
 from .micro_batch_dealing import deal_again, deal_micro_batches, sizes_of_step
@@ -95,16 +95,21 @@ class Step:
 class StepsPlace:
     """Where the ranks are in the steps of an epoch, for a worker that comes to them there.
 
-    first, rest: what was left of the epoch when they began it. taken, agreed: since then.
-    paces: by rank. place: in the samples of the function's call.
+    first, rest: what was left of the epoch when they began it.
+    number: of this iteration, in `position`. agreed: as in Dealt.
+    paces: by rank.
+    position, call_key, holders, lost: in the samples of the function's call, as the Dealer has it.
     """
 
     first: int
     rest: Remainder
-    taken: int
+    number: int
     agreed: int
     paces: tuple[float, ...]
-    place: SamplesPlace
+    position: DataPosition
+    call_key: tuple[str, int]
+    holders: tuple[int, ...]
+    lost: frozenset[int]
 
 
 class AdmissionPoint(Protocol):
@@ -414,16 +419,28 @@ class Steps(Dealt):
     def place(self) -> StepsPlace:
         """This rank's place in the pass under way, between two steps."""
         rest = self._iteration.rest if self._iteration is not None else Remainder()
-        dealt = self._dealer.place_in(self)
-        return StepsPlace(self._first, rest, self.taken, self.agreed, tuple(self._paces), dealt)
+        dealer = self._dealer
+        return StepsPlace(
+            self._first,
+            rest,
+            self.number,
+            self.agreed,
+            tuple(self._paces),
+            dealer.position(),
+            dealer.call_key,
+            tuple(dealer.holders),
+            frozenset(dealer.lost),
+        )
 
     def take_place(self, place: StepsPlace) -> None:
         """Continue where the other ranks are, in the pass that this rank has begun as they have."""
-        self._first, self.taken, self.agreed = place.first, place.taken, place.agreed
+        self._first, self.agreed = place.first, place.agreed
         if self._iteration is not None:
             self._iteration.rest = place.rest
         self._paces = list(place.paces)
-        self._dealer.take_place(self, place.place)
+        self._dealer.take_position(
+            self, place.number, place.position, place.call_key, place.holders, place.lost
+        )
         self._rows.begin((*self._dealer.call_key, self.number))
 
     # -- for the dealer, to which a step is a sample -----------------------------------------------
