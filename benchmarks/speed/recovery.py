@@ -18,8 +18,8 @@ any step has been taken again, which is one that it had taken before; and until 
 Steps are lost where they have to be taken again, and their samples are seen twice.
 
 With --arrivals, `ctx.steps` with a spare worker is timed in both ways in which it can come, between
-two steps and with all functions from the top: what the ranks that stay have lost, beside their
-usual steps, when all train again.
+two steps and with all functions from the top: the longest time between two steps of the ranks that
+stay, and the time until all train again.
 """
 
 from __future__ import annotations
@@ -277,37 +277,24 @@ def arrival_gap(
     return {"arrival_s": max(times), "arrival_steps": max(times) / statistics.median(times)}
 
 
-def lost_time(
-    entries: list[tuple[str, float, str, int]],
-    killed_at: float,
-    again_at: float,
-    size: int,
-    slowdown: float,
+def longest_pause(
+    entries: list[tuple[str, float, str, int]], killed_at: float, again_at: float
 ) -> float:
-    """The seconds that a kill costs a rank that stays, until all have taken a step again: the time
-    since its last step before the kill, without the usual times of the steps in between. Of these
-    ranks, the most.
+    """The longest time between two steps of a rank that stays, from its last one before the kill to
+    its first one of all: in seconds.
 
-    entries: as in `arrival_gap`.
-    again_at: the seconds of the first step of all.
-    slowdown: how much longer a step takes with one worker missing.
+    entries: as in `arrival_gap`. again_at: the seconds of the first step of all.
     """
-    by_name: dict[str, list[tuple[float, str]]] = {}
+    by_name: dict[str, list[float]] = {}
     for name, at, word, _ in entries:
         if word.startswith("step-of-"):
-            by_name.setdefault(name, []).append((at, word))
-    lost = []
-    for told in map(sorted, by_name.values()):
-        before = [at for at, _ in told if at <= killed_at][-6:]
-        later = [(at, word) for at, word in told if at > killed_at]
-        ended_at = next((at for at, _ in later if at >= again_at), None)
-        if len(before) < 6 or ended_at is None:
-            continue  # It has died, or has come.
-        usual = statistics.median(b - a for a, b in itertools.pairwise(before))
-        words = [word for at, word in later if at <= ended_at]
-        steps = (1.0 if word == f"step-of-{size}" else slowdown for word in words)
-        lost.append(ended_at - before[-1] - usual * sum(steps))
-    return max(lost)
+            by_name.setdefault(name, []).append(at)
+    return max(
+        later - at
+        for told in by_name.values()
+        for at, later in itertools.pairwise(sorted(told))
+        if at < again_at and later > killed_at
+    )
 
 
 async def ours_at_full_size(
@@ -315,8 +302,6 @@ async def ours_at_full_size(
 ) -> list[dict[str, float]]:
     """The time until a step is taken by all ranks again."""
     draw, results = random.Random(seed), []
-    # Of a fixed global batch some ranks have four micro-batches then, instead of three.
-    slowdown = 1.0 if function is train_again else 4 / 3
     with tempfile.TemporaryDirectory() as folder:
         logs, stop = Path(folder) / "logs", Path(folder) / "stop"
         logs.mkdir()
@@ -350,9 +335,9 @@ async def ours_at_full_size(
                 await until(lambda at=again[0]: len(full_steps(at)) >= size, run)
                 entries = list(Log.read(str(logs)))
                 gap = arrival_gap(entries, killed_at, size)
-                gap["lost_s"] = lost_time(entries, killed_at, again[0], size, slowdown)
+                gap["pause_s"] = longest_pause(entries, killed_at, again[0])
                 results.append({"seconds": again[0] - killed_at, "steps_lost": lost, **gap})
-                print(f"ours, spares={spares}, {trial}: {results[-1]['seconds']:.3f} s", flush=True)
+                print(f"ours, spares={spares}, {trial}: {results[-1]}", flush=True)
             stop.touch()
             await run
     return results
@@ -474,13 +459,13 @@ def main() -> None:
         ],
     )
     table(
-        "with a spare worker: what a kill costs each rank that stays, until all take a step again",
+        "with a spare worker: the longest pause of the others until all train again",
         ("", "kills", "median s", "worst s", "all again after, s"),
         [
             (
                 name,
                 str(len(results)),
-                *(f"{summary(results, 'lost_s')[k]:.3f}" for k in ("median", "worst")),
+                *(f"{summary(results, 'pause_s')[k]:.3f}" for k in ("median", "worst")),
                 f"{summary(results, 'seconds')['median']:.3f}",
             )
             for name, results in ways.items()
