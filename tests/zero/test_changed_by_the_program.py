@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -239,3 +240,33 @@ def test_a_step_between_a_forward_pass_and_its_backward_pass_is_refused_as_in_to
     # What the step has not changed may be passed.
     for found in ranks_of(size).run(step_between, "second", size):
         assert largest_difference(found, step_between(None, "second", size)) < 1e-12
+
+
+def drift(group: cl.Group, has_mean: bool) -> list[str]:
+    """The program writes to the parameters before each step, in a hook of a parameter."""
+    with another_group(group) as own, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = cl.DistributedDataParallel(make_model(), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+
+        def write(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad.clone()
+            if has_mean:
+                own.all_reduce(gradient).wait()
+            parameter.data.add_(gradient, alpha=-0.1)
+
+        bias = model.module[-1].bias
+        bias.register_post_accumulate_grad_hook(write)
+        for batch in batches_of(own.rank, 4, torch.float64):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [str(one.message) for one in said if one.filename == __file__]
+
+
+@pytest.mark.parametrize("has_mean", [False, True])
+def test_ranks_that_write_other_parameters_are_told_so_once(ranks_of: Any, has_mean: bool) -> None:
+    told, others = ranks_of(2).run(drift, has_mean)
+    assert others == [] and len(told) == int(not has_mean)
+    if not has_mean:
+        assert "the parameters differ between rank 0 and rank 1 before the second step()" in told[0]

@@ -205,9 +205,9 @@ class Reducer:
         if self.has_pass and self.group.size > 1:
             return (
                 f"{optimizer} has stepped before a backward pass of the DistributedDataParallel "
-                "had ended, in a hook of a parameter or after an error in the pass: with this "
-                "rank's own gradients, so the parameters of the ranks would drift apart. Call "
-                "step() after loss.backward(), and let its errors end the run"
+                "had ended, in a hook of a parameter or after an error in the pass, when `.grad` "
+                "does not hold the mean of all ranks yet. Call step() after loss.backward(), and "
+                "let its errors end the run"
             )
         return ""
 
