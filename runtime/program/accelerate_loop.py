@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 from torch.utils._pytree import tree_leaves
 
+KINDS = (("accelerate.accelerator", "Accelerator"),)
+
 
 class StepKeeper(Protocol):
     """`LastStep`, as a loop sees it.
@@ -39,18 +41,6 @@ class StepKeeper(Protocol):
 
     def keep(self, written: AccelerateCheckpoint) -> None:
         """A step has ended."""
-
-
-def kinds() -> tuple[type, ...]:
-    """The class of Accelerators; none where the script has not imported accelerate."""
-    kind = getattr(sys.modules.get("accelerate.accelerator"), "Accelerator", None)
-    return () if kind is None else (kind,)
-
-
-def accelerator_that(save: Any) -> Any | None:
-    """The Accelerator whose `save_state` this is, or None."""
-    owner = getattr(save, "__self__", None)
-    return owner if isinstance(owner, kinds()) and save.__name__ == "save_state" else None
 
 
 def why_not(accelerator: Any) -> str:

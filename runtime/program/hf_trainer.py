@@ -17,13 +17,7 @@ from typing import Any
 
 import torch
 
-_ITS_MODULE = "transformers.trainer"
-
-
-def kinds() -> tuple[type, ...]:
-    """The class of Trainers; none where the script has not imported transformers."""
-    kind = getattr(sys.modules.get(_ITS_MODULE), "Trainer", None)
-    return () if kind is None else (kind,)
+KINDS = (("transformers.trainer", "Trainer"),)
 
 
 def why_not(trainer: Any) -> str:
@@ -44,7 +38,7 @@ def call_after_steps(trainer: Any, keep: Callable[[TrainerCheckpoint, int], None
     def on_event(_: object, args: object, state: Any, control: object, **__: object) -> None:
         keep(TrainerCheckpoint(trainer), state.global_step)
 
-    base = sys.modules[_ITS_MODULE].TrainerCallback
+    base = sys.modules["transformers.trainer"].TrainerCallback
     events = dict.fromkeys(("on_step_end", "on_evaluate"), on_event)
     trainer.add_callback(type("KeepsLastStep", (base,), events)())
 

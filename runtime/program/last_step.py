@@ -31,7 +31,7 @@ import reprlib
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -169,9 +169,9 @@ class LastStep:
     def _has_module(self, module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel) and part is not None:
             self._models.add(part)
-            accelerator = _that_calls(accelerate_loop.kinds())
+            accelerator = _that_calls(accelerate_loop.KINDS)
             # The Trainer of transformers uses one, and is called after its steps by itself.
-            if accelerator is not None and _that_calls(hf_trainer.kinds()) is None:
+            if accelerator is not None and _that_calls(hf_trainer.KINDS) is None:
                 follow = functools.partial(accelerate_loop.call_after_bodies, accelerator, self)
                 self._follows(accelerator, accelerate_loop.why_not, follow)
         elif (kind := type(module).__name__) in _SHARDED:
@@ -200,7 +200,7 @@ class LastStep:
     def _looks_at(self, optimizer: torch.optim.Optimizer) -> None:
         self.why_not = self.why_not or why_sharded(optimizer)
         for library in (hf_trainer, lightning_trainer):
-            trainer = _that_calls(library.kinds())
+            trainer = _that_calls(library.KINDS)
             if trainer is not None:
                 follow = functools.partial(library.call_after_steps, trainer, self.keep)
                 self._follows(trainer, library.why_not, follow)
@@ -324,8 +324,9 @@ def before_restart(save: Callable[..., object], *args: object, **kwargs: object)
             "before_restart is for scripts that begin again when a rank is lost; a train function "
             "registers what survives: ctx.register"
         )
-    accelerator = accelerate_loop.accelerator_that(save)
-    if accelerator is None:
+    accelerator: Any = getattr(save, "__self__", None)
+    is_accelerators = isinstance(accelerator, _imported(accelerate_loop.KINDS))
+    if not is_accelerators or save.__name__ != "save_state":
         last_step.keep(_Call(save, args, kwargs))
     elif accelerator.sync_gradients:  # A part of a batch is no step.
         last_step.keep(accelerate_loop.AccelerateCheckpoint(accelerator, *args, **kwargs))
@@ -340,12 +341,19 @@ def why_sharded(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _that_calls(kinds: tuple[type, ...]) -> Any:
+def _imported(kinds: Iterable[tuple[str, str]]) -> tuple[type, ...]:
+    """The classes, given by module and name, of the modules that the script has imported."""
+    found = [getattr(sys.modules.get(module), name, None) for module, name in kinds]
+    return tuple(one for one in found if one is not None)
+
+
+def _that_calls(kinds: Iterable[tuple[str, str]]) -> Any:
     """The object of one of the classes that calls what calls this; None if there is none."""
+    classes = _imported(kinds)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if isinstance(caller, kinds):
+        if isinstance(caller, classes):
             return caller
         frame = frame.f_back
     return None

@@ -8,17 +8,10 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-
-
-def kinds() -> tuple[type, ...]:
-    """The classes of Trainers; none where the script has not imported Lightning."""
-    found = [getattr(sys.modules.get(package), "Trainer", None) for package in _PACKAGES]
-    return tuple(one for one in found if one is not None)
+KINDS = (("lightning.pytorch", "Trainer"), ("pytorch_lightning", "Trainer"))
 
 
 def why_not(trainer: Any) -> str:
