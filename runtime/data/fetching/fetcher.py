@@ -146,7 +146,7 @@ class Fetcher:
 
     def _made(self) -> DataLoader[Any]:
         options, dataset = self.options, self.dataset
-        collate = options.collate_fn or collated
+        collate: Any = options.collate_fn or collated
         # By the same class, so that both ways make the same batches.
         if options.num_workers == 0:
             return DataLoader(
@@ -160,8 +160,7 @@ class Fetcher:
         at_start: Any = AtStart(is_fork, options.worker_init_fn)
         # Started as another program: what the functions mean there has to travel.
         if not is_fork:
-            dataset, at_start = by_value(dataset), by_value(at_start)
-            collate = None if collate is None else by_value(collate)
+            dataset, at_start, collate = map(by_value, (dataset, at_start, collate))
         return DataLoader(
             dataset,
             batch_sampler=self,
