@@ -35,7 +35,7 @@ Run = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Remainder:
-    """What is left of an iteration over data that earlier runs have begun.
+    """What is left of an iteration over data that earlier runs have begun, at any number of ranks.
 
     runs: the earlier runs, oldest first. given: further sample numbers that must not be given
     again; None: all of them. The default is an iteration that no run has begun.

@@ -26,14 +26,12 @@ do not run the loop's body, number the next loop as the others do."""
 class Inside:
     """Where a rank is in an iteration that it has begun and not ended.
 
-    number: of the iteration; equal on all ranks that have begun it (see WITHIN).
     dealt_for: the number of ranks for which its hands were dealt first.
     taken: the rank's samples so far, including those of a step that does not count yet.
     committed: how many samples belong to steps that count, by rank of the generation that ended;
         None before the first such step.
     """
 
-    number: int
     dealt_for: int
     taken: int
     committed: tuple[int, ...] | None
@@ -41,20 +39,22 @@ class Inside:
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """Where a rank is in the samples. last_begun: the number of the iteration that it has begun
-    last. inside: those that are not over, in the order of their beginning."""
+    """Where a rank is in the samples, for the others, whose number may change now. It holds counts
+    only, which each rank sends to all: the numbers of the samples follow from them.
+
+    last_begun: the number of the iteration that it has begun last.
+    inside: by their numbers, the iterations that are not over. A number is equal on all ranks that
+        have begun the iteration (see WITHIN).
+    """
 
     last_begun: int
-    inside: tuple[Inside, ...] = ()
-
-    def in_(self, number: int) -> Inside | None:
-        return next((one for one in self.inside if one.number == number), None)
+    inside: Mapping[int, Inside]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """The point at which an iteration was dealt again. A rank that begins the iteration later uses
-    it to deal as the others did.
+    it to deal as the others did, when nobody has the positions any more that it was made of.
 
     dealt_for: as in Inside.
     taken: by former rank, how many samples of its hand it has taken; None: all of them.
@@ -105,8 +105,8 @@ def cuts_of(
     """The cut of each iteration that some rank is in. positions: by new rank. holders: by rank of
     the generation that ended."""
     cuts = {}
-    for number in sorted({inside.number for one in positions for inside in one.inside}):
-        by_rank = [one.in_(number) for one in positions]
+    for number in sorted({number for one in positions for number in one.inside}):
+        by_rank = [one.inside.get(number) for one in positions]
         # All ranks leave an iteration together, when there is nothing left to take.
         is_over = any(
             one.last_begun >= number and inside is None
@@ -146,7 +146,7 @@ class Dealt(ABC):
 
     The Dealer writes the others, which stay when the iteration is left: an error leaves it before
     recovery asks.
-    number, dealt_for, committed: as in Inside.
+    number, dealt_for, committed: as in DataPosition and Inside.
     settled: the part of `committed` that counts whichever rank is lost now; None as `committed`.
     beside: one list for the iterations of a zip: the numbers of those that are over. Then so is the
         loop's body, though a variable may hold the others.
@@ -294,12 +294,10 @@ class Dealer:
         return shard.settled[self.rank] if shard.settled is not None else 0
 
     def position(self) -> DataPosition:
-        return DataPosition(
-            self._last_begun,
-            tuple(
-                Inside(one.number, one.dealt_for, one.taken, one.committed) for one in self._active
-            ),
-        )
+        inside = {
+            one.number: Inside(one.dealt_for, one.taken, one.committed) for one in self._active
+        }
+        return DataPosition(self._last_begun, inside)
 
     def take_position(
         self,
@@ -314,13 +312,12 @@ class Dealer:
         `redeal` follows, as on all ranks.
 
         position, call_key, holders, lost: of one of the others."""
-        inside = position.in_(number)
-        assert inside is not None
+        inside = position.inside[number]
         self.call_key, self.holders, self.lost = call_key, list(holders), set(lost)
         # The body may have begun further iterations, and ended them.
         self._last_begun = position.last_begun
         self._early.clear()
-        shard.number, shard.dealt_for, shard.taken = number, inside.dealt_for, inside.taken
+        shard.number, shard.dealt_for = number, inside.dealt_for
         shard.committed = shard.settled = inside.committed
         shard.holders = self.holders
 

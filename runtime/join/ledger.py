@@ -13,7 +13,7 @@ class JoinLedger:
     """Which ranks take steps inside one Join, and how many steps each rank has taken.
 
     live: this rank has data for the current step.
-    has_next: this rank may take another step.
+    has_next: this rank may take another step; without data it does if a loss has given it samples.
     last_live: the ranks with data in the last step that any rank took; at the end, those that have
         run passes after it, if any have.
     ran_after_last_step: whether any have.

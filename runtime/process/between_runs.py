@@ -69,7 +69,8 @@ class Wrapped(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoopPlace:
-    """Where a rank left a loop over `ctx.epochs(..., resume=name)`.
+    """Where a rank left a loop over `ctx.epochs(..., resume=name)`. The next run may have other
+    ranks, and asks each of them whose place it has kept.
 
     epoch: the epoch in progress or, between two, the next one.
     seat: the rank, and the number of ranks; None if no step of the epoch was agreed on.

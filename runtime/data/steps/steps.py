@@ -93,7 +93,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepsPlace:
-    """Where the ranks are in the steps of an epoch, for a worker that comes to them there.
+    """Where the ranks are in the steps of an epoch, for a worker that comes to them there: the
+    position of one of them, and what they know since the function began.
 
     first, rest: what was left of the epoch when they began it.
     number: of this iteration, in `position`. agreed: as in Dealt.
@@ -435,6 +436,7 @@ class Steps(Dealt):
     def take_place(self, place: StepsPlace) -> None:
         """Continue where the other ranks are, in the pass that this rank has begun as they have."""
         self._first, self.agreed = place.first, place.agreed
+        self.taken = place.position.inside[place.number].taken
         if self._iteration is not None:
             self._iteration.rest = place.rest
         self._paces = list(place.paces)
