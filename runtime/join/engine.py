@@ -597,10 +597,7 @@ class JoinEngine:
         header = device_numbers(mine, torch.int32, self._device)
         reading = self._group.all_reduce_and_read(header)
         live = tuple(rank for rank, flag in enumerate(reading.tolist()) if flag)
-        self.last_step_live = live
-        self.ledger.record(Agreement(live, live, ()))
-        self._tell_skew()
-        self._raise_if_exhausted(live)
+        self._begun(live)
         return live, reading.work
 
     def _tell_skew(self) -> None:
