@@ -15,9 +15,13 @@ Fields are positional and the text is made in `__str__`, as in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from chorusline.collectives.contract.errors import ChoruslineError
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointError(ChoruslineError):
     """Base class of the errors of checkpoints.
 
@@ -29,10 +33,8 @@ class CheckpointError(ChoruslineError):
     path: the checkpoint, its folder or one of its files. detail: what is wrong with it.
     """
 
-    def __init__(self, path: str, detail: str) -> None:
-        super().__init__(path, detail)
-        self.path = path
-        self.detail = detail
+    path: str
+    detail: str
 
     def __str__(self) -> str:
         return f"checkpoint {self.path}: {self.detail}"
@@ -56,6 +58,7 @@ class CheckpointPlaceUnusable(CheckpointError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointWriteFailed(CheckpointError):
     """A checkpoint could not be written.
 
@@ -69,20 +72,9 @@ class CheckpointWriteFailed(CheckpointError):
     is_by_loss: ranks were lost while it was written. Then the error ends a generation, not the run.
     """
 
-    def __init__(
-        self,
-        path: str,
-        detail: str,
-        ranks: tuple[int, ...],
-        remedy: str = "make room or repair the storage",
-        is_by_loss: bool = False,
-    ) -> None:
-        ChoruslineError.__init__(self, path, detail, ranks, remedy, is_by_loss)
-        self.path = path
-        self.detail = detail
-        self.ranks = ranks
-        self.remedy = remedy
-        self.is_by_loss = is_by_loss
+    ranks: Sequence[int]
+    remedy: str = "make room or repair the storage"
+    is_by_loss: bool = False
 
     def __str__(self) -> str:
         if self.is_by_loss:
