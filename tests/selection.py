@@ -38,7 +38,7 @@ OWN_RAY = re.compile(
 
 FAST = re.compile(
     "tests/(actors|contracts|data|harness|join|partition|steps|tracking)/"
-    "|tests/checkpoint/test_(replica_check|schedules|trust)[.]"
+    "|tests/checkpoint/(test_(replica_check|schedules)|failures/test_trust)[.]"
     "|tests/collectives/(contract/test_(errors|group_contract|overlaps)|test_dry_run)[.]"
     "|tests/collectives/stores/test_(file_store|privacy)[.]"
     "|tests/data_parallel/(gradients/test_(backward_pass|comm_hooks|step_stat)"
@@ -55,7 +55,7 @@ in all, and are what `make test-fast` runs."""
 
 _SLOWER = re.compile(
     r"gloo|stand.in|shared-memory-[34]|tests/data/(fetching/|test_streaming)"
-    r"|tests/join/test_(beside|fully_sharded|parts_of|random|several_models|weights)"
+    r"|tests/join/(bodies/)?test_(beside|fully_sharded|parts_of|random|several_models|weights)"
     r"|tests/steps/test_(on_a|refusals|same_bits)"
 )
 """What takes long in these folders, such as comparisons of many programs with one process."""

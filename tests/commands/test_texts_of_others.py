@@ -22,7 +22,7 @@ from chorusline.actors.messages.messages import (
 from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
 from chorusline.runtime.commands.command_line import look_at_checkpoints
 from chorusline.runtime.commands.status import drawn
-from tests.checkpoint.test_forgeries import _rewrite, _write
+from tests.checkpoint.failures.test_forgeries import _rewrite, _write
 
 HOSTILE = ["[/data]", "[bold red]gone", "\x1b]0;owned\x07", "\x1b[2J", "line\rover", "a\nb"]
 
