@@ -19,7 +19,7 @@ from .batches import Batches
 from .cursor import Cursor, Remainder
 from .dealer import Cut, Dealer, Left
 from .dealing import Hands, dealt_hands, redeal
-from .fetching.fetcher import Fetcher, Fetching, loader_seed
+from .fetching.fetcher import Fetcher, loader_seed
 from .fetching.fetchers import Fetchers
 from .fetching.options import FetchOptions
 
@@ -138,7 +138,6 @@ class Shard(Batches):
         self._options = options or FetchOptions(collate_fn=collate_fn)
         self._fetchers = fetchers or Fetchers()
         self._fetcher: Fetcher | None = None  # None: nothing is fetched
-        self._fetching: Fetching | None = None  # None: as `_fetcher`
         self._keep_together = keep_together
         super().__init__(
             batch_size,
@@ -212,31 +211,23 @@ class Shard(Batches):
         return self._num_left() > 0
 
     def _take(self) -> Any:
-        ids = self._hand[self.taken : self.taken + self.batch_size].tolist()
-        if self._fetching is None or self._fetching.next_indices != ids:
-            # The first batch; or the hands were dealt again, and what was fetched belongs to others
-            # now; or the last batch has failed.
-            self._fetching = self._fetched_from_here()
-        # First: an error of the dataset must not count the samples as taken.
-        batch = next(self._fetching)
-        self.taken += len(ids)
-        return batch
-
-    def _fetched_from_here(self) -> Fetching:
-        # Loader processes are kept from one epoch to the next: to start them takes seconds.
-        if self._fetcher is None:
-            self._fetcher = self._fetchers.take(self.dataset, self._options)
-        ids, size, left = self._hand, self.batch_size, self._num_left()
-        starts = range(self.taken, self.taken + left * size, size)
+        hand, size, left = self._hand, self.batch_size, self._num_left()
+        ids = hand[self.taken : self.taken + size].tolist()
+        starts = range(self.taken + size, self.taken + left * size, size)
+        coming = (hand[start : start + size].tolist() for start in starts)
         # Loader processes of two ranks draw different numbers, and so do those that start inside
         # the epoch after a resume.
         seed = loader_seed(torch.initial_seed(), self._seed, self.epoch, self._dealer.rank, left)
-        return self._fetcher.fetch(
-            (ids[start : start + size].tolist() for start in starts), seed=seed
-        )
+        # They are kept from one epoch to the next: to start them takes seconds.
+        if self._fetcher is None:
+            self._fetcher = self._fetchers.take(self.dataset, self._options)
+        # First: an error of the dataset must not count the samples as taken.
+        batch = self._fetcher.batch(ids, coming, seed=seed)
+        self.taken += len(ids)
+        return batch
 
     def _left(self) -> None:
-        fetcher, self._fetcher, self._fetching = self._fetcher, None, None
+        fetcher, self._fetcher = self._fetcher, None
         if fetcher is not None:
             self._fetchers.give_back(fetcher)
 

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -95,8 +96,8 @@ class Fetcher:
     - The lists may come from a generator. It is asked for up to num_workers * prefetch_factor
       lists more than batches were taken. Without loader processes it is asked for one list at a
       time, and the calling thread makes the batch of it.
-    - `fetching.next_indices` says of which list the next batch is. A caller whose plan has changed
-      compares it with what it wants now, and calls `fetch` again if they differ.
+    - `fetching.next_indices` says of which list the next batch is. `batch` compares it with what
+      is wanted now, and calls `fetch` again if they differ: the caller's plan has changed.
     - The loader processes start with the first `fetch` and stay until `close`. A cut waits, at the
       next `fetch`, for the batches that are being made.
     - A dataset with `__getitems__` is asked for a list of samples at once, as by a DataLoader.
@@ -126,6 +127,16 @@ class Fetcher:
         self._generator.manual_seed(seed)
         fetching.begin(_Guarded(self, self._begun(self._loader)))
         return fetching
+
+    def batch(self, wanted: Indices, coming: Iterable[Indices], *, seed: int = 0) -> Any:
+        """The batch of `wanted`. coming: what is wanted after it, as far as can be foreseen. The
+        fetching under way continues if it has `wanted` next."""
+        fetching = self._fetching
+        # None is under way; or samples were dealt again, and what was fetched belongs to others
+        # now; or the last batch has failed.
+        if fetching is None or fetching.next_indices != wanted:
+            fetching = self.fetch(chain([wanted], coming), seed=seed)
+        return next(fetching)
 
     def __iter__(self) -> Iterator[list[Any]]:
         """The lists of the fetching under way: this object is the loader's batch_sampler."""

@@ -12,14 +12,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from ...process.random_state import seed_all
 from ..dataset_batches import MapStyleDataset
 from ..dealing import dealt_hands
 from ..fetching.collating import collated
-from ..fetching.fetcher import Fetcher, Fetching
+from ..fetching.fetcher import Fetcher
 from ..fetching.fetchers import Fetchers
 from ..fetching.options import FetchOptions
 from ..fetching.seeded_dataset import CollateOnly, SeededDataset, SeededIds
@@ -81,7 +80,6 @@ class DatasetRows:
         self._options = replace(options, collate_fn=CollateOnly(options.collate_fn))
         self._fetchers = fetchers or Fetchers()
         self._fetcher: Fetcher | None = None  # None: nothing is fetched
-        self._fetching: Fetching | None = None  # None: as `_fetcher`
         [self._order] = dealt_hands(
             len(dataset), world_size=1, epoch=epoch, seed=seed, shuffle=shuffle
         )
@@ -96,7 +94,7 @@ class DatasetRows:
             )
 
     def end(self) -> None:
-        fetcher, self._fetcher, self._fetching = self._fetcher, None, None
+        fetcher, self._fetcher = self._fetcher, None
         if fetcher is not None:
             self._fetchers.give_back(fetcher)
 
@@ -104,14 +102,9 @@ class DatasetRows:
         return max(0, min(count, self._num - first))
 
     def batch(self, mine: MicroBatch, coming: Iterable[MicroBatch]) -> Any:
-        wanted = [self._ids(mine)]
-        if self._fetching is None or self._fetching.next_indices != wanted:
-            # The first one; or the deal has become another one; or the last batch has failed.
-            if self._fetcher is None:
-                self._fetcher = self._fetchers.take(self._dataset, self._options)
-            lists = chain([wanted], ([self._ids(one)] for one in coming))
-            self._fetching = self._fetcher.fetch(lists)
-        return next(self._fetching)
+        if self._fetcher is None:
+            self._fetcher = self._fetchers.take(self._dataset, self._options)
+        return self._fetcher.batch([self._ids(mine)], ([self._ids(one)] for one in coming))
 
     def _ids(self, micro_batch: MicroBatch) -> SeededIds:
         first, num, seed = micro_batch
