@@ -358,7 +358,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._reducer.held.was_cleared()
+        self._reducer.held.was_cleared(to_none=set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -404,11 +404,11 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             )
         weighted = loss * (weight if isinstance(weight, torch.Tensor) else number)
         if weighted.requires_grad:
-            held, waiting = self._reducer.held, [number]
+            reducer, waiting = self._reducer, [number]
 
             def count(_: torch.Tensor) -> None:
                 if waiting:  # Not once more where backward passes again (retain_graph).
-                    held.weigh(waiting.pop())
+                    reducer.held.weigh(waiting.pop(), is_in_pass=reducer.has_pass)
 
             weighted.register_hook(count)
         return weighted
@@ -496,7 +496,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         ):
             raise ValueError(
                 "a ZeroRedundancyOptimizer finishes the steps of this model, so Join must list "
-                "the optimizer too: Join([model, optimizer])"
+                "the optimizer too: Join([model, optimizer]). For a plain optimizer in its place "
+                "wrap the module again, DistributedDataParallel(model.module)"
             )
 
     def _on_agreement(self, agreement: Agreement) -> float:
@@ -849,6 +850,12 @@ class ModelEngine:
         """The model in the steps of `ctx.steps`."""
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._sharded_by: weakref.ref[object] | None = None  # None: by no optimizer
+        # Wrapped again, as for each epoch, a module is reduced by its newest model alone.
+        known = between_runs().engines
+        before = {id(r): r() for p in reducer.parameters if (r := known.get(p))}
+        for engine in before.values():
+            if engine is not None and engine.module is module:
+                engine.release()
         self._own(reducer.parameters)
         between_runs().watch(_has_stepped)
         self._num_registrations = -1

@@ -154,6 +154,7 @@ class ModelSteps:
         if self._takes_part:
             return
         assert self.plan is not None
+        self._reducer.check_stepped()
         self._takes_part = True
         self._reducer.summing = SumPhase.ADDING
         self._reducer.weight = None
@@ -172,11 +173,14 @@ class ModelSteps:
             self._reducer.weight = None
             self._sums.begin_micro_batch()
             self.buffers.begin_micro_batch()
+        else:
+            self._reducer.summing = SumPhase.OPEN
 
     def end_micro_batch(self, number: int) -> None:
         assert self.plan is not None
         self._is_open = False
         if not self._takes_part:
+            self._reducer.summing = SumPhase.NO
             self._passed.append(number)
             return
         # Weights say how much a loss counts, even in a micro-batch that is smaller than the others.

@@ -59,7 +59,8 @@ def check_same_joins(joins: Sequence[int], generation: int) -> None:
         values,
         f"{_SETTINGS[bit]} is {each}, so the ranks would end the step differently",
         "Every rank must enter the same Join around its steps, with the same enable, "
-        "divide_by_initial_world_size and throw_on_early_termination.",
+        "divide_by_initial_world_size and throw_on_early_termination, and Join must list each "
+        "model that the body trains: a rank without data takes part in no other's steps.",
     )
 
 

@@ -51,6 +51,8 @@ class Note(enum.IntEnum):
     """The program has dropped or loaded state of the sharded optimizer since the last step."""
     PERTURBS = 10
     """It has changed the parameters between the passes of a sharded step (held_gradients.py)."""
+    ZEROES = 11
+    """It has data for a sharded step, and has cleared gradients to zeros the last time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ def vote_of(
     used: Sequence[bool],
     weight: float | None,
     stop: bool,
+    holds_cleared: bool = False,
     kept: Collection[int] = (),
     cursors: Sequence[int] = (),
     num_cursors: int = 0,
@@ -138,6 +141,8 @@ def vote_of(
         a step HANDS_IN_NOW or ABSENT.
     has_next: whether this rank may take another step.
     used: per parameter, whether this rank has a gradient for it.
+    holds_cleared: whether it contributes nothing, and holds the used ones as the others have
+        cleared them: optimizers step by zeros, and not by None.
     weight: of this rank's loss; None if ranks do not weigh.
     stop: whether this rank was asked to stop.
     kept: the parameters for which this rank has data, and adds it to the mean of an earlier pass.
@@ -153,15 +158,18 @@ def vote_of(
         vote[own_at : own_at + 3], contributes = standing.numbers, standing.contributes
     else:
         vote[own_at : own_at + 3], contributes = standing, standing == HANDS_IN_NOW
+    # Three counts of ranks are in one number, each smaller than `one_more`.
+    one_more, uses = num_ranks + 1, slice(_HEAD + _OF_RANK * num_ranks, first)
+    if holds_cleared:
+        vote[uses] = [float(is_used * one_more**2) for is_used in used]
     if contributes:  # A rank without data or leftovers uses no parameter, and weighs nothing.
+        vote[uses] = map(float, used)
         # Beside the weights their number: a sum does not say whether all have given one.
         if weight is not None:
             vote[_WEIGHT] = weight
             vote[_WEIGHING] = 1.0
-        vote[_HEAD + _OF_RANK * num_ranks : first] = map(float, used)
         for number in kept:
-            # More than all ranks' ones together, so that the sum holds both counts.
-            vote[_HEAD + _OF_RANK * num_ranks + number] += num_ranks + 1
+            vote[uses.start + number] += one_more
     if stop:
         vote[_ASKING] = 1.0
     for note in notes:
@@ -241,20 +249,24 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
     halves = zip(numbers[::2], numbers[1::2], strict=True)
     outlooks = [*map(int, _outlooks(values, num_ranks))]
     taken = [int(high) * _LOW + int(low) for high, low in halves]
-    # Two counts of ranks in one number: of those that have used a parameter, and that keep a mean.
+    # Counts of ranks: those that have used a parameter, that keep a mean, and that hold it cleared.
+    one_more = num_ranks + 1
+    notes = tuple(map(int, total[NOTES_AT:_HEAD]))
     uses = [*map(int, values[_OF_RANK * num_ranks : len(values) - len(numbers)])]
     return Agreement(
         live=live,
         may_continue=tuple(rank for rank, outlook in enumerate(outlooks) if outlook % 2),
-        used=tuple(use % (num_ranks + 1) > 0 for use in uses),
-        kept=tuple(use // (num_ranks + 1) for use in uses),
+        used=tuple(
+            use % one_more > 0 or (notes[Note.ZEROES] > 0 and use >= one_more**2) for use in uses
+        ),
+        kept=tuple(use // one_more % one_more for use in uses),
         weight=weight if live else 0.0,
         standings=standings,
         joins=tuple(joins_in(total, num_ranks)),
         epochs=tuple(outlook // 512 for outlook in outlooks),
         digests=tuple(map(int, values[4 * num_ranks : _OF_RANK * num_ranks])),
         stop=num_asking > 0,
-        notes=tuple(map(int, total[NOTES_AT:_HEAD])),
+        notes=notes,
         cursors=tuple(
             tuple(taken[at : at + num_cursors]) for at in range(0, len(taken), num_cursors or 1)
         ),

@@ -52,6 +52,7 @@ class Vote:
     standing: whether the rank took the step with data of its own, or hands in leftovers.
     has_next: the rank may take another step.
     used: per parameter, whether the rank has a gradient.
+    holds_cleared: as in `vote_of`.
     weight: of the rank's losses; None: unweighted.
     add_squared_norm: adds that of the rank's reduced shard to a tensor of shape (), in float64;
         None where nobody needs the norm.
@@ -74,6 +75,7 @@ class Vote:
     add_squared_norm: Callable[[torch.Tensor], object] | None
     loss_scale: torch.Tensor | float
     options: Sequence[float]
+    holds_cleared: bool = False
     cursors: Sequence[int] = ()
     num_samples: Sequence[int] = ()
     stop: bool = False
@@ -143,6 +145,7 @@ class Ballot:
             standing=vote.standing,
             has_next=vote.has_next,
             used=vote.used,
+            holds_cleared=vote.holds_cleared,
             weight=vote.weight,
             stop=vote.stop,
             cursors=vote.cursors,

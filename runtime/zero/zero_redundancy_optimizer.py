@@ -178,6 +178,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         **defaults: Any,
     ) -> None:
         arguments = dict(locals())
+        wrapper = params if isinstance(params, DistributedDataParallel) else None
         if isinstance(params, DistributedDataParallel):
             params = [p for p in params.parameters() if p.requires_grad]
         check_arguments(params, optimizer_class, group, defaults)
@@ -200,7 +201,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             raise ValueError(
                 "group must be the model's own group, which reduces its gradients; leave it out"
             )
-        group = group or (model.group if model else current_group())
+        # A module that has lost parameters since it was wrapped does not own the rest alone.
+        owner = model or wrapper
+        group = group or (owner.group if owner else current_group())
         # A run that gains and loses workers may have fewer ranks than replicas for a while.
         if replicas > group.size and recovery_of(group) is None:
             raise ValueError(
@@ -312,7 +315,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         """
         super().zero_grad(set_to_none)
         if self._engine.reducer is not None:
-            self._engine.reducer.held.was_cleared()
+            self._engine.reducer.held.was_cleared(to_none=set_to_none)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -1052,6 +1055,7 @@ class OptimizerEngine:
             standing=self.reducer.standing(is_live) if self.reducer else LeftoverVote(is_live),
             has_next=self.optimizer._has_next(),
             used=[parameter.grad is not None for parameter in self.shard.parameters],
+            holds_cleared=self.reducer is not None and self.reducer.holds_cleared,
             weight=self.reducer.weight if self.reducer else None,
             # In ctx.steps the norm has the same bits at any number of ranks: an exact sum.
             add_squared_norm=self.shard.add_squared_norm if needs_norm and not in_steps else None,

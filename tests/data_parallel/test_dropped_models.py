@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 import chorusline as cl
+from tests.harness.standing_ranks import another_group
 from tests.references.stepped_training import stepped
+from tests.references.training import batches_of, largest_difference, loss_of, make_model
 
 BATCHES = [torch.ones(2, 3), torch.full((1, 3), 2.0)]
 
@@ -140,3 +143,33 @@ def _gradient_without_the_wrapper(group: cl.Group, wrap: Any) -> float:
     output.sum().backward()
     assert net.weight.grad is not None
     return net.weight.grad.item()
+
+
+def train_wrapped_again(group, lengths):
+    """The module is wrapped for each epoch, and its model before is dropped."""
+    module = make_model(torch.float64)
+    with another_group(group) as own:
+        for epoch in range(2):
+            model = cl.DistributedDataParallel(module, own)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with cl.Join([model], step_along=[optimizer], skew_warning=None):
+                for batch in batches_of(own.rank, 4, torch.float64)[epoch : lengths[own.rank]]:
+                    loss_of(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (4, 2)])
+def test_a_module_that_is_wrapped_again_is_reduced_by_its_newest_model(ranks_of, lengths):
+    module = make_model(torch.float64)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for epoch in range(2):
+        own = [batches_of(r, 4, torch.float64)[epoch:n] for r, n in enumerate(lengths)]
+        for batches in itertools.zip_longest(*own):
+            live = [loss_of(module, batch) for batch in batches if batch is not None]
+            optimizer.zero_grad()
+            (sum(live) / 2).backward()
+            optimizer.step()
+    for found in ranks_of(2).run(train_wrapped_again, lengths):
+        assert largest_difference(found, [p.detach() for p in module.parameters()]) < 1e-12

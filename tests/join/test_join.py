@@ -411,6 +411,49 @@ def test_a_join_inside_a_join_of_the_same_joinables_is_refused(ranks_of):
     assert "aborted by rank 1: RuntimeError: this Join is inside another one" in without_data
 
 
+def weighed_two_by_two(model, batch, how):
+    """Two weighted losses in a step, in the orders in which programs have them."""
+    if how == "accumulated":
+        with model.no_sync():
+            model.weigh(loss_of(model, batch), 1).backward()
+        model.weigh(loss_of(model, 3 * batch), 3).backward()
+    elif how == "both forward passes first":
+        first, second = loss_of(model, batch), loss_of(model, 3 * batch)
+        (model.weigh(first, 1) + model.weigh(second, 3)).backward()
+    else:
+        one = model.weigh(loss_of(model, batch), 1)
+        (one + model.weigh(loss_of(model, 3 * batch), 3)).backward()
+
+
+def train_weighed_two_by_two(group, how, sharded, to_none):
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer = (
+            cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+            if sharded
+            else torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        for batch in batches_of(own.rank, 3, torch.float64):
+            optimizer.zero_grad(set_to_none=to_none)
+            weighed_two_by_two(model, batch, how)
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("how", ["accumulated", "both forward passes first", "in turn"])
+def test_two_weighed_losses_of_a_step_count_once_each(ranks_of, how, sharded):
+    model = make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batches in zip(*(batches_of(rank, 3, torch.float64) for rank in range(2)), strict=True):
+        optimizer.zero_grad()
+        sum(loss_of(model, b) / 8 + loss_of(model, 3 * b) * 3 / 8 for b in batches).backward()
+        optimizer.step()
+    for to_none in (True, False):
+        for found in ranks_of(2).run(train_weighed_two_by_two, how, sharded, to_none):
+            assert largest_difference(found, [p.detach() for p in model.parameters()]) < 1e-12
+
+
 def weigh_without_passes(group, sharded, looks):
     """looks: weighs losses that no step is taken by."""
     with another_group(group) as own:

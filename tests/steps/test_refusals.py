@@ -146,6 +146,23 @@ def cleared_in_the_loop(group: cl.Group) -> None:
         optim.step()
 
 
+def stepped_every_second_time(group: cl.Group) -> None:
+    model, optim = made(group, sharded=False)
+    for step in steps_of(group, whole=2):
+        for batch in step:
+            model(batch).sum().backward()
+        if step.number % 2:
+            optim.step()
+            optim.zero_grad()
+
+
+def past_the_wrapper(group: cl.Group) -> None:
+    model, _ = made(group, sharded=False)
+    for step in steps_of(group):
+        for batch in step:
+            model.module(batch).sum().backward()
+
+
 def cleared_between_sums(group: cl.Group) -> None:
     model, optim = made(group)
     for step in steps_of(group, deterministic=False):
@@ -204,6 +221,8 @@ WRONG: dict[str, tuple[Callable[[cl.Group], None], type[Exception], str]] = {
     "sharded step() in the loop": (sharded_step_in_the_loop, RuntimeError, "once after that loop"),
     "zero_grad() in the loop": (cleared_in_the_loop, RuntimeError, "zero_grad() after that loop"),
     "zero_grad() between": (cleared_between_sums, RuntimeError, "Call zero_grad() once, after"),
+    "every second step()": (stepped_every_second_time, RuntimeError, "raise global_batch_size"),
+    "model.module": (past_the_wrapper, RuntimeError, "Call the model itself there"),
     "late backward()": (backward_behind_the_loop, RuntimeError, "inside the loop over the step's"),
     "options": (options_changed, RuntimeError, "after optimizer.step()"),
     "clip_grad_norm_": (clipped_by_hand, RuntimeError, "max_norm"),

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from chorusline.collectives import Group, Work
+from chorusline.collectives.contract.errors import named
 
 from ...partition.buckets import BucketPlan, plan_buckets
 from ...partition.shards import padded_numel, room_for, shard_numel
+from ..same_model import sums_of_bits
 
 _FIRST_BUCKET_BYTES = 1 << 20
 
@@ -24,6 +26,7 @@ class GradientBucket:
     missing: the gradients that the pass still has to bring; frozen parameters get none.
     launched_at: time.monotonic() of the last launch.
     launched_version: torch's counter of writes to `flat`, and to all views of it, at that time.
+    launched_sum: a sum of the bits of the gradients at that time; None where it was not taken.
     held_version: the same when a pass last brought a gradient.
     """
 
@@ -47,6 +50,7 @@ class GradientBucket:
         self.missing = 0
         self.launched_at = 0.0
         self.launched_version = self.held_version = 0
+        self.launched_sum: torch.Tensor | None = None
         self.work: Work | None = None  # None: not launched, or waited for
         self.future: torch.futures.Future[Any] | None = None
         """The future that a communication hook returned; None: none is under way."""
@@ -87,8 +91,24 @@ class GradientBucket:
         assert self.padded <= self.flat.numel()
         # The vote of the ended step, or padding for another number of ranks.
         self.flat[self.plan.content :] = 0
-        self.launched_version = self.flat._version
+        self.note_content()
         self.prepare_shard(group)
+
+    def note_content(self, *, sums: bool = False) -> None:
+        """What `flat` holds now is sent; later writes are noticed. sums: also those that torch does
+        not count, by `.data` or numpy; that reads the memory, and is left out on a GPU, for which
+        the host would wait."""
+        self.launched_version = self.flat._version
+        self.launched_sum = self._sum() if sums and self.flat.device.type == "cpu" else None
+
+    def is_written(self) -> bool:
+        """Whether the program has written to the gradients since `note_content`."""
+        if self.flat._version != self.launched_version:
+            return True
+        return self.launched_sum is not None and bool(self._sum() != self.launched_sum)
+
+    def _sum(self) -> torch.Tensor:
+        return sums_of_bits([self.flat[: self.plan.content]])[0]
 
 
 class Gradients:
@@ -112,6 +132,7 @@ class Gradients:
         self._bucket_of: dict[int, GradientBucket] = {}
         self._bucket_bytes = bucket_bytes
         self._handed_out: list[int] = []
+        self._given: dict[int, torch.Tensor] = {}
 
     def add(
         self, named: Sequence[tuple[str, torch.nn.Parameter]], group: Group, vote_numel: int
@@ -151,14 +172,24 @@ class Gradients:
         ]
         for bucket in made:
             self.views.update(bucket.views)
+            for number in bucket.views:  # It would keep the memory of the bucket before.
+                self._given.pop(number, None)
             self._bucket_of.update(dict.fromkeys(bucket.views, bucket))
             for number, view in bucket.views.items():
                 parameter = self.parameters[number]
                 # Held by no_sync, or from before the buckets were made in another order.
                 if parameter.grad is not None and parameter.grad.layout is torch.strided:
                     view.copy_(parameter.grad)
-                    parameter.grad = view
+                    parameter.grad = self.given(number)
         return made
+
+    def given(self, number: int) -> torch.Tensor:
+        """The tensor for `.grad`, with the memory of the view. The view itself is never given: a
+        program may set the `data` of a gradient."""
+        view, given = self.views[number], self._given.get(number)
+        if given is None or given.data_ptr() != view.data_ptr():
+            given = self._given[number] = view.detach()
+        return given
 
     def bring_home(self, number: int) -> GradientBucket:
         """Make a parameter's gradient a view of its bucket, and return the bucket.
@@ -191,7 +222,7 @@ class Gradients:
         # autograd makes a tensor of its own where `.grad` was None.
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
-            parameter.grad = view
+            parameter.grad = self.given(number)
         return self._bucket_of[number]
 
     def hand_out(self, numbers: Sequence[int]) -> None:
@@ -226,11 +257,7 @@ class Gradients:
 
     def has_replaced(self) -> bool:
         """Whether the program has put another tensor in the place of any gradient."""
-        views = self.views  # A gradient that is the very view is the usual case, and quick to see.
-        return any(
-            parameter.grad is not views[number] and self.is_replaced(number)
-            for number, parameter in enumerate(self.parameters)
-        )
+        return any(map(self.is_replaced, range(len(self.parameters))))
 
     def is_frozen(self, number: int) -> bool:
         return not self.parameters[number].requires_grad
@@ -239,14 +266,12 @@ class Gradients:
         """Names what the program has changed since all buckets were launched; empty if nothing."""
         for bucket in self.buckets:
             # torch counts writes for a tensor and all its views, so that one number tells of all.
-            if bucket.flat._version != bucket.launched_version:
-                return "one of " + ", ".join(self.names[n] for n in list(bucket.views)[:3])
+            if bucket.is_written():
+                return "one of " + named([self.names[n] for n in bucket.views], 3)
             for number, view in bucket.views.items():
                 gradient = self.parameters[number].grad
-                if gradient is view or gradient is None:
-                    continue
                 # A tensor of the program's; a view of the bucket's memory has the same values.
-                if gradient.data_ptr() != view.data_ptr():
+                if gradient is not None and gradient.data_ptr() != view.data_ptr():
                     return self.names[number]
         return ""
 

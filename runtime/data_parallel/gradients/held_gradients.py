@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 import torch
 
-from ...process.agreement import Agreement
+from ...process.agreement import Agreement, Note
 from ...process.leftovers import LeftoverVote
 from .gradient_bucket import GradientBucket, Gradients
 
@@ -34,6 +34,11 @@ class HeldGradients:
         """The crc32 of the parameters which the program has changed between the passes of a sharded
         step, probably by the gradients of the first; None: it has not."""
         self.are_means = True
+        self.clears_to_zeros = False
+        """Whether the program has cleared to zeros the last time: an optimizer steps by these, and
+        not by None."""
+        self._others_clear_to_zeros = False
+        """The same of the ranks with data, where this one has run out of it."""
         self._begin()
         self._gradients = gradients
         self._held: set[int] = set()
@@ -58,9 +63,13 @@ class HeldGradients:
     def weight(self, weight: float | None) -> None:
         self._weight, self._coming = weight, None
 
-    def weigh(self, weight: float) -> None:
-        """The next pass begins at a loss of this weight."""
-        self._coming = (self._coming or 0.0) + weight
+    def weigh(self, weight: float, *, is_in_pass: bool) -> None:
+        """A pass has come to a loss of this weight: the next one, or, where an output of the model
+        came before it, the one that runs."""
+        if is_in_pass:
+            self._weight = (self._weight or 0.0) + weight
+        else:
+            self._coming = (self._coming or 0.0) + weight
 
     # -- passes and clears -------------------------------------------------------------------------
 
@@ -104,8 +113,9 @@ class HeldGradients:
         for bucket in self._gradients.buckets:
             bucket.held_version = bucket.flat._version
 
-    def was_cleared(self) -> None:
+    def was_cleared(self, *, to_none: bool) -> None:
         """`zero_grad` was called, for all gradients."""
+        self.clears_to_zeros = not to_none
         self.calls += 1
         self._forget()
 
@@ -124,12 +134,14 @@ class HeldGradients:
             for number in self._held.intersection(bucket.views):
                 gradient = self._gradients.parameters[number].grad
                 if gradient is None:
+                    self.clears_to_zeros = False
                     gone.add(number)
                 elif is_written or self._gradients.is_replaced(number):
                     # Local gradients are seldom written to. To read means, the host would wait for
                     # the GPU in each step.
                     is_readable = not self.are_means or gradient.device.type == "cpu"
                     if is_readable and not bool(gradient.any()):
+                        self.clears_to_zeros = True
                         gone.add(number)
                     else:
                         is_edited = True
@@ -186,7 +198,17 @@ class HeldGradients:
             hands_in and holds and not is_live,
         )
 
+    def hear(self, agreement: Agreement) -> None:
+        """The ranks have agreed on a sharded step."""
+        if agreement.live:
+            self._others_clear_to_zeros = agreement.says(Note.ZEROES) > 0
+
     def drop(self) -> None:
         """The other ranks have cleared their gradients, and this one has run out of data."""
         self._forget()
-        self._gradients.drop()
+        if not self._others_clear_to_zeros:
+            self._gradients.drop()
+            return
+        for parameter in self._gradients.parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()

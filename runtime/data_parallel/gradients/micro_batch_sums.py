@@ -44,6 +44,7 @@ class SumPhase(enum.Enum):
     """The part of a step of `ctx.steps` that the model is in (model_steps.py)."""
 
     NO = "backward passes reduce their gradients"
+    OPEN = "a micro-batch runs, in which no forward pass of the model has begun"
     ADDING = "backward passes only add up: they are those of micro-batches"
     ENDED = "the gradient of the step is complete, and no backward pass may run"
 
@@ -246,7 +247,9 @@ class MicroBatchSums:
         self._has_begun = False
         self._exchanges = []
         self._gradients.summed.clear()
-        self.used = [False] * len(self._gradients.parameters)
+        # As in one process: what was cleared to zeros, and not to None, is stepped by zeros.
+        grads = [parameter.grad for parameter in self._gradients.parameters]
+        self.used = [grad is not None and not grad.any() for grad in grads]
         self._gradients.drop()
         for sums in self._buckets:
             sums.begin_step()

@@ -125,6 +125,9 @@ class Reducer:
         """None below debug level INFO, as is `clock`."""
         self.on_new_order: Callable[[], None] | None = None
         """Called when the buckets have been laid out in the measured order; None as `clock`."""
+        self._num_steps = 0
+        self._has_stepped = True
+        """Whether an optimizer has stepped by the means of the last step of `ctx.steps`."""
         self.num_passes = 0
         """How often gradients were sent: with a sharded step once in a step."""
         self.num_in_step = 0
@@ -210,6 +213,13 @@ class Reducer:
                 "let its errors end the run"
             )
         return ""
+
+    @property
+    def _takes_sums(self) -> bool:
+        """Whether writes to sent gradients are looked for that torch does not count. What a program
+        does in each step shows in some."""
+        number = self._num_steps
+        return self.is_sharded and number & (number - 1) == 0
 
     @property
     def has_launched(self) -> bool:
@@ -330,6 +340,13 @@ class Reducer:
                 "DistributedDataParallel leaves in .grad is a sum over ranks, which has none. "
                 "For a penalty on gradients use torch.autograd.grad(loss, inputs, "
                 "create_graph=True), and call backward() without create_graph on the whole loss"
+            )
+        if self.summing is SumPhase.OPEN:
+            raise RuntimeError(
+                "a backward pass in the loop over the batches of one step of ctx.steps has given "
+                f"parameter {self.gradients.names[number]} a gradient, and no forward pass of its "
+                "DistributedDataParallel has begun in this loop. Call the model itself there, not "
+                "model.module"
             )
         # Autograd would have added to the sum: one beside it began from nothing.
         is_summing = self.summing is SumPhase.ADDING and number in self.gradients.summed
@@ -458,7 +475,7 @@ class Reducer:
         self.has_more = self.has_begun
         self.has_leftover = False  # What no_sync has left is sent with it.
         for bucket in self.buckets:
-            bucket.launched_version = bucket.flat._version
+            bucket.note_content(sums=self._takes_sums)
 
     def send_late(self) -> None:
         """Launch the buckets of a sharded step, if no pass has done so."""
@@ -484,6 +501,8 @@ class Reducer:
     def notes(self) -> list[Note]:
         """What the ballot of a sharded step says about its passes."""
         noted = [Note.HAS_MORE] if self.has_more else []
+        if self.is_live and self.held.clears_to_zeros:
+            noted.append(Note.ZEROES)
         # Where no rank has data, one pass is one too many; where others do, they know how many.
         return [*noted, Note.SEVERAL] if self.num_in_step > int(self.is_live) else noted
 
@@ -493,6 +512,12 @@ class Reducer:
         if is_live and self._is_uneven():
             self.held.look()
         return self.held.standing(is_live=is_live, holds=self._holds, hands_in=not self._aside)
+
+    @property
+    def holds_cleared(self) -> bool:
+        """Whether this rank has no data for the sharded step under way, and sends nothing of what
+        it holds, as the ranks with data have cleared theirs."""
+        return self._is_shadowing and bool(self._aside)
 
     @property
     def _holds(self) -> bool:
@@ -659,7 +684,7 @@ class Reducer:
 
     def _set_gradients(self, numbers: Collection[int]) -> None:
         for number, parameter in enumerate(self.parameters):
-            parameter.grad = self.gradients.views[number] if number in numbers else None
+            parameter.grad = self.gradients.given(number) if number in numbers else None
 
     def _give_out(self, numbers: Collection[int]) -> None:
         """`.grad` of these parameters holds the means."""
@@ -695,7 +720,7 @@ class Reducer:
             if not self.parks or not ends_a_generation(error):
                 raise
             self._failure = error
-        bucket.launched_version = bucket.flat._version
+        bucket.note_content(sums=self._takes_sums)
 
     def wait(self) -> None:
         """Block until the works of all launched buckets are done."""
@@ -756,21 +781,37 @@ class Reducer:
         self.is_live = True
         return self._vote(used)
 
+    def check_stepped(self) -> None:
+        """Raise RuntimeError if a step of `ctx.steps` begins, which drops what `.grad` holds, and
+        the program has neither stepped by the means of the step before, nor cleared them."""
+        steps = self.local_steps
+        # A program without an optimizer of torch may update the parameters itself.
+        if self._has_stepped or not steps.have_been_seen or steps.were_skipped:
+            return
+        if any(p.grad is not None and bool(p.grad.any()) for p in self.parameters):
+            raise RuntimeError(
+                "no optimizer has stepped by the gradients of the step of ctx.steps before, and "
+                "they were not cleared either: a step accumulates its own batches alone. Call "
+                "optimizer.step() after the inner loop of each step; for larger steps raise "
+                "global_batch_size"
+            )
+
     def conclude_sums(self, total: Sequence[float], divisor: float) -> None:
         """The buckets hold the sums of all ranks: set `.grad` to the mean. total: the sum of the
         votes."""
         agreement, _ = self._agreement_of(total)
         self._reduction.divide(self.buckets, divisor)
         self._hand_out(agreement, measures_order=False)
+        self._has_stepped = False
 
     def offer_nothing(self, used: Sequence[bool]) -> None:
         """The sums are in shards: what `.grad` holds is not the mean. A program that changes it, as
         clipping does, is told so by `check_unchanged`."""
         for number, parameter in enumerate(self.parameters):
-            parameter.grad = self.gradients.views[number] if used[number] else None
+            parameter.grad = self.gradients.given(number) if used[number] else None
         for bucket in self.buckets:
             # From here on a write is the program's.
-            bucket.launched_version = bucket.flat._version
+            bucket.note_content(sums=self._takes_sums)
 
     # -- other ways through a step -------------------------------------------------------------
 
@@ -850,7 +891,7 @@ class Reducer:
             self._begin_launching()
             self._send_rest()
         for bucket in self.buckets:
-            bucket.launched_version = bucket.flat._version
+            bucket.note_content()
 
     def _hand_in(self, hands_in: bool) -> None:
         """Put what this rank holds into the buckets, or zeros."""
@@ -863,6 +904,7 @@ class Reducer:
     def end_step(self, agreement: Agreement) -> None:
         """Called when the optimizer has the reduced gradients of a sharded step."""
         has_several = agreement.says(Note.SEVERAL) > 0
+        self.held.hear(agreement)
         if agreement.live:
             # The ranks with data cleared theirs before this step, so what was held here is gone
             # too.
@@ -883,6 +925,7 @@ class Reducer:
         self._begin_step()
 
     def _begin_step(self) -> None:
+        self._num_steps += 1
         self._num_launched = 0
         self.has_more = False
         self._is_shadowing, self._aside = False, {}
@@ -919,6 +962,7 @@ class Reducer:
 
     def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
         """A plain optimizer has stepped, with `groups` of its parameters in this model."""
+        self._has_stepped = True
         self.local_steps.note(
             optimizer,
             groups,
