@@ -618,7 +618,8 @@ class Membership:
         if run.cause is None:
             endings = [run.returned[rank] for rank in range(len(run.members))]
             # All ranks issue the same collectives, unless one returned before the others had.
-            if len({ending.collectives for ending in endings}) > 1:
+            is_uneven = len({ending.collectives for ending in endings}) > 1
+            if is_uneven or any(ending.is_group_over for ending in endings):
                 self._formed = ()  # Some rank's operation waits for peers that have left.
             results = tuple(ending.result for ending in endings)
             return [instructions.EndRun(messages.RunSucceeded(self._generation, results))]

@@ -353,11 +353,13 @@ class Success:
     result: the pickled value.
     collectives: how many this rank has issued in the generation. Where the ranks differ, something
     is left in flight, and the group cannot be used again.
+    is_group_over: an error has ended the group, which the function has caught.
     """
 
     rank: int
     result: bytes
     collectives: int
+    is_group_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,13 +49,15 @@ class RemoteTraceback(Exception):
 # ── In the worker ────────────────────────────────────────────────────────────────────────────────
 
 
-def success(rank: int, value: object, collectives: int) -> Success | Failure:
+def success(
+    rank: int, value: object, collectives: int, *, is_group_over: bool
+) -> Success | Failure:
     """The message of a result; a Failure if the result cannot be pickled."""
     # Not at the top of the file: the driver runs without torch.
     from ..parcels.pickling import pickled
 
     try:
-        return Success(rank, pickled(value), collectives)
+        return Success(rank, pickled(value), collectives, is_group_over)
     except Exception as error:
         unpicklable = TypeError(
             f"the {type(value).__name__} that rank {rank} returned cannot be pickled ({error}); "

@@ -661,7 +661,8 @@ class Worker:
             if group is not None:
                 # A peer that waits for an operation of this rank learns at once that none comes.
                 group.rest()
-            ending = outcomes.success(rank, value, issued)
+            is_over = group is not None and group.failure() is not None
+            ending = outcomes.success(rank, value, issued, is_group_over=is_over)
         else:
             # It crosses to processes that may lack the modules of the error: it travels as text and
             # parts.

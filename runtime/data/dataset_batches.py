@@ -18,7 +18,7 @@ from chorusline.collectives.contract.articles import with_article
 from .batches import Batches
 from .cursor import Cursor, Remainder
 from .dealer import Cut, Dealer, Left
-from .dealing import Hands, dealt_hands, redeal
+from .dealing import Hands, dealt_hands, keys_of, redeal
 from .fetching.fetcher import Fetcher, loader_seed
 from .fetching.fetchers import Fetchers
 from .fetching.options import FetchOptions
@@ -138,7 +138,7 @@ class Shard(Batches):
         self._options = options or FetchOptions(collate_fn=collate_fn)
         self._fetchers = fetchers or Fetchers()
         self._fetcher: Fetcher | None = None  # None: nothing is fetched
-        self._keep_together = keep_together
+        self._keep_together = keys_of(keep_together)
         super().__init__(
             batch_size,
             key=f"{len(dataset)}/{batch_size}/{epoch}/{seed}/{shuffle}",

@@ -11,7 +11,9 @@ import heapq
 import itertools
 from array import array
 from collections.abc import Hashable, Sequence
+from typing import Any
 
+import numpy
 import torch
 
 from chorusline.collectives.contract.argument_kinds import (
@@ -59,9 +61,35 @@ def deal(
         epoch=epoch,
         seed=seed,
         shuffle=shuffle,
-        keep_together=keep_together,
+        keep_together=keys_of(keep_together),
     )
     return [hand.tolist() for hand in dealt]
+
+
+def keys_of(given: Any) -> Sequence[Hashable] | None:
+    """The keys of `keep_together`. Tensors, arrays and lists stand for the numbers in them: two of
+    equal ones would be two keys. Raises TypeError for what cannot be a key."""
+    if given is None:
+        return None
+    if isinstance(given, torch.Tensor | numpy.ndarray):
+        given = given.tolist()
+    keys: Sequence[Hashable] = given
+    if any(issubclass(kind, _SEVERAL) for kind in {*map(type, given)}):
+        keys = [_plain_key(key) for key in given]
+    try:
+        hash(tuple(keys))
+    except TypeError as error:
+        raise TypeError(f"a key of keep_together cannot be compared: {error}") from None
+    return keys
+
+
+_SEVERAL = (torch.Tensor, numpy.ndarray, list, tuple)
+
+
+def _plain_key(key: Any) -> Any:
+    if isinstance(key, torch.Tensor | numpy.ndarray):
+        key = key.tolist()
+    return tuple(map(_plain_key, key)) if isinstance(key, list | tuple) else key
 
 
 def dealt_hands(

@@ -35,7 +35,13 @@ def plain_values(values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> 
     for name, value in {**both, **named}.items():
         if not isinstance(name, str):
             raise TypeError(f"the names in a report must be strings, got {name!r}")
-        plain[name] = value if type(value) is float else _plain(name, value, name)
+        try:
+            plain[name] = value if type(value) is float else _plain(name, value, name)
+        except RecursionError:
+            raise ValueError(
+                f"report({name}=...) got a value that contains itself, or hundreds of others one "
+                f"inside another; {_TAKES}"
+            ) from None
     return plain
 
 
@@ -51,7 +57,7 @@ def _plain(name: str, value: Any, place: str) -> ReportValue:
         return value.item() if isinstance(value, numpy.generic) else value
     if isinstance(value, numpy.longdouble):  # Its item() is itself.
         return float(value)
-    if isinstance(value, torch.Tensor) and not value.is_meta:
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
         _check_number(name, value.numel(), f"a tensor of shape {tuple(value.shape)}")
         value = value.detach()
         return _plain(name, value.item() if value.numel() == 1 else value.tolist(), place)
@@ -74,7 +80,10 @@ def _plain(name: str, value: Any, place: str) -> ReportValue:
         items = [_plain(name, one, f"{place}[{i}]") for i, one in enumerate(value)]
         _check_number(name, _count(items), f"{_count(items)} values")
         return items
-    raise TypeError(f"report({place}=...) got a value of type {type(value).__name__}; {_TAKES}")
+    kind = f"a value of type {type(value).__name__}"
+    if isinstance(value, torch.Tensor):  # It is sparse, or has no values.
+        kind = f"a tensor of layout {value.layout} on {value.device}"
+    raise TypeError(f"report({place}=...) got {kind}; {_TAKES}")
 
 
 def _count(value: ReportValue) -> int:

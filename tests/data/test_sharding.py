@@ -4,6 +4,7 @@ import itertools
 import sys
 import tracemalloc
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,12 +48,13 @@ def test_epoch_and_seed_change_the_order_and_nothing_else_does():
 
 
 def test_a_loop_over_unequal_batches_without_a_join_is_warned_of_where_it_stands(alone):
-    cl.DistributedDataParallel(torch.nn.Linear(1, 1), group=alone)
+    model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), group=alone)
     shard = Shard(range(3), 1, rank=0, world_size=2)
     with pytest.warns(UserWarning, match="rank 0: 2, rank 1: 1.*not inside a Join") as warned:
         for _ in shard:
             pass
     assert [one.filename for one in warned] == [__file__]
+    del model  # Without a model that lives there is nothing to warn of.
 
 
 def test_batches_of_all_ranks_cover_the_dataset():
@@ -102,3 +104,36 @@ def test_a_dataset_that_has_changed_its_length_is_refused_until_it_is_sharded_ag
         next(iter(shard))
     again = [Shard(samples, 2, rank=rank, world_size=2, epoch=1) for rank in range(2)]
     assert sorted(n for shard in again for batch in shard for n in batch.tolist()) == [*range(9)]
+
+
+KEYS_OF_13 = [number // 3 for number in range(13)]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        torch.tensor(KEYS_OF_13),
+        np.array(KEYS_OF_13),
+        [torch.tensor(key) for key in KEYS_OF_13],
+        [np.int64(key) for key in KEYS_OF_13],
+        [[key, "a"] for key in KEYS_OF_13],
+        torch.tensor([[key, 1] for key in KEYS_OF_13]),
+        torch.utils.data.TensorDataset(torch.tensor(KEYS_OF_13)),
+    ],
+    ids=lambda keys: type(keys).__name__,
+)
+def test_keys_are_what_is_in_tensors_arrays_and_lists(keys):
+    assert deal(13, world_size=3, keep_together=keys) == deal(
+        13, world_size=3, keep_together=KEYS_OF_13
+    )
+    for rank in range(2):
+        shards = [
+            list(cl.Shard(list(range(13)), 2, rank=rank, world_size=2, keep_together=one))
+            for one in (keys, KEYS_OF_13)
+        ]
+        assert [batch.tolist() for batch in shards[0]] == [batch.tolist() for batch in shards[1]]
+
+
+def test_what_cannot_be_a_key_is_refused():
+    with pytest.raises(TypeError, match="a key of keep_together cannot be compared"):
+        deal(2, world_size=1, keep_together=[{1}, {2}])

@@ -17,7 +17,7 @@ import torch
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import Report, WorkerSnapshot
 from chorusline.collectives import DebugLevel, set_debug_level
-from chorusline.collectives.contract.errors import GroupAborted
+from chorusline.collectives.contract.errors import CollectiveError, GroupAborted
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
 from chorusline.runtime.process.running import current, current_group
 from chorusline.runtime.program.context import Context, call_of
@@ -91,6 +91,26 @@ async def test_a_healthy_generation_serves_the_next_run_in_the_same_process(
         return ctx.generation, id(ctx.group), os.getpid()
 
     assert await session.run(train) == await session.run(train)
+
+
+def catch_a_mismatch(ctx: Context) -> str:
+    try:
+        ctx.group.all_reduce(torch.ones(3 + ctx.rank)).wait()
+    except CollectiveError:
+        return "caught"
+    return ""
+
+
+async def test_an_error_that_a_function_has_caught_is_not_that_of_the_next_run(
+    session: Session,
+) -> None:
+    num_workers = len(await session.run(sum_of_ranks))
+    assert await session.run(catch_a_mismatch) == ["caught"] * num_workers
+    assert await session.run(sum_of_ranks) == [sum(range(num_workers))] * num_workers
+
+
+def sum_of_ranks(ctx: Context) -> float:
+    return float(ctx.reduce(ctx.rank, "sum"))
 
 
 async def test_small_things_are_shared_between_ranks(session: Session) -> None:

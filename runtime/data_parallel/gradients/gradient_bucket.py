@@ -12,7 +12,6 @@ from chorusline.collectives.contract.errors import named
 
 from ...partition.buckets import BucketPlan, plan_buckets
 from ...partition.shards import padded_numel, room_for, shard_numel
-from ..same_model import sums_of_bits
 
 _FIRST_BUCKET_BYTES = 1 << 20
 
@@ -108,7 +107,8 @@ class GradientBucket:
         return self.launched_sum is not None and bool(self._sum() != self.launched_sum)
 
     def _sum(self) -> torch.Tensor:
-        return sums_of_bits([self.flat[: self.plan.content]])[0]
+        whole = {2: torch.int16, 4: torch.int32}.get(self.flat.element_size(), torch.int64)
+        return self.flat[: self.plan.content].view(whole).sum(dtype=torch.int64)
 
 
 class Gradients:

@@ -96,5 +96,11 @@ def test_a_number_that_no_float_can_hold_is_refused_by_name(value: Any) -> None:
 def test_numbers_longer_than_a_float_become_one(value: Any) -> None:
     long = numpy.array(value, numpy.longdouble)
     assert plain_values({"n": long, "one": numpy.longdouble(2)}, {}) == {"n": value, "one": 2.0}
-    with pytest.raises(TypeError, match="got a value of type Tensor"):
+    with pytest.raises(TypeError, match=r"got a tensor of layout torch\.strided on meta"):
         plain_values({"n": torch.ones(2, device="meta")}, {})
+    with pytest.raises(TypeError, match=r"got a tensor of layout torch\.sparse_coo on cpu"):
+        plain_values({"n": torch.eye(2).to_sparse()}, {})
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="contains itself"):
+        plain_values({"n": endless}, {})
