@@ -91,6 +91,7 @@ from .shards.shardable_optimizers import (
     ELEMENTWISE,
     check_arguments,
     check_dense,
+    check_own_memory,
     check_shardable,
     complete_options,
     describe_parameters,
@@ -197,6 +198,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         is_elementwise = verdict.elementwise
         given = [p for options in self.param_groups for p in options["params"]]
         model = owner_of(given)
+        named = [(f"parameter {number}", p) for number, p in enumerate(given)]
+        if model:
+            named = [*model.module.named_parameters(), *model.module.named_buffers()]
+        check_own_memory(given, named)
         if model and group is not None and group is not model.group:
             raise ValueError(
                 "group must be the model's own group, which reduces its gradients; leave it out"

@@ -398,3 +398,50 @@ def test_lists_of_parameters_that_the_program_changes_are_refused(ranks_of, chan
         for told, num_steps in ranks_of(2).run(step_regrouped, change, lengths):
             assert REGROUPED[change] in told and "add_param_group()" in told, (lengths, told)
             assert num_steps == 1
+
+
+def share_as_parameters(module):
+    module[1].weight = torch.nn.Parameter(module[0].weight.data)
+
+
+def share_a_part(module):
+    module[1].bias = torch.nn.Parameter(module[0].weight.data.flatten()[2:5])
+
+
+def share_as_a_buffer(module):
+    module.register_buffer("first", module[0].weight.data[0])
+
+
+def share_the_parameter(module):
+    module[1].weight = module[0].weight
+
+
+def share_one_tensor_by_rows(module):
+    whole = torch.zeros(2, 3, 3)
+    for number in range(2):
+        module[number].weight = torch.nn.Parameter(whole[number])
+
+
+@pytest.mark.parametrize(
+    ("share", "names"),
+    [
+        (share_as_parameters, "0.weight and 1.weight"),
+        (share_a_part, "0.weight and 1.bias"),
+        (share_as_a_buffer, "0.weight and first"),
+        (share_the_parameter, ""),
+        (share_one_tensor_by_rows, ""),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_parameters_that_share_memory_are_refused(alone, share, names):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    share(module)
+    model = cl.DistributedDataParallel(module, alone)
+    if names:
+        with pytest.raises(ValueError, match="share memory") as raised:
+            cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        assert sorted(names.split(" and ")) == sorted(
+            str(raised.value).split(" share")[0].split(" and ")
+        )
+    else:
+        cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from chorusline.collectives.contract.articles import with_article
 from ...process.between_runs import between_runs
 from ...process.option_numbers import entries, is_number, plain
 from .optimizer_trial import Shardability, compared, is_known, trial_groups, try_out
+from .parameter_bucket import has_own_format
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -107,6 +109,34 @@ def check_dense(groups: Sequence[Mapping[str, Any]]) -> None:
                     "parameter.to_dense(), or a separate optimizer without "
                     "ZeroRedundancyOptimizer"
                 )
+
+
+def check_own_memory(
+    parameters: Sequence[torch.nn.Parameter], named: Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Raises ValueError for a parameter that shares memory with another tensor: it moves to other
+    memory, in which a step of the one does not change the other.
+
+    parameters: of the optimizer. named: these, and what else the module has."""
+    own = {id(parameter) for parameter in parameters}
+    ranges = [
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name, tensor)
+        for name, tensor in named
+        # Of others the addresses between the first element and the last may be another's.
+        if tensor.numel() and (tensor.is_contiguous() or has_own_format(tensor))
+    ]
+    ranges.sort(key=lambda one: one[:4])
+    for (device, _, end, name, one), (at, begin, _, other_name, other) in itertools.pairwise(
+        ranges
+    ):
+        # A parameter that is given twice is warned of.
+        if device == at and begin < end and one is not other and {id(one), id(other)} & own:
+            raise ValueError(
+                f"{name} and {other_name} share memory, and a ZeroRedundancyOptimizer moves the "
+                "parameters to memory of its own, where a step of one would not change the other. "
+                "Make them one Parameter, as in decoder.weight = encoder.weight, or copy one, "
+                ".clone()"
+            )
 
 
 def check_shardable(optimizer_class: type[torch.optim.Optimizer]) -> None:
