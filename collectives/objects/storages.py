@@ -79,7 +79,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         # Attributes that a program has set travel only with torch's own pickling.
         and not tensor.__dict__
-        and tensor._backward_hooks is None
+        and not tensor._backward_hooks  # torch.load gives an empty dictionary.
     )
 
 

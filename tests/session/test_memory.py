@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -65,6 +66,15 @@ def test_samples_that_are_views_are_sent_with_one_storage(way: str) -> None:
     assert len({inputs.untyped_storage().data_ptr() for inputs, _ in back}) == 1
 
 
+def loaded(value: torch.Tensor) -> torch.Tensor:
+    """As `torch.load` gives it, with its empty dictionary of hooks."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    content.seek(0)
+    back: torch.Tensor = torch.load(content)
+    return back
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -74,6 +84,10 @@ def test_samples_that_are_views_are_sent_with_one_storage(way: str) -> None:
         torch.ones(2, dtype=torch.complex64).conj(),
         torch.empty(0, 3),
         torch.ones(1, dtype=torch.float8_e4m3fn),
+        loaded(torch.ones(3, dtype=torch.float8_e4m3fn)),
+        loaded(torch.ones(3, dtype=torch.int16).view(torch.uint16)),
+        loaded(torch.ones(3)),
+        torch.nn.Parameter(torch.ones(2, dtype=torch.float8_e5m2), requires_grad=False),
         torch.eye(3).to_sparse(),
         torch.ones(300_000),
         torch.ones(300_000).numpy(),
