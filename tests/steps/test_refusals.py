@@ -156,6 +156,15 @@ def stepped_every_second_time(group: cl.Group) -> None:
             optim.zero_grad()
 
 
+def stepped_from_the_second_time_on(group: cl.Group) -> None:
+    model, optim = made(group, sharded=False)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch).sum().backward()
+        if step.number:
+            optim.step()
+
+
 def past_the_wrapper(group: cl.Group) -> None:
     model, _ = made(group, sharded=False)
     for step in steps_of(group):
@@ -222,6 +231,7 @@ WRONG: dict[str, tuple[Callable[[cl.Group], None], type[Exception], str]] = {
     "zero_grad() in the loop": (cleared_in_the_loop, RuntimeError, "zero_grad() after that loop"),
     "zero_grad() between": (cleared_between_sums, RuntimeError, "Call zero_grad() once, after"),
     "every second step()": (stepped_every_second_time, RuntimeError, "raise global_batch_size"),
+    "late step()": (stepped_from_the_second_time_on, RuntimeError, "raise global_batch_size"),
     "model.module": (past_the_wrapper, RuntimeError, "Call the model itself there"),
     "late backward()": (backward_behind_the_loop, RuntimeError, "inside the loop over the step's"),
     "options": (options_changed, RuntimeError, "after optimizer.step()"),

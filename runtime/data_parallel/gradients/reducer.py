@@ -62,6 +62,12 @@ from .micro_batch_sums import SumPhase
 from .reductions import AllReduce, ByHook, ReduceScatter, Reduction, why_not_sharded
 from .step_statistics import StepClock, StepStatistics, UnusedParameters
 
+_WHY_NOT_DROPPED = (
+    "no optimizer has stepped by the gradients of a step of ctx.steps before this one, and they "
+    "were not cleared either: a step accumulates its own batches alone. Call optimizer.step() "
+    "after the inner loop of each step; for larger steps raise global_batch_size"
+)
+
 OnGradient = Callable[[int, torch.Tensor], None]
 
 
@@ -128,6 +134,8 @@ class Reducer:
         self._num_steps = 0
         self._has_stepped = True
         """Whether an optimizer has stepped by the means of the last step of `ctx.steps`."""
+        self._has_dropped = False
+        """Whether a step of `ctx.steps` has dropped such means before any optimizer was seen."""
         self.num_passes = 0
         """How often gradients were sent: with a sharded step once in a step."""
         self.num_in_step = 0
@@ -782,19 +790,16 @@ class Reducer:
         return self._vote(used)
 
     def check_stepped(self) -> None:
-        """Raise RuntimeError if a step of `ctx.steps` begins, which drops what `.grad` holds, and
-        the program has neither stepped by the means of the step before, nor cleared them."""
+        """A step of `ctx.steps` begins, which drops what `.grad` holds. Raises RuntimeError if the
+        program has neither stepped by the means of the step before, nor cleared them."""
         steps = self.local_steps
-        # A program without an optimizer of torch may update the parameters itself.
-        if self._has_stepped or not steps.have_been_seen or steps.were_skipped:
+        if self._has_stepped or self._has_dropped or steps.were_skipped:
             return
         if any(p.grad is not None and bool(p.grad.any()) for p in self.parameters):
-            raise RuntimeError(
-                "no optimizer has stepped by the gradients of the step of ctx.steps before, and "
-                "they were not cleared either: a step accumulates its own batches alone. Call "
-                "optimizer.step() after the inner loop of each step; for larger steps raise "
-                "global_batch_size"
-            )
+            # A program without an optimizer of torch may update the parameters itself.
+            self._has_dropped = not steps.have_been_seen
+            if steps.have_been_seen:
+                raise RuntimeError(_WHY_NOT_DROPPED)
 
     def conclude_sums(self, total: Sequence[float], divisor: float) -> None:
         """The buckets hold the sums of all ranks: set `.grad` to the mean. total: the sum of the
@@ -962,6 +967,8 @@ class Reducer:
 
     def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
         """A plain optimizer has stepped, with `groups` of its parameters in this model."""
+        if self._has_dropped:
+            raise RuntimeError(_WHY_NOT_DROPPED)
         self._has_stepped = True
         self.local_steps.note(
             optimizer,
