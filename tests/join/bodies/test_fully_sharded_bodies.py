@@ -193,7 +193,11 @@ def test_a_body_over_a_shard_is_that_of_one_process(ranks_of: Any, body: Body) -
         freezes=st.booleans(),
         reshards=st.booleans(),
         by_live=st.booleans(),
-    ).filter(lambda body: not body.by_live or body.accumulate == 1 or body.num_reductions == 1)
+    )
+    .filter(lambda body: not body.by_live or body.accumulate == 1 or body.num_reductions == 1)
+    # After such an evaluation stock FSDP2 has whole parameters without gradients, and takes its
+    # next pass with them.
+    .filter(lambda body: body.reshards or body.acts[-1] != LOOK)
 )
 def test_any_body_over_a_shard_is_that_of_one_process(ranks_of: Any, body: Body) -> None:
     check(ranks_of, body)
