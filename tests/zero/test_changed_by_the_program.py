@@ -161,7 +161,19 @@ def set_data(module: torch.nn.Module) -> None:
         parameter.grad.data = parameter.grad.data * 0.5
 
 
-UNCOUNTED = [clamp_data, halve_in_numpy, clear_a_row, set_data]
+def turn_around(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.copy_(parameter.grad.data.flatten().flip(0).view(parameter.shape))
+
+
+def negate(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.neg_()
+
+
+UNCOUNTED = [turn_around, negate, clamp_data, halve_in_numpy, clear_a_row, set_data]
 """Changes of which torch's counter of writes knows nothing."""
 
 

@@ -14,6 +14,7 @@ from ...partition.buckets import BucketPlan, plan_buckets
 from ...partition.shards import padded_numel, room_for, shard_numel
 
 _FIRST_BUCKET_BYTES = 1 << 20
+_ROW = 64
 
 
 class GradientBucket:
@@ -107,8 +108,12 @@ class GradientBucket:
         return self.launched_sum is not None and bool(self._sum() != self.launched_sum)
 
     def _sum(self) -> torch.Tensor:
-        whole = {2: torch.int16, 4: torch.int32}.get(self.flat.element_size(), torch.int64)
-        return self.flat[: self.plan.content].view(whole).sum(dtype=torch.int64)
+        """Of the bits and of their order: programs also flip gradients, and their signs."""
+        whole = torch.int16 if self.flat.element_size() == 2 else torch.int32
+        words = self.flat[: self.plan.content].view(whole)
+        rows = words[: words.numel() // _ROW * _ROW].view(-1, _ROW).sum(0, dtype=torch.int64)
+        both = torch.cat([rows, words[words.numel() // _ROW * _ROW :].to(torch.int64)])
+        return (both * torch.arange(1, both.numel() + 1)).sum()
 
 
 class Gradients:
