@@ -778,14 +778,18 @@ def reducers_of(parameters: Sequence[torch.Tensor]) -> list[Reducer]:
 
 def names_of(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
     """By id(), the names of all parameters of the models that reduce any of `parameters`."""
-    known = between_runs().engines
-    engines = {id(r): r() for p in parameters if (r := known.get(p))}
     return {
         id(parameter): name
-        for engine in engines.values()
-        if engine is not None
+        for engine in _engines_of(parameters)
         for name, parameter in engine.module.named_parameters()
     }
+
+
+def _engines_of(parameters: Sequence[torch.Tensor]) -> list[ModelEngine]:
+    """Of all models that reduce any of `parameters`."""
+    known = between_runs().engines
+    engines = {id(r): r() for p in parameters if (r := known.get(p))}
+    return [engine for engine in engines.values() if engine is not None]
 
 
 @_disable_dynamo
@@ -851,10 +855,8 @@ class ModelEngine:
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._sharded_by: weakref.ref[object] | None = None  # None: by no optimizer
         # Wrapped again, as for each epoch, a module is reduced by its newest model alone.
-        known = between_runs().engines
-        before = {id(r): r() for p in reducer.parameters if (r := known.get(p))}
-        for engine in before.values():
-            if engine is not None and engine.module is module:
+        for engine in _engines_of(reducer.parameters):
+            if engine.module is module:
                 engine.release()
         self._own(reducer.parameters)
         between_runs().watch(_has_stepped)

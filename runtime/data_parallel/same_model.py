@@ -15,6 +15,8 @@ from chorusline.collectives.contract.dtypes import DTYPES
 from chorusline.collectives.diagnosis.blame import check_like_rank_0
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
+from .gradients.gradient_bucket import ordered_sum
+
 
 def check_wrapping(module: object, group: object) -> None:
     """Raises TypeError for arguments of a wrapper that cannot be a module and a group."""
@@ -201,9 +203,6 @@ def check_same_parameters(
 
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW = 1024
-_FACTORS = (0x3C6EF372FE94F82B, 0x1F83D9ABFB41BD6B, 0x5BE0CD19137E2179)
-"""Odd and unlike, so that what moves along a row and along a column changes a sum."""
 
 
 @torch.no_grad()
@@ -215,18 +214,6 @@ def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous() for t in plain
     ]
     return [ordered_sum(t.view(_WHOLE[t.element_size()])) for t in flat]
-
-
-def ordered_sum(words: torch.Tensor) -> torch.Tensor:
-    """(), int64: of whole numbers in one dimension, and of their order. Programs rotate and sort
-    weights."""
-    square = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
-    rest = words[square.numel() :].to(torch.int64)  # The last row is not full.
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    by_column, by_row = (square.sum(of, dtype=torch.int64) for of in (0, 1))
-    for sums, factor in zip((by_column, by_row, rest), _FACTORS, strict=True):
-        total += ((torch.arange(sums.numel(), device=sums.device) * 2 + 1) * sums).sum() * factor
-    return total
 
 
 @torch.no_grad()

@@ -14,7 +14,21 @@ from ...partition.buckets import BucketPlan, plan_buckets
 from ...partition.shards import padded_numel, room_for, shard_numel
 
 _FIRST_BUCKET_BYTES = 1 << 20
-_ROW = 64
+_ROW = 1024
+_FACTORS = (0x3C6EF372FE94F82B, 0x1F83D9ABFB41BD6B, 0x5BE0CD19137E2179)
+"""Odd and unlike, so that what moves along a row and along a column changes a sum."""
+
+
+def ordered_sum(words: torch.Tensor) -> torch.Tensor:
+    """(), int64: of whole numbers in one dimension, and of their order. Programs rotate and sort
+    weights."""
+    square = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
+    rest = words[square.numel() :].to(torch.int64)  # The last row is not full.
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    by_column, by_row = (square.sum(of, dtype=torch.int64) for of in (0, 1))
+    for sums, factor in zip((by_column, by_row, rest), _FACTORS, strict=True):
+        total += ((torch.arange(sums.numel(), device=sums.device) * 2 + 1) * sums).sum() * factor
+    return total
 
 
 class GradientBucket:
@@ -108,12 +122,9 @@ class GradientBucket:
         return self.launched_sum is not None and bool(self._sum() != self.launched_sum)
 
     def _sum(self) -> torch.Tensor:
-        """Of the bits and of their order: programs also flip gradients, and their signs."""
+        # In words of 64 bits an even number of turned signs would add up to nothing.
         whole = torch.int16 if self.flat.element_size() == 2 else torch.int32
-        words = self.flat[: self.plan.content].view(whole)
-        rows = words[: words.numel() // _ROW * _ROW].view(-1, _ROW).sum(0, dtype=torch.int64)
-        both = torch.cat([rows, words[words.numel() // _ROW * _ROW :].to(torch.int64)])
-        return (both * torch.arange(1, both.numel() + 1)).sum()
+        return ordered_sum(self.flat[: self.plan.content].view(whole))
 
 
 class Gradients:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...data_parallel.same_model import ordered_sum
+from ...data_parallel.gradients.gradient_bucket import ordered_sum
 from ..shards.parameter_shard import ParameterShard
 
 WORD = 8
