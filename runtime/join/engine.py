@@ -457,7 +457,8 @@ class JoinEngine:
             joined = [rank for rank in ranks if rank not in self.ledger.last_live]
             raise RuntimeError(self._why_not_skipped(self.absent_ranks or joined))
         # This rank shadowed the pass and did not know that a step would follow.
-        if has_stepped and not expected and self._group.rank not in self.last_step_live:
+        # (`last_step_live` is empty after the blind step at the end.)
+        if has_stepped and not expected and self._group.rank not in self.ledger.last_live:
             self._step_followers()
 
     def _why_not_skipped(self, absent: Sequence[int]) -> str:

@@ -441,3 +441,58 @@ def test_a_number_of_passes_that_a_rank_without_data_cannot_know_is_told_with_wh
         optimizer.zero_grad()
     for parameters in ranks_of(2).run(step_along, lengths, passes, True):
         assert largest_difference(parameters, list(model.parameters())) < 1e-12
+
+
+def step_in_a_function(
+    group: cl.Group, lengths: tuple[int, ...], passes: list[int], clears_first: bool
+) -> Any:
+    """A listed function steps. Returns the parameters, or "refused", and how often it ran."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        num_calls = 0
+
+        def step() -> None:
+            nonlocal num_calls
+            num_calls += 1
+            optimizer.step()
+
+        try:
+            with cl.Join([model], step_along=[step], skew_warning=None):
+                data = batches_of(own.rank, lengths[own.rank], torch.float64)
+                for number, batch in enumerate(data):
+                    if clears_first:
+                        optimizer.zero_grad()
+                    for _ in range(passes[number]):
+                        model(batch).square().mean().backward()
+                    step()
+                    if not clears_first:
+                        optimizer.zero_grad()
+        except RuntimeError as error:
+            assert "different number of backward passes" in str(error)
+            return "refused", num_calls
+        return [p.detach().clone() for p in model.parameters()], num_calls
+
+
+@pytest.mark.parametrize("clears_first", [True, False])
+def test_a_listed_function_steps_once_in_each_step_whatever_the_passes(ranks_of, clears_first):
+    num_exact = 0
+    for lengths in ((2, 1), (1, 2), (3, 2), (2, 2)):
+        for passes in ([2, 1, 1], [1, 2, 1], [2, 2, 1], [3, 1, 2]):
+            model = make_model(torch.float64)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            data = [batches_of(rank, length, torch.float64) for rank, length in enumerate(lengths)]
+            for number in range(max(lengths)):
+                for batches in data:
+                    if number < len(batches):
+                        loss = model(batches[number]).square().mean()
+                        (loss * passes[number] / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results = ranks_of(2).run(step_in_a_function, lengths, passes, clears_first)
+            for parameters, num_calls in results:
+                if parameters != "refused":
+                    assert num_calls == max(lengths), (lengths, passes)
+                    assert largest_difference(parameters, list(model.parameters())) < 1e-12
+                    num_exact += 1
+    assert num_exact >= 16
