@@ -33,7 +33,7 @@ from ..join.engine import GroupJoinable, Joinable, JoinEngine
 from ..join.join import Join
 from ..join.join_hook import JoinHook
 from ..join.pass_pattern import PassPattern
-from ..process.agreement import Agreement
+from ..process.agreement import Agreement, Note
 from ..process.between_runs import between_runs
 from ..process.option_numbers import weight_of
 from ..process.running import current_group, recovery_of
@@ -503,6 +503,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def _on_agreement(self, agreement: Agreement) -> float:
         """Called when all gradients of a step are reduced; returns their divisor."""
         self._engine.sync_buffers(agreement.live, self._join)
+        if agreement.says(Note.COMPARES) == len(agreement.live) > 1:
+            self._engine.warn_of_drift(agreement.live, f"in step {self._reducer.num_agreed}")
         # After that: a step whose buffers are not synchronised is not agreed on here.
         self._step_agreed(
             agreement, self._engine.recovery, ends_step=self._reducer.ends_steps, counts=False
@@ -510,11 +512,13 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         return self._divisor(agreement)
 
 
-def _unlike_parameter(module: torch.nn.Module, group: Group) -> tuple[str, list[int]] | None:
-    """The first parameter that is not the same on all ranks, and the ranks where it is not rank
-    0's; None if all are."""
+def _unlike_parameter(
+    module: torch.nn.Module, group: Group, ranks: Sequence[int] = ()
+) -> tuple[str, list[int]] | None:
+    """The first parameter that is not the same on these ranks, and those where it is not the first
+    one's; None if all are. ranks: default: all."""
     named = dict(module.named_parameters())
-    found = unlike_values([p.detach() for p in named.values()], group)
+    found = unlike_values([p.detach() for p in named.values()], group, ranks)
     return None if found is None else ([*named][found[0]], found[1])
 
 
@@ -546,8 +550,9 @@ class _ModelHook(JoinHook):
             self._check_same_values(model._join)
         elif ledger.may_have_written_alone(is_sharded=model._reducer.is_sharded):
             self._check_written_alike()
-        elif model._reducer.ends_steps:
-            self._warn_of_drift()
+        elif model._reducer.ends_steps and not self._ranks_have_changed:
+            with self._until_ranks_change():
+                model._engine.warn_of_drift(range(model.group.size), "at the end of a Join")
         if not model._reducer.is_sharded:
             num_missed = max(ledger.steps_taken) - ledger.steps_taken[model.group.rank]
             model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
@@ -631,38 +636,18 @@ class _ModelHook(JoinHook):
                 "after the Join, on all ranks alike (load_state_dict(), clamping weights).",
             )
 
-    def _warn_of_drift(self) -> None:
-        """Every rank has taken all steps with its own copy of the parameters: warns if these have
-        come to differ. Once: they stay so."""
-        if self._ranks_have_changed or self._model._engine.has_warned_of_drift:
-            return
-        model, found = self._model, None
-        with self._until_ranks_change():
-            found = _unlike_parameter(model.module, model.group)
-        if found is None:
-            return
-        model._engine.has_warned_of_drift = True
-        if model.group.rank == 0:
-            name, unlike = found
-            warnings.warn(
-                f"parameter {name} differs between rank 0 and {name_ranks(unlike)} at the end of a "
-                "Join, in which all ranks have taken the same steps: what the loop's body writes "
-                "to parameters or gradients is not the same on all ranks, such as a hook that "
-                "steps by this rank's own gradient. (Only the last bits may also differ by the "
-                "type of the CPU or GPU.)",
-                stacklevel=users_level(),
-            )
-
     def _take_written(self, join: JoinEngine) -> None:
         """A rank without data has taken all sharded steps. It lacks what the body of the others has
         written to parameters since the last one, and to frozen ones at any time."""
         if self._ranks_have_changed:
             return
-        model = self._model
+        model, ledger = self._model, join.ledger
         with self._until_ranks_change():
+            if ledger.ran_after_last_step:
+                model._engine.warn_of_drift(ledger.last_live, "at the end of a Join")
             broadcast_tensors(
                 [parameter.detach() for parameter in model.module.parameters()],
-                join.newest_rank(join.ledger.last_live),
+                join.newest_rank(ledger.last_live),
                 model.group,
                 on_host=model._engine.recovery is not None,
             )
@@ -1063,6 +1048,25 @@ class ModelEngine:
         if live:
             root = join.newest_rank(live) if join else 0
         return self.buffers.sync(root, self.group, on_host=on_host)
+
+    @torch.no_grad()
+    def warn_of_drift(self, ranks: Sequence[int], when: str) -> None:
+        """Warn if parameters differ between these ranks, each of which has taken all steps with its
+        own copy; collective, where these are several."""
+        found = _unlike_parameter(self.module, self.group, ranks) if len(ranks) > 1 else None
+        if found is None or self.has_warned_of_drift:  # Once: they stay so.
+            return
+        self.has_warned_of_drift = True
+        if self.group.rank == ranks[0]:
+            name, unlike = found
+            warnings.warn(
+                f"parameter {name} differs between rank {ranks[0]} and {name_ranks(unlike)} "
+                f"{when}, although these ranks have taken the same steps: what the program writes "
+                "to parameters or gradients is not the same on all ranks, such as weights that "
+                "one rank has loaded, or a hook that steps by this rank's own gradient. (Only the "
+                "last bits may also differ by the type of the CPU or GPU.)",
+                stacklevel=users_level(),
+            )
 
     @property
     def has_valid_gradients(self) -> bool:

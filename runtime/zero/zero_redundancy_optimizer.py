@@ -823,9 +823,9 @@ class OptimizerEngine:
         if self.reducer is None and self._takes_gradients(payload) and self._needs_norm:
             payload = self._vote_with_others(is_live)
         self.faults.reach(Instant.SEEN)
-        # Once: what a body writes after one step it writes after each.
-        if self.model is not None and self.optimizer.num_steps == 1:
-            self._warn_of_drift(self._ballot.live(payload))
+        # What parts the parameters of the ranks, after the first step or before, does so in each.
+        if self.model is not None and (number := self.optimizer.num_steps) < 2:
+            self.model.warn_of_drift(self._ballot.live(payload), f"in step {number + 1}")
         outcome = self._see(payload)
         # Once: what makes the gradients equal does it in every step, or in none.
         if self.model is None and not self.optimizer.num_steps:
@@ -971,21 +971,6 @@ class OptimizerEngine:
             "that the body calls, listed in the order of the body; what it writes before the step "
             "belongs in a hook, optimizer.register_step_pre_hook(lambda *_: function()).",
         )
-
-    def _warn_of_drift(self, live: Sequence[int]) -> None:
-        """Warn if the program has written other parameters on each rank since the first step, which
-        has left the same on all. live: the ranks that run the program's body."""
-        digests = [one for (one,) in all_gather_row(self.group, [int(ordered_digest(self.shard))])]
-        unlike = [rank for rank in live if digests[rank] != digests[live[0]]]
-        if unlike and self.group.rank == live[0]:
-            warnings.warn(
-                f"the parameters differ between rank {live[0]} and {name_ranks(unlike)} before the "
-                "second step(), and were the same after the first one: the program writes to them, "
-                "and not the same on all ranks, such as in a hook that steps by this rank's own "
-                "gradient. step() gives all ranks each part of the parameters as the rank has it "
-                "that keeps this part's state",
-                stacklevel=users_level(),
-            )
 
     def _compare_perturbed(self) -> None:
         """Warn on all ranks if the program has changed the parameters otherwise on each rank."""

@@ -308,4 +308,4 @@ def test_ranks_that_write_other_parameters_are_told_so_once(ranks_of: Any, has_m
     told, others = ranks_of(2).run(drift, has_mean)
     assert others == [] and len(told) == int(not has_mean)
     if not has_mean:
-        assert "the parameters differ between rank 0 and rank 1 before the second step()" in told[0]
+        assert "parameter 5.bias differs between rank 0 and rank 1 in step 1" in told[0], told

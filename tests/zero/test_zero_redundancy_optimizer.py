@@ -35,9 +35,11 @@ def traffic_and_memory(group, replicas=1):
         torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(6))), group
     )
     optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, replicas=replicas)
-    before = group.statistics.snapshot()
-    model(torch.randn(2, 64)).sum().backward()
-    optimizer.step()
+    for _ in range(3):  # In the first two the ranks compare their parameters.
+        before = group.statistics.snapshot()
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     used = group.statistics.since(before)
     state = sum(
         tensor.numel()

@@ -132,6 +132,8 @@ class Reducer:
         self.on_new_order: Callable[[], None] | None = None
         """Called when the buckets have been laid out in the measured order; None as `clock`."""
         self._num_steps = 0
+        self.num_agreed = 0
+        """How many steps the ranks have agreed on without a sharded optimizer."""
         self._has_stepped = True
         """Whether an optimizer has stepped by the means of the last step of `ctx.steps`."""
         self._has_dropped = False
@@ -188,6 +190,11 @@ class Reducer:
     def hook(self) -> CommHook | None:
         """The communication hook that reduces the buckets, if there is one."""
         return self._reduction.hook
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether that hook lets the parameters of the ranks differ."""
+        return self.hook is not None and self.hook.trains_apart
 
     @property
     def is_sharded(self) -> bool:
@@ -552,8 +559,11 @@ class Reducer:
         has_next = self._has_next()
         # With `used`, the vote is on sums that `ctx.steps` has weighted and added itself: notes and
         # weights of a backward pass do not apply.
-        notes = self.earlier.notes(self.local_steps) if used is None and self.is_live else ()
+        notes = self.earlier.notes(self.local_steps) if used is None and self.is_live else []
         steps = self.local_steps
+        # Later Join compares: what parts the parameters of the ranks does so in each step.
+        if self.is_live and self.ends_steps and not self.trains_apart and self.num_agreed < 2:
+            notes.append(Note.COMPARES)
         digest = steps.vote(self.is_live or self._steps_along() or steps.has_stepped_along)
         return vote_of(
             self.group.rank,
@@ -673,9 +683,9 @@ class Reducer:
         if agreement.live:
             self.weight = None
         check_passes(agreement, self.group.size, self.gradients.names)
-        # Such a hook trains each rank apart, so their options may differ as well.
-        if not (self.hook is not None and self.hook.trains_apart):
+        if not self.trains_apart:  # Else their options may differ as well.
             self.local_steps.agreed(agreement, self.group)
+        self.num_agreed += bool(agreement.live)
         return agreement, self._on_agreement(agreement)
 
     def _hand_out(self, agreement: Agreement, *, measures_order: bool) -> None:
