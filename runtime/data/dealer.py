@@ -344,11 +344,12 @@ class Dealer:
                 self._early.setdefault(number, []).append(cut)
             for mine in self._active:
                 if mine.number == number:
-                    its = mine.redeal(cut)
-                    left = [*left, its] if mine in beside else left if beside else [its]
-                    # Another rank may be lost before the next step records new counts.
+                    # Another rank may be lost before the next step records new counts; and a stream
+                    # asks its reader while it deals again, by the ranks' new numbers.
                     mine.committed = mine.settled = tuple(
                         cut.committed[old] if old >= 0 else 0 for old in former_ranks
                     )
                     mine.holders = self.holders
+                    its = mine.redeal(cut)
+                    left = [*left, its] if mine in beside else left if beside else [its]
         return least_of(left) if left else None

@@ -178,6 +178,31 @@ def test_what_only_this_rank_may_know_of_is_not_settled_before_the_next_step() -
     assert dealer.num_settled(rows) == 12
 
 
+class AskingRows(Rows):
+    """As a stream, which says while it is dealt again what of its rows no other rank gets."""
+
+    def __init__(self, dealer: Dealer) -> None:
+        self.dealer = dealer
+        self.settled_meanwhile: list[int] = []
+
+    def redeal(self, cut: Cut) -> Left:
+        self.settled_meanwhile.append(self.dealer.num_settled(self))
+        return super().redeal(cut)
+
+
+def test_a_rank_with_another_number_says_of_its_own_rows_which_are_settled() -> None:
+    """Six rows of rank 0 count, which is lost, and two of rank 1, which is rank 0 then."""
+    dealers = [Dealer(rank, 3) for rank in range(3)]
+    rows = [AskingRows(dealer) for dealer in dealers]
+    for dealer, its in zip(dealers, rows, strict=True):
+        dealer.begin(its)
+        dealer.record(((6,), (2,), (4,)))
+    positions = [dealer.position() for dealer in dealers[1:]]
+    for rank, dealer in enumerate(dealers[1:]):
+        dealer.redeal(rank, positions, (1, 2))
+    assert [its.settled_meanwhile for its in rows] == [[], [2], [4]]
+
+
 def test_an_agreement_on_an_iteration_that_is_over_says_nothing_of_the_next() -> None:
     dealer, first, second = Dealer(0, 1), Rows(), Rows()
     dealer.begin(first)
