@@ -18,6 +18,7 @@ the rules of conductor.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Self
 
 from chorusline.collectives import Group, Work
@@ -107,7 +108,8 @@ class Join:
                     "parts of one module, and apply fully_shard to that"
                 )
         self._enable = enable
-        self._engine = JoinEngine(
+        self._make_engine = partial(
+            JoinEngine,
             joinables,
             groups,
             kwargs,
@@ -116,6 +118,9 @@ class Join:
             throws=bool(throw_on_early_termination),
             skew_warning=skew_warning,
         )
+        # Made here, so that what is listed wrongly is told here; each later `with` makes its own.
+        self._engine = self._make_engine()
+        self._has_begun = False
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
@@ -125,6 +130,9 @@ class Join:
 
     def __enter__(self) -> Self:
         if self._enable:
+            if self._has_begun:
+                self._engine = self._make_engine()
+            self._has_begun = True
             self._engine.enter()
         return self
 
