@@ -989,22 +989,29 @@ class OptimizerEngine:
             )
 
     def leave_join(self, join: JoinEngine) -> None:
-        """A Join ends in which a rank missed steps, and what its body has done to the optimizer's
-        state, and to the GradScaler since the last step: `update(new_scale)`."""
+        """A Join ends in which a rank missed steps: it takes over what the body has done since the
+        last step to the optimizer's state and options, and to the GradScaler (`update(scale)`)."""
         if self._recovery is not None and self._recovery.has_gone_on:
             return  # Another rank may have been in here when the ranks changed, and be through.
         try:
             scaler = self.optimizer._scaler_of_losses
-            own = self.state_changes.own, scaler.state_dict() if scaler is not None else None
-            digest = zlib.crc32(repr((sorted(own[0].dropped), own[0].num_loads, own[1])).encode())
+            scale = scaler.state_dict() if scaler is not None else None
+            # As in a vote: a rank that steps nothing does not count what the optimizer counts.
+            options = None if self._steps_nothing else self._option_numbers()
+            own = self.state_changes.own, scale, options
+            told = sorted(own[0].dropped), own[0].num_loads, *own[1:]
+            digest = zlib.crc32(repr(told).encode())
             if len({*map(tuple, all_gather_row(self.group, [digest]))}) == 1:
                 return  # As most often.
-            told = all_gather_object(self.group, own)
+            everybody = all_gather_object(self.group, own)
             live = join.ledger.last_live
-            self.state_changes.take([changes for changes, _ in told], live, self.group)
-            state = told[join.newest_rank(live)][1]
+            self.state_changes.take([changes for changes, *_ in everybody], live, self.group)
+            state = everybody[join.newest_rank(live)][1]
             if scaler is not None and state and scaler.state_dict() != state:
                 scaler.load_state_dict(state)
+            given = [numbers for rank in sorted(live) if (numbers := everybody[rank][2])]
+            if self.group.rank not in live and given:
+                self._follow_options(given[-1])
         except Exception as error:
             if self._recovery is None or not ends_a_generation(error):
                 raise  # Else the next step recovers.
@@ -1089,9 +1096,7 @@ class OptimizerEngine:
             # a live rank. A rank that steps nothing does not count what the optimizer counts.
             given = [rank for rank in live if not any(map(math.isnan, outcome.options[rank]))]
             if given:
-                numbers = outcome.options[max(given)]
-                set_numbers(self.optimizer.param_groups, names, numbers[: -len(OF_THE_STEP)])
-                self.optimizer.max_norm = numbers[-len(OF_THE_STEP)] or None
+                self._follow_options(outcome.options[max(given)])
         if self.optimizer.uses_scaler:
             scale = agreed_scale(outcome.loss_scales, live)
             scaler = self.optimizer._scaler_of_losses
@@ -1218,6 +1223,12 @@ class OptimizerEngine:
 
     def _option_labels(self) -> list[str]:
         return labels_of(self.optimizer.param_groups, sorted(self.optimizer.defaults))
+
+    def _follow_options(self, numbers: Sequence[float]) -> None:
+        """numbers: the `_option_numbers` of another rank."""
+        names = sorted(self.optimizer.defaults)
+        set_numbers(self.optimizer.param_groups, names, numbers[: -len(OF_THE_STEP)])
+        self.optimizer.max_norm = numbers[-len(OF_THE_STEP)] or None
 
     @property
     def _steps_nothing(self) -> bool:
