@@ -18,7 +18,10 @@ import torch
 import chorusline as cl
 from tests.harness.standing_ranks import another_group
 
-CLEARS = ("optimizer", "optimizer, to zeros", "model", "module", "by hand", "by hand, to zeros")
+CLEARS = (
+    *("optimizer", "optimizer, to zeros", "model", "module"),
+    *("by hand", "by hand, to zeros", "by hand, zeros in .data"),
+)
 WRITES = ("weights", "weights, replaced", "rate", "state")
 """What a body writes beside gradients: the weights, in place or as new tensors, the learning rate,
 and the state of the optimizer, which it drops."""
@@ -121,7 +124,12 @@ class Model:
                 if "zeros" not in how:
                     parameter.grad = None
                 elif parameter.grad is not None:
-                    parameter.grad.zero_()
+                    (parameter.grad.data if ".data" in how else parameter.grad).zero_()
+
+
+def of_epoch(lengths: Sequence[int], epoch: int) -> Sequence[int]:
+    """By rank, its number of batches: in every second epoch in reversed order."""
+    return lengths[::-1] if epoch % 2 else lengths
 
 
 def data_of(rank: int, batch: int, number: int) -> torch.Tensor:
@@ -170,7 +178,8 @@ def in_one_process(
     steps = steps_of(body, max(lengths), epochs)
     for epoch in range(epochs):
         for batch in range(max(lengths)):
-            live = [rank for rank, length in enumerate(lengths) if length > batch]
+            numbers = enumerate(of_epoch(lengths, epoch))
+            live = [rank for rank, length in numbers if length > batch]
             for number, act in enumerate(body):
                 place = epoch, batch, number
                 if act.is_done_in(batch) and (act.kind != "step" or place in steps):
@@ -211,10 +220,11 @@ def on_ranks(
         listed = [[m.net, m.optimizer] if way == "zero" else [m.net] for m in models]
         along = [m.optimizer for m in models] if way == "along" else []
         try:
+            joinables = list(itertools.chain(*listed))
+            join = cl.Join(joinables, joins, step_along=along, groups=beside, skew_warning=None)
             for epoch in range(epochs):
-                joinables = list(itertools.chain(*listed))
-                with cl.Join(joinables, joins, step_along=along, groups=beside, skew_warning=None):
-                    for batch in range(lengths[own.rank]):
+                with join:
+                    for batch in range(of_epoch(lengths, epoch)[own.rank]):
                         for number, act in enumerate(body):
                             place = epoch, batch, number
                             if act.is_done_in(batch) and (act.kind != "step" or place in steps):

@@ -9,7 +9,7 @@ gone, or it was written to, and is zero.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -42,6 +42,14 @@ class HeldGradients:
         self._begin()
         self._gradients = gradients
         self._held: set[int] = set()
+        self._witness: int | None = None
+        """A held parameter whose gradient was not blank when it came; None: there is none, or every
+        rank has data."""
+        self._looks = False
+        """Whether clears count in the pass that runs, or has run."""
+        self._used: Sequence[bool] = ()
+        """By parameter, whether some rank had a gradient of it in the last step; empty before the
+        first."""
         self.cleared: set[int] = set()
         self._usual = self.counts
         self._weight: float | None = None  # None: no loss was weighted
@@ -75,6 +83,7 @@ class HeldGradients:
 
     def begin_pass(self, *, looks: bool) -> None:
         """A pass begins, and has brought no gradient yet. looks: whether clears count now."""
+        self._looks = looks
         if looks or self._weight is not None:
             self.look()
         if not self.are_means:
@@ -102,10 +111,14 @@ class HeldGradients:
         """A pass has brought this gradient."""
         self._held.add(number)
         bucket.held_version = bucket.flat._version
+        if self._looks and self._witness is None:
+            gradient = self._gradients.parameters[number].grad
+            if gradient is not None and gradient.device.type == "cpu" and not _is_blank(gradient):
+                self._witness = number
 
     def hold(self, numbers: Collection[int]) -> None:
         """The ranks' means are there, for these parameters."""
-        self._held, self.cleared = set(numbers), set()
+        self._held, self.cleared, self._witness = set(numbers), set(), None
         self.note_writes()
 
     def note_writes(self) -> None:
@@ -117,17 +130,26 @@ class HeldGradients:
         """`zero_grad` was called, for all gradients."""
         self.clears_to_zeros = not to_none
         self.calls += 1
+        self._note_clear()
+
+    def _note_clear(self) -> None:
+        self.cleared_at, self.edits = self.passes, 0
         self._forget()
 
     def _forget(self) -> None:
-        self.cleared_at, self.edits = self.passes, 0
         self._held.clear()
+        self._witness = None
         self._weight = None
 
     def look(self) -> None:
         """Find out what the program has done to the gradients since the last pass."""
         gone: set[int] = set()
         is_edited = False
+        # Writes to `.grad.data` are counted by nobody.
+        witness = (
+            self._gradients.parameters[self._witness].grad if self._witness in self._held else None
+        )
+        is_blank = witness is not None and _is_blank(witness)
         for bucket in self._gradients.buckets:
             known = (bucket.held_version, bucket.launched_version)
             is_written = bucket.flat._version not in known
@@ -136,11 +158,11 @@ class HeldGradients:
                 if gradient is None:
                     self.clears_to_zeros = False
                     gone.add(number)
-                elif is_written or self._gradients.is_replaced(number):
+                elif is_written or is_blank or self._gradients.is_replaced(number):
                     # Local gradients are seldom written to. To read means, the host would wait for
                     # the GPU in each step.
                     is_readable = not self.are_means or gradient.device.type == "cpu"
-                    if is_readable and not bool(gradient.any()):
+                    if is_readable and _is_blank(gradient):
                         self.clears_to_zeros = True
                         gone.add(number)
                     else:
@@ -148,7 +170,7 @@ class HeldGradients:
             bucket.held_version = bucket.flat._version
         self.cleared |= gone
         if gone and gone == self._held:
-            self._forget()
+            self._note_clear()
         elif gone or is_edited:
             self.edits += 1
             self._held -= gone
@@ -181,6 +203,7 @@ class HeldGradients:
         live = [agreement.standings[rank] for rank in agreement.live]
         if live:
             self._usual = max(o.calls for o in live), max(o.cleared_at for o in live), 0
+            self._used = agreement.used
         self._begin()
 
     def _begin(self) -> None:
@@ -209,6 +232,32 @@ class HeldGradients:
         if not self._others_clear_to_zeros:
             self._gradients.drop()
             return
-        for parameter in self._gradients.parameters:
-            if parameter.grad is not None:
-                parameter.grad.zero_()
+        usage = enumerate(self._gradients.usage())
+        self._hold_zeros(number for number, is_held in usage if is_held)
+
+    def stand_in(self) -> None:
+        """All ranks have run out of data, and some continue to hold gradients: of the parameters of
+        the last step, or, where it had none, of any. Hold zeros where this rank holds nothing."""
+        usage = self._gradients.usage()
+        numbers = [number for number, is_used in enumerate(self._used) if is_used]
+        self._hold_zeros(
+            number
+            for number in numbers or range(len(usage))
+            if not usage[number] and not self._gradients.is_frozen(number)
+        )
+
+    def _hold_zeros(self, numbers: Iterable[int]) -> None:
+        """Negative ones: they change no sum, and when the program clears them to zeros, it shows
+        as if they had been gradients."""
+        for number in numbers:
+            self._gradients.parameters[number].grad = gradient = self._gradients.given(number)
+            gradient.fill_(-0.0)
+            self._held.add(number)
+            self._witness = number
+        self.note_writes()
+
+
+def _is_blank(gradient: torch.Tensor) -> bool:
+    """Whether it holds zeros of a positive sign alone, as after `zero_()`."""
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return not bool(real.any()) and not bool(real.signbit().any())

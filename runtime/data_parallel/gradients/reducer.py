@@ -658,9 +658,16 @@ class Reducer:
             self.has_leftover = False
         self._aside = {}
         self.held.note_writes()
+        self._stand_in(agreement)
         # The step is applied as a whole. Objects of one that was not are refused by later runs.
         if self.ends_steps:
             between_runs().end_applying()
+
+    def _stand_in(self, agreement: Agreement) -> None:
+        """No rank had data: see `HeldGradients.stand_in`."""
+        standings = agreement.standings
+        if any(one.holds and belongs(standings, rank) for rank, one in enumerate(standings)):
+            self.held.stand_in()
 
     def _fill(self, gradients: Mapping[int, torch.Tensor]) -> None:
         for number, gradient in gradients.items():
@@ -932,11 +939,15 @@ class Reducer:
                 self._hand_in(True)
             else:
                 self.held.drop()
+            self._stand_in(agreement)
             # The next step has the passes that had none, on whichever rank.
             self.num_in_step = int(has_several)
             self.sends_late = self.sends_late or has_several
         self.held.begin(agreement)
         self.held.note_writes()
+        # A body may step before its first pass, by what an epoch has left: the writes are ours.
+        for bucket in self.buckets:
+            bucket.note_content()
         self._begin_step()
 
     def _begin_step(self) -> None:

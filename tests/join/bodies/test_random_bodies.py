@@ -18,8 +18,6 @@ REFUSED = (
     "a backward pass in no_sync() was added to gradients that an earlier pass had reduced",
     "was changed after the backward pass",  # zeros between a pass and its step
     "changed some of their gradients between two backward passes",
-    # Of ranks that have not seen the others set it after the last step of an epoch.
-    "so each rank would step its shard with a different value",
     # Where a hook of a rank without data may have read what the body had not written yet there.
     "the loop's body has written parameter",
 )
@@ -33,6 +31,9 @@ BODIES: dict[str, tuple[int, list[Act]]] = {
     "cleared before the next pass": (1, [Act(CLEAR), Act(PASS), Act(STEP), Act(PASS)]),
     "cleared, from no_sync": (1, [Act(CLEAR), Act(PASS), Act(STEP), Act(QUIET)]),
     "no step": (1, [Act(CLEAR), Act(PASS)]),
+    "cleared by hand": (1, [Act("by hand"), Act(PASS), Act(STEP)]),
+    "cleared by hand, to zeros": (1, [Act("by hand, to zeros"), Act(PASS), Act(STEP), Act(PASS)]),
+    "zeros in .data": (1, [Act("by hand, zeros in .data"), Act(PASS), Act(STEP), Act(PASS)]),
     "never cleared": (1, [Act(PASS), Act(STEP)]),
     "accumulated": (1, [Act(PASS), Act(STEP, 0, 2, 1), Act(CLEAR, 0, 2, 1)]),
     "accumulated in no_sync": (
@@ -95,6 +96,18 @@ def test_a_step_is_what_the_ranks_with_data_did(ranks_of, lengths, body):
     if num_models == 1:
         check(ranks_of, acts, lengths, "plain")
     check(ranks_of, acts, (4, 4), "zero", num_models=num_models, joins=False)
+
+
+@combinations(2, lengths=[(0, 3), (2, 4, 0)], written=["rate", "state"])
+def test_what_the_last_batch_writes_is_there_in_the_next_epoch(ranks_of, lengths, written):
+    body = [Act(PASS), Act(STEP), Act(CLEAR), Act(PASS), Act(written)]
+    check(ranks_of, body, lengths, "zero", momentum=0.9)
+
+
+@combinations(1, lengths=[(0, 3), (0, 2, 4)], clears=[[], ["module"]])
+def test_a_step_may_come_before_the_first_pass_of_an_epoch(ranks_of, lengths, clears):
+    body = [*map(Act, clears), Act(STEP), Act(PASS)]
+    check(ranks_of, body, lengths, "zero", epochs=3, momentum=0.9, refused=())
 
 
 @st.composite
