@@ -19,7 +19,7 @@ from ..join.engine import JoinEngine
 from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
 from .cursor import Cursor, Iteration, Remainder
-from .dealer import Dealer, Dealt
+from .dealer import Counts, Dealer, Dealt
 from .fetching.on_device import ToDevice
 
 
@@ -59,6 +59,7 @@ class Batches(Dealt):
         self.batch_size = batch_size
         self.epoch = epoch
         self.ids_of_the_lost: Sequence[int] = []
+        self.counts = Counts()
         self._dealer = dealer
         self._key = key
         self._cursor = cursor
@@ -115,7 +116,7 @@ class Batches(Dealt):
                     self._enter(join)
                 number = 0
                 while self.has_more():
-                    taken_before = self.taken  # (3)
+                    taken_before = self.counts.num_taken  # (3)
                     batch = self._take()
                     self.num_given = number + 1
                     if self._to_device is not None:
@@ -123,7 +124,7 @@ class Batches(Dealt):
                     if is_place:
                         steps.batches_taken, steps.batches_left = number + 1, self._num_left()
                     if trains:
-                        steps.samples += self.taken - taken_before
+                        steps.samples += self.counts.num_taken - taken_before
                     if join:
                         self._begin_batch(join, number)
                     yield batch
@@ -152,9 +153,10 @@ class Batches(Dealt):
         finally:
             if join:
                 self._leave_together(join)
-            if is_place and 0 < self.agreed < self.taken:
+            agreed, taken = self.counts.num_agreed, self.counts.num_taken
+            if is_place and 0 < agreed < taken:
                 # The batches of a step that does not count will be taken again.
-                steps.batches_taken -= -(-(self.taken - self.agreed) // self.batch_size)
+                steps.batches_taken -= -(-(taken - agreed) // self.batch_size)
             self._dealer.end(self)
             self._left()
 
@@ -170,8 +172,7 @@ class Batches(Dealt):
                 iteration = self._cursor.begin(self._key, self)
         self._iteration_name = iteration.name if iteration is not None else None
         # Not before: the record of the iteration before has kept these, by `let_go`.
-        self.taken = self.agreed = self.num_given = 0
-        self.ids_of_the_lost = []
+        self.num_given, self.ids_of_the_lost = 0, []
         return iteration
 
     def _join_of_loop(self, trains: bool) -> JoinEngine | None:

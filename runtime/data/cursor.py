@@ -125,9 +125,10 @@ class Iteration:
         ids = self.rest.given or NumberSet()
         needs_ids = by_id or bool(len(ids))
         if shard is not None:
-            given = shard.agreed if used is Used.AGREED else shard.taken
+            taken = shard.counts.num_taken
+            given = shard.counts.num_agreed if used is Used.AGREED else taken
             # The batches that no step has used are taken again, by a run that continues from here.
-            is_over = is_over and given == shard.taken
+            is_over = is_over and given == taken
             needs_ids = needs_ids or shard.needs_ids
             # An iteration that is over on one rank is so on all, unless the run was aborted then.
             if needs_ids and (used is Used.AGREED or not is_over):

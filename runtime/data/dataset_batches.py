@@ -187,7 +187,7 @@ class Shard(Batches):
 
     @property
     def taken_ids(self) -> list[int]:
-        return self._hand[: self.taken].tolist()
+        return self._hand[: self.counts.num_taken].tolist()
 
     @property
     def num_samples(self) -> int:
@@ -205,15 +205,16 @@ class Shard(Batches):
         return self.batches_per_rank
 
     def _num_left(self) -> int:
-        return self._num_batches(len(self._hand) - self.taken)
+        return self._num_batches(len(self._hand) - self.counts.num_taken)
 
     def has_more(self) -> bool:
         return self._num_left() > 0
 
     def _take(self) -> Any:
         hand, size, left = self._hand, self.batch_size, self._num_left()
-        ids = hand[self.taken : self.taken + size].tolist()
-        starts = range(self.taken + size, self.taken + left * size, size)
+        first = self.counts.num_taken
+        ids = hand[first : first + size].tolist()
+        starts = range(first + size, first + left * size, size)
         coming = (hand[start : start + size].tolist() for start in starts)
         # Loader processes of two ranks draw different numbers, and so do those that start inside
         # the epoch after a resume.
@@ -223,7 +224,7 @@ class Shard(Batches):
             self._fetcher = self._fetchers.take(self.dataset, self._options)
         # First: an error of the dataset must not count the samples as taken.
         batch = self._fetcher.batch(ids, coming, seed=seed)
-        self.taken += len(ids)
+        self.counts.take(len(ids))
         return batch
 
     def _left(self) -> None:

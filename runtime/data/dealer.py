@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..process.agreement import MAX_ITERATIONS
 from .stragglers import Stragglers
@@ -22,19 +22,45 @@ between two of its batches, gets one of the numbers between. So ranks that have 
 do not run the loop's body, number the next loop as the others do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inside:
-    """Where a rank is in an iteration that it has begun and not ended.
+@dataclass(slots=True)
+class Counts:
+    """Where a rank is in an iteration. Its methods alone write it, one for each event.
 
+    number: of the iteration; equal on all ranks that have begun it (see WITHIN).
     dealt_for: the number of ranks for which its hands were dealt first.
-    taken: the rank's samples so far, including those of a step that does not count yet.
-    committed: how many samples belong to steps that count, by rank of the generation that ended;
-        None before the first such step.
+    holders: the holder of each rank (see Dealer).
+    num_taken: the samples that this rank was given, including those of a step that does not count
+        yet.
+    num_agreed: those that it was given before the last step that all ranks agreed on.
+    committed: by rank, the samples of steps that count; None before the first such step.
+    settled: the part of `committed` that counts whichever rank is lost now; None as `committed`.
     """
 
-    dealt_for: int
-    taken: int
-    committed: tuple[int, ...] | None
+    number: int = 0
+    dealt_for: int = 0
+    holders: Sequence[int] = ()
+    num_taken: int = 0
+    num_agreed: int = 0
+    committed: tuple[int, ...] | None = None
+    settled: tuple[int, ...] | None = None
+
+    def take(self, num_samples: int) -> None:
+        """This rank is given samples."""
+        self.num_taken += num_samples
+
+    def agree(self) -> None:
+        """All ranks have agreed on a step."""
+        self.num_agreed = self.num_taken
+
+    def record(self, committed: tuple[int, ...], *, is_settled: bool) -> None:
+        """A step counts. is_settled: even if this rank is lost; if not, the one before does."""
+        self.settled = committed if is_settled else self.committed
+        self.committed = committed
+
+    def renumber(self, committed: tuple[int, ...], holders: Sequence[int]) -> None:
+        """The ranks have other numbers now, and have learnt of the same steps."""
+        self.committed = self.settled = committed
+        self.holders = holders
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +69,11 @@ class DataPosition:
     only, which each rank sends to all: the numbers of the samples follow from them.
 
     last_begun: the number of the iteration that it has begun last.
-    inside: by their numbers, the iterations that are not over. A number is equal on all ranks that
-        have begun the iteration (see WITHIN).
+    inside: by their numbers, the iterations that are not over.
     """
 
     last_begun: int
-    inside: Mapping[int, Inside]
+    inside: Mapping[int, Counts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +81,7 @@ class Cut:
     """The point at which an iteration was dealt again. A rank that begins the iteration later uses
     it to deal as the others did, when nobody has the positions any more that it was made of.
 
-    dealt_for: as in Inside.
+    dealt_for: as in Counts.
     taken: by former rank, how many samples of its hand it has taken; None: all of them.
     former_ranks: by new rank, its former rank; -1 for a newcomer.
     committed: by former rank, how many of `taken` belong to steps that count.
@@ -120,7 +145,7 @@ def cuts_of(
         taken: list[int | None] = list(committed)
         for one, old in zip(by_rank, former_ranks, strict=True):
             if old >= 0:
-                taken[old] = one.taken if one is not None else 0
+                taken[old] = one.num_taken if one is not None else 0
         # Every sample is used then, whoever took it.
         if is_over:
             taken = [None] * len(holders)
@@ -138,31 +163,23 @@ def cuts_of(
 class Dealt(ABC):
     """One iteration over a shard, as its Dealer and a Cursor see it.
 
-    taken: the number of samples that the iteration has given to this rank.
-    agreed: how many of them it had given at the last step that all ranks agreed on.
+    counts: the Dealer makes new ones when the iteration begins. They stay when it is left: an error
+        leaves it before recovery asks.
     ids_of_the_lost: the samples that lost ranks have used in steps that count.
     needs_ids: whether samples are recorded by number; a count says nothing of a stream, whose hands
         cannot be computed again.
-
-    The Dealer writes the others, which stay when the iteration is left: an error leaves it before
-    recovery asks.
-    number, dealt_for, committed: as in DataPosition and Inside.
-    settled: the part of `committed` that counts whichever rank is lost now; None as `committed`.
-    beside: one list for the iterations of a zip: the numbers of those that are over. Then so is the
-        loop's body, though a variable may hold the others.
-    holders: the holder of each rank (see Dealer).
+    beside: one list for the iterations of a zip, which the Dealer writes: the numbers of those that
+        are over. Then so is the loop's body, though a variable may hold the others.
     """
 
-    taken = 0
-    agreed = 0
+    counts: Counts
     ids_of_the_lost: Sequence[int] = ()
     needs_ids = False
-    number = 0
-    dealt_for = 0
-    committed: tuple[int, ...] | None = None
-    settled: tuple[int, ...] | None = None
     beside: list[int]
-    holders: Sequence[int] = ()
+
+    def agree(self) -> None:
+        """As in Counts."""
+        self.counts.agree()
 
     @property
     @abstractmethod
@@ -172,12 +189,12 @@ class Dealt(ABC):
     @property
     def committed_ids(self) -> Sequence[int]:
         """The samples of the iteration that all ranks have used in steps that count."""
-        return [*self.ids_of_the_lost, *self.ids_by_counts(self.committed or ())]
+        return [*self.ids_of_the_lost, *self.ids_by_counts(self.counts.committed or ())]
 
     @property
     def num_committed(self) -> int:
         """The number of `committed_ids`, even where this rank does not know all of them."""
-        return len(self.ids_of_the_lost) + sum(self.committed or ())
+        return len(self.ids_of_the_lost) + sum(self.counts.committed or ())
 
     @abstractmethod
     def begin_dealt(self, dealer: Dealer, cuts: Sequence[Cut]) -> None:
@@ -230,9 +247,10 @@ class Dealer:
         """Begin an iteration over `shard`."""
         self.end(shard)  # Beginning a shard again ends its last iteration.
         # Iterations that have begun, and given nothing yet, belong to one zip.
-        without_batch = [one.beside for one in self._active if not one.taken]
+        without_batch = [one.beside for one in self._active if not one.counts.num_taken]
         shard.beside = without_batch[-1] if without_batch else []
-        if any(one.taken and not one.beside for one in self._active):  # In the body of a loop.
+        # In the body of a loop.
+        if any(one.counts.num_taken and not one.beside for one in self._active):
             self._last_begun += 1
         else:
             self._last_begun = (self._last_begun // WITHIN + 1) * WITHIN
@@ -240,11 +258,9 @@ class Dealer:
             self._early = {n: cuts for n, cuts in self._early.items() if n >= self._last_begun}
         # Other ranks were in this iteration when a rank was lost, and dealt it again.
         cuts = self._early.pop(self._last_begun, [])
+        dealt_for = cuts[0].dealt_for if cuts else self.world_size
         # The number is equal on all ranks, as they begin the same iterations in one order.
-        shard.number = self._last_begun
-        shard.dealt_for = cuts[0].dealt_for if cuts else self.world_size
-        shard.committed = shard.settled = None
-        shard.holders = self.holders
+        shard.counts = Counts(self._last_begun, dealt_for, self.holders)
         self._active.append(shard)
         shard.begin_dealt(self, cuts)
 
@@ -259,16 +275,16 @@ class Dealer:
 
     def end(self, shard: Dealt) -> None:
         if any(one is shard for one in self._active):
-            shard.beside.append(shard.number)
+            shard.beside.append(shard.counts.number)
         self._active = [one for one in self._active if one is not shard]
 
     def inside(self) -> list[int]:
         """The numbers of the iterations in progress on this rank."""
-        return [one.number for one in self._active]
+        return [one.counts.number for one in self._active]
 
     def cursors(self) -> list[int]:
         """For the vote: how many samples this rank has taken of each iteration in progress."""
-        return [one.taken for one in self._active]
+        return [one.counts.num_taken for one in self._active]
 
     def record(
         self,
@@ -283,20 +299,19 @@ class Dealer:
         recorded = list(self.inside() if numbers is None else numbers)
         for one in self._active:
             # One that has begun since the vote was cast has no sample in that step.
-            if one.number in recorded:
-                place, before = recorded.index(one.number), one.committed
-                one.committed = tuple(of_rank[place] for of_rank in cursors)
-                one.settled = one.committed if is_settled else before
+            if one.counts.number in recorded:
+                place = recorded.index(one.counts.number)
+                committed = tuple(of_rank[place] for of_rank in cursors)
+                one.counts.record(committed, is_settled=is_settled)
 
     def num_settled(self, shard: Dealt) -> int:
         """How many of this rank's samples belong to steps that count whichever rank is lost now.
         These samples are never dealt again."""
-        return shard.settled[self.rank] if shard.settled is not None else 0
+        settled = shard.counts.settled
+        return settled[self.rank] if settled is not None else 0
 
     def position(self) -> DataPosition:
-        inside = {
-            one.number: Inside(one.dealt_for, one.taken, one.committed) for one in self._active
-        }
+        inside = {one.counts.number: replace(one.counts) for one in self._active}
         return DataPosition(self._last_begun, inside)
 
     def take_position(
@@ -312,14 +327,11 @@ class Dealer:
         `redeal` follows, as on all ranks.
 
         position, call_key, holders, lost: of one of the others."""
-        inside = position.inside[number]
         self.call_key, self.holders, self.lost = call_key, list(holders), set(lost)
         # The body may have begun further iterations, and ended them.
         self._last_begun = position.last_begun
         self._early.clear()
-        shard.number, shard.dealt_for = number, inside.dealt_for
-        shard.committed = shard.settled = inside.committed
-        shard.holders = self.holders
+        shard.counts = replace(position.inside[number])
 
     def redeal(
         self,
@@ -343,13 +355,11 @@ class Dealer:
             if number > self._last_begun:  # Only other ranks are in it: keep the cut until `begin`.
                 self._early.setdefault(number, []).append(cut)
             for mine in self._active:
-                if mine.number == number:
+                if mine.counts.number == number:
                     # Another rank may be lost before the next step records new counts; and a stream
                     # asks its reader while it deals again, by the ranks' new numbers.
-                    mine.committed = mine.settled = tuple(
-                        cut.committed[old] if old >= 0 else 0 for old in former_ranks
-                    )
-                    mine.holders = self.holders
+                    committed = tuple(cut.committed[old] if old >= 0 else 0 for old in former_ranks)
+                    mine.counts.renumber(committed, self.holders)
                     its = mine.redeal(cut)
                     left = [*left, its] if mine in beside else left if beside else [its]
         return least_of(left) if left else None

@@ -231,12 +231,12 @@ class StreamShard(Batches):
 
     @property
     def taken_ids(self) -> Numbers:
-        return self._numbers[: self.taken]
+        return self._numbers[: self.counts.num_taken]
 
     @property
     def committed_ids(self) -> Numbers:
         found = Numbers(self.ids_of_the_lost)
-        found.extend(self.ids_by_counts(self.committed or ()))
+        found.extend(self.ids_by_counts(self.counts.committed or ()))
         return found
 
     # -- batches ---------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class StreamShard(Batches):
         batch = self._ahead.popleft()
         # By number: a count would not say which rows they were.
         self._numbers.extend(number for number, _ in batch)
-        self.taken += len(batch)
+        self.counts.take(len(batch))
         try:
             self._look_ahead()
         except ReaderGone as gone:
@@ -322,7 +322,7 @@ class StreamShard(Batches):
         self._reading = None
         if self._rest.given is None:
             return  # The iteration was over when the function ran last.
-        self._reading = (*dealer.call_key, self.number)
+        self._reading = (*dealer.call_key, self.counts.number)
         # Of holders that were lost in an earlier iteration nothing was taken in this one.
         lost: dict[int, int | None] = dict.fromkeys(sorted(dealer.lost), 0)
         for cut in cuts:
@@ -371,7 +371,7 @@ class StreamShard(Batches):
     def ids_by_counts(self, counts: Sequence[int]) -> Numbers:
         if self._reading is None or not counts:
             return Numbers()
-        by_holder = dict(zip(self.holders, counts, strict=True))
+        by_holder = dict(zip(self.counts.holders, counts, strict=True))
         try:
             ids: Numbers = answer(self._reader.ids.remote(self._reading, by_holder))
         except ReaderGone:

@@ -48,7 +48,7 @@ at the end, and the others read no parameters beside a step."""
 class _Batches(Protocol):
     """What a Join asks an iteration over a shard (data/batches.py)."""
 
-    taken: int
+    num_given: int
 
     def has_more(self) -> bool: ...
 
@@ -520,7 +520,7 @@ class JoinEngine:
     @property
     def is_between_batches(self) -> bool:
         """Whether the body of a loop over a shard runs in this Join."""
-        return any(one.taken for beside in self.together for one in beside)
+        return any(one.num_given for beside in self.together for one in beside)
 
     def begin_batch(self, number: int, beside: Sequence[_Batches], *, is_last: bool) -> None:
         """Iterations over shards give this rank their batch `number`."""

@@ -40,17 +40,16 @@ class RunningIteration(Protocol):
     """An iteration over a shard, in progress.
 
     epoch: as given to `ctx.shard`.
-    taken: how many samples the iteration has given to this rank.
-    agreed: how many of them it had given at the last step that all ranks agreed on.
     num_samples: the size of the dataset; 0 if unknown.
     """
 
     epoch: int
-    taken: int
-    agreed: int
 
     @property
     def num_samples(self) -> int: ...
+
+    def agree(self) -> None:
+        """All ranks have agreed on a step with what the iteration has given so far."""
 
 
 class Boundary:
@@ -110,7 +109,7 @@ class Boundary:
             self.steps.batches_shadowed += 1
         self.resumed_live = self.resumed_live and agreement.live
         for one in self.iterations:
-            one.agreed = one.taken
+            one.agree()
         if group.device.type == "cuda":
             self._look_at_memory(group)
 

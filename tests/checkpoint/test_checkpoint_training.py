@@ -20,7 +20,7 @@ import chorusline as cl
 from chorusline.runtime.checkpoint.format.manifest import MANIFEST
 from chorusline.runtime.data.cursor import Cursor, Remainder, Used
 from chorusline.runtime.data.dataset_batches import Shard
-from chorusline.runtime.data.dealer import Dealt
+from chorusline.runtime.data.dealer import Counts, Dealt
 from chorusline.runtime.data.dealing import Hands, deal
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train, same
 
@@ -205,8 +205,10 @@ class _Pass(Dealt):
     def __init__(
         self, taken_ids: list[int], ids_of_the_lost: list[int], agreed: int | None = None
     ) -> None:
-        self.taken = len(taken_ids)
-        self.agreed = self.taken if agreed is None else agreed
+        self.counts = Counts()
+        self.counts.take(len(taken_ids) if agreed is None else agreed)
+        self.counts.agree()
+        self.counts.take(len(taken_ids) - self.counts.num_taken)
         self.ids_of_the_lost = ids_of_the_lost
         self._taken_ids = taken_ids
 

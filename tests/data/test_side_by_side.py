@@ -102,8 +102,8 @@ def test_a_rank_without_a_batch_numbers_the_next_loop_as_the_others_do() -> None
                 for _ in range(num_evaluations):
                     inner = shard(4)
                     list(inner)
-                    begun.append(inner.number)
-            begun.append(outer.number)
+                    begun.append(inner.counts.number)
+            begun.append(outer.counts.number)
         return begun
 
     assert numbers(1, 0) == [WITHIN, 2 * WITHIN]
@@ -116,6 +116,6 @@ def test_a_shard_that_begins_anew_ends_the_iteration_before() -> None:
     batches = iter(shard)
     next(batches)
     batches = iter(shard)
-    assert dealer.inside() == [shard.number]
+    assert dealer.inside() == [shard.counts.number]
     assert sorted(number for batch in batches for number in batch) == [0, 1, 2, 3]
     assert dealer.inside() == [] and not boundary().iterations

@@ -170,9 +170,9 @@ def test_what_only_this_rank_may_know_of_is_not_settled_before_the_next_step() -
     dealer, rows = Dealer(0, 2), Rows()
     dealer.begin(rows)
     assert dealer.num_settled(rows) == 0
-    dealer.record(((4,), (3,)), [rows.number], is_settled=False)
-    assert dealer.num_settled(rows) == 0 and rows.committed == (4, 3)
-    dealer.record(((8,), (6,)), [rows.number], is_settled=False)
+    dealer.record(((4,), (3,)), [rows.counts.number], is_settled=False)
+    assert dealer.num_settled(rows) == 0 and rows.counts.committed == (4, 3)
+    dealer.record(((8,), (6,)), [rows.counts.number], is_settled=False)
     assert dealer.num_settled(rows) == 4
     dealer.record(((12,), (9,)))  # In a ballot, which the others have seen before they go on.
     assert dealer.num_settled(rows) == 12
@@ -210,4 +210,4 @@ def test_an_agreement_on_an_iteration_that_is_over_says_nothing_of_the_next() ->
     dealer.end(first)
     dealer.begin(second)
     dealer.record(((4,),), numbers)
-    assert second.committed is None
+    assert second.counts.committed is None

@@ -137,7 +137,7 @@ def test_a_worker_that_comes_after_an_evaluation_shares_a_step_that_loses_a_rank
     for rank, dealer in enumerate(dealers):
         dealer.redeal(rank, positions, (0, 1, -1))
     for one in passes:  # All of them begin the second step.
-        one.taken += 1
+        one.counts.take(1)
     positions = [dealers[0].position(), dealers[2].position()]
     for rank, dealer in enumerate((dealers[0], dealers[2])):
         dealer.redeal(rank, positions, (0, 2))

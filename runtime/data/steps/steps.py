@@ -37,7 +37,7 @@ from ...process.micro_batches import StepPlan, SummableModel, in_common
 from ...process.random_state import mixed, seed_all
 from ...process.step_boundary import boundary
 from ..cursor import Cursor, Iteration, Remainder
-from ..dealer import Cut, DataPosition, Dealer, Dealt, Left
+from ..dealer import Counts, Cut, DataPosition, Dealer, Dealt, Left
 from ..fetching.on_device import ToDevice
 from ..stragglers import LONG_S, slowness
 from .micro_batch_dealing import deal_again, deal_micro_batches, sizes_of_step
@@ -97,7 +97,7 @@ class StepsPlace:
     position of one of them, and what they know since the function began.
 
     first, rest: what was left of the epoch when they began it.
-    number: of this iteration, in `position`. agreed: as in Dealt.
+    number: of this iteration, in `position`.
     paces: by rank.
     position, call_key, holders, lost: in the samples of the function's call, as the Dealer has it.
     """
@@ -105,7 +105,6 @@ class StepsPlace:
     first: int
     rest: Remainder
     number: int
-    agreed: int
     paces: tuple[float, ...]
     position: DataPosition
     call_key: tuple[str, int]
@@ -172,6 +171,7 @@ class Steps(Dealt):
                 f"{global_batch_size} samples: a micro-batch is the part of a step that one rank "
                 "computes at once"
             )
+        self.counts = Counts()
         self._rows = rows
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
@@ -233,7 +233,6 @@ class Steps(Dealt):
             # again.
             self._cursor.let_go(self)
             self._iteration = self._cursor.begin(self._key, self)
-        self.taken = self.agreed = 0
         self._paces, self._dealt = [0.0] * self._dealer.world_size, {}
         self._sizes, self._together = None, None
         try:
@@ -241,17 +240,17 @@ class Steps(Dealt):
             self._dealer.check_room()
             with bound.iterating(self):
                 bound.begin_steps()
-                self._rows.begin((*self._dealer.call_key, self.number))
+                self._rows.begin((*self._dealer.call_key, self.counts.number))
                 if self._admission is not None:
                     # A worker that comes waits here, until it is admitted.
                     self._admission.begin(self)
-                while sizes := self._sizes_of(number := self._first + self.taken):
+                while sizes := self._sizes_of(number := self._first + self.counts.num_taken):
                     bound.steps.batches_taken = number + 1
                     if self._rows.num_samples is not None:
                         bound.steps.batches_left = self.num_steps - number - 1
                     step = Step(self, number, sizes)
                     # Taken before it is given: a loss inside the step finds it under way.
-                    self.taken += 1
+                    self.counts.take(1)
                     if self._admission is not None:
                         # Before the step is given, as its vote says whether this rank can admit a
                         # worker.
@@ -415,7 +414,7 @@ class Steps(Dealt):
         """Whether another step comes after the present one."""
         # Of a stream, what lies ahead is not known.
         is_stream = self._rows.num_samples is None
-        return is_stream or bool(self._sizes_ahead(self._first + self.taken))
+        return is_stream or bool(self._sizes_ahead(self._first + self.counts.num_taken))
 
     def place(self) -> StepsPlace:
         """This rank's place in the pass under way, between two steps."""
@@ -424,8 +423,7 @@ class Steps(Dealt):
         return StepsPlace(
             self._first,
             rest,
-            self.number,
-            self.agreed,
+            self.counts.number,
             tuple(self._paces),
             dealer.position(),
             dealer.call_key,
@@ -435,15 +433,14 @@ class Steps(Dealt):
 
     def take_place(self, place: StepsPlace) -> None:
         """Continue where the other ranks are, in the pass that this rank has begun as they have."""
-        self._first, self.agreed = place.first, place.agreed
-        self.taken = place.position.inside[place.number].taken
+        self._first = place.first
         if self._iteration is not None:
             self._iteration.rest = place.rest
         self._paces = list(place.paces)
         self._dealer.take_position(
             self, place.number, place.position, place.call_key, place.holders, place.lost
         )
-        self._rows.begin((*self._dealer.call_key, self.number))
+        self._rows.begin((*self._dealer.call_key, self.counts.number))
 
     # -- for the dealer, to which a step is a sample -----------------------------------------------
 
@@ -453,7 +450,7 @@ class Steps(Dealt):
 
     @property
     def taken_ids(self) -> Sequence[int]:
-        return range(self._first, self._first + self.taken)
+        return range(self._first, self._first + self.counts.num_taken)
 
     def ids_by_counts(self, counts: Sequence[int]) -> list[int]:
         # All ranks take the same steps, and the last one tells of all before.
