@@ -18,8 +18,9 @@ from ..join.active import active_join
 from ..join.engine import JoinEngine
 from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
-from .cursor import Cursor, Iteration, Remainder
+from .cursor import Cursor
 from .dealer import Counts, Dealer, Dealt
+from .dealing import Remainder
 from .fetching.on_device import ToDevice
 
 
@@ -65,7 +66,7 @@ class Batches(Dealt):
         self._cursor = cursor
         self._at_boundary = at_boundary
         self._to_device = None if device is None else ToDevice(device)
-        self._rest = self._coming()
+        self.rest = cursor.rest_of(key) if cursor and torch.is_grad_enabled() else Remainder()
         self._running: weakref.ref[Generator[Any]] | None = None  # None: not iterated yet
         self.num_given = 0
         """The number of batches that the iteration has given."""
@@ -93,11 +94,12 @@ class Batches(Dealt):
         4. Between two batches: a checkpoint, a stop, and steps that this rank only shadows.
         5. The iteration is over, or the loop was left.
         """
-        iteration = self._begin()  # (1)
+        self._begin()  # (1)
+        is_recorded = bool(self.iteration)
         bound = boundary()
         steps, is_place = bound.steps, bound.is_place
         if is_place:
-            goes_on = steps.epoch == self.epoch and self._rest != Remainder()
+            goes_on = steps.epoch == self.epoch and self.rest != Remainder()
             steps.batches_before = steps.place_in_epoch if goes_on else 0
             steps.batches_taken = steps.batches_shadowed = 0
         join: JoinEngine | None = None
@@ -133,7 +135,7 @@ class Batches(Dealt):
                         # A rank may have been lost in the step, and this one has samples of it.
                         steps.batches_left = self._num_left()
                     # An evaluation is no step: it must not save a checkpoint.
-                    if iteration is not None and self._at_boundary is not None:
+                    if is_recorded and self._at_boundary is not None:
                         self._at_boundary()
                     bound.stop_if_agreed()
                     if join and not self.has_more():
@@ -142,8 +144,7 @@ class Batches(Dealt):
                         join.shadow(self.has_more, self._together)
             # (5) Not in `finally`: a loop that was left by `break` or an error is resumed where it
             # was.
-            if iteration is not None:
-                iteration.is_over = True
+            self.is_over = True
             self._end()
         except GeneratorExit:
             # The loop was left early. Its batch numbers no longer say which ranks have data.
@@ -160,20 +161,12 @@ class Batches(Dealt):
             self._dealer.end(self)
             self._left()
 
-    def _begin(self) -> Iteration | None:
-        """This iteration's record in the cursor; None if it is not recorded."""
+    def _begin(self) -> None:
         self._check()
-        self._rest = self._coming()
-        iteration: Iteration | None = None
         if self._cursor is not None:
-            self._cursor.let_go(self)
-            # Without gradients it is an evaluation, which a resumed run takes again as a whole.
-            if torch.is_grad_enabled():
-                iteration = self._cursor.begin(self._key, self)
-        self._iteration_name = iteration.name if iteration is not None else None
-        # Not before: the record of the iteration before has kept these, by `let_go`.
+            self._cursor.begin(self._key, self)
+        # Not before: the cursor has kept those of the iteration before.
         self.num_given, self.ids_of_the_lost = 0, []
-        return iteration
 
     def _join_of_loop(self, trains: bool) -> JoinEngine | None:
         join = active_join()
@@ -248,12 +241,6 @@ class Batches(Dealt):
                 "loop",
                 stacklevel=4,  # the loop, which called `_iterate`, which called `_join_of_loop`
             )
-
-    def _coming(self) -> Remainder:
-        """The rest of the coming iteration: everything, unless the run resumes inside it."""
-        if self._cursor is None or not torch.is_grad_enabled():
-            return Remainder()
-        return self._cursor.rest_of(self._key)
 
     @property
     def num_samples(self) -> int:

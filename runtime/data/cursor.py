@@ -14,78 +14,19 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import operator
-from array import array
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
+
+import torch
 
 from chorusline.actors.errors import StreamLost
 
 from ..process.step_boundary import boundary
 from .dealer import Dealt
-from .dealing import Hands, left_of
+from .dealing import Remainder
 from .number_set import MOST, NumberSet, set_of
-
-Run = tuple[int, tuple[int, ...]]
-"""A world size, and by rank how many samples of its hand the rank was given in that run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Remainder:
-    """What is left of an iteration over data that earlier runs have begun, at any number of ranks.
-
-    runs: the earlier runs, oldest first. given: further sample numbers that must not be given
-    again; None: all of them. The default is an iteration that no run has begun.
-    """
-
-    runs: tuple[Run, ...] = ()
-    given: NumberSet | None = field(default_factory=NumberSet)
-
-    def dealt(
-        self,
-        whole: Callable[[int], Hands],
-        world_size: int,
-        keep_together: Sequence[Hashable] | None = None,
-    ) -> Hands:
-        """The hands of `world_size` ranks. whole: makes the hands of an iteration from its start,
-        for a number of ranks."""
-        # The iteration is over: there is nothing to deal, for any number of ranks.
-        if self.given is None:
-            return [array("q") for _ in range(world_size)]
-        # Repeat what the earlier runs did, each with its own number of ranks.
-        hands = whole(self.runs[0][0] if self.runs else world_size)
-        sizes = [*(size for size, _ in self.runs[1:]), world_size]
-        for (_, counts), size in zip(self.runs, sizes, strict=False):
-            left = [hand[count:] for hand, count in zip(hands, counts, strict=True)]
-            hands = _dealt_again(left, size, keep_together)
-        # Ranks were lost meanwhile, so counts do not say which samples were used, and numbers do.
-        if len(self.given):
-            given = self.given
-            hands = [array("q", (one for one in hand if one not in given)) for hand in hands]
-        return hands
-
-
-def _dealt_again(
-    hands: Sequence[Sequence[int]], world_size: int, keep_together: Sequence[Hashable] | None
-) -> Hands:
-    """The samples of `hands`, distributed over `world_size` ranks."""
-    if len(hands) == world_size:  # The ranks keep their hands.
-        return [array("q", hand) for hand in hands]
-    left = left_of(hands, [0] * len(hands))
-    if keep_together is None:
-        return [left[rank::world_size] for rank in range(world_size)]
-    # Samples of one key stay in one hand.
-    lots: dict[Hashable, list[int]] = {}
-    for number in left:
-        lots.setdefault(keep_together[number], []).append(number)
-    dealt = list(lots.values())
-    return [
-        array("q", itertools.chain.from_iterable(dealt[rank::world_size]))
-        for rank in range(world_size)
-    ]
 
 
 class Used(Enum):
@@ -103,50 +44,6 @@ class Used(Enum):
     COMMITTED = auto()
 
 
-@dataclass(slots=True)
-class Iteration:
-    """One iteration over a dataset.
-
-    rest: what was left to give when the iteration began in this run.
-    shard: the iteration; None before it begins.
-    is_over: this rank has left the iteration, since there was nothing left to take.
-    name: stays the same when the function runs again from the top; None before the first begin.
-    """
-
-    rest: Remainder = field(default_factory=Remainder)
-    shard: Dealt | None = None
-    is_over: bool = False
-    name: str | None = None
-
-    def state(self, used: Used, by_id: bool) -> dict[str, Any]:
-        """As plain data. by_id: tell the sample numbers, since hands were dealt again when ranks
-        were lost, and a count does not identify samples."""
-        shard, is_over, given, num_ids = self.shard, self.is_over, 0, 0
-        ids = self.rest.given or NumberSet()
-        needs_ids = by_id or bool(len(ids))
-        if shard is not None:
-            taken = shard.counts.num_taken
-            given = shard.counts.num_agreed if used is Used.AGREED else taken
-            # The batches that no step has used are taken again, by a run that continues from here.
-            is_over = is_over and given == taken
-            needs_ids = needs_ids or shard.needs_ids
-            # An iteration that is over on one rank is so on all, unless the run was aborted then.
-            if needs_ids and (used is Used.AGREED or not is_over):
-                if shard.needs_ids and used is not Used.GIVEN:
-                    num_ids = len(ids) + shard.num_committed
-                if used is Used.COMMITTED:
-                    ids |= NumberSet(shard.committed_ids)
-                else:
-                    ids |= NumberSet(shard.taken_ids[:given]) | NumberSet(shard.ids_of_the_lost)
-        return {
-            "runs": self.rest.runs,
-            "given": given,
-            "ids": ids.text() if needs_ids else None,
-            "is_over": is_over or self.rest.given is None,
-            "num_ids": num_ids,
-        }
-
-
 class Cursor:
     """Where this rank is in its data.
 
@@ -159,7 +56,10 @@ class Cursor:
         self._epoch: int | None = None  # None: no loop over ctx.epochs has given one
         self.epoch_under_way: int | None = None
         """The epoch of the loop whose body runs; None: no body runs."""
-        self._iterations: dict[str, Iteration] = {}
+        self._rests: dict[str, Remainder] = {}
+        """By key and number, what was left of iterations when the run resumed inside them."""
+        self._begun: dict[str, Dealt] = {}
+        """The iterations that have begun since; a copy where the object counts again."""
         self._seen: dict[str, int] = {}
         self._resumed = (-1, 0)
         """The loop and the epoch with which this cursor began."""
@@ -186,7 +86,8 @@ class Cursor:
     def _enter(self, epoch: int) -> None:
         self._epoch, self._seen = epoch, {}
         if (self._loop, epoch) != self._resumed:
-            self._iterations = {}  # Only the resumed epoch has iterations that are partly done.
+            # Only the resumed epoch has iterations that are partly done.
+            self._rests, self._begun = {}, {}
 
     @property
     def place(self) -> tuple[int, int]:
@@ -196,39 +97,37 @@ class Cursor:
 
     def rest_of(self, key: str) -> Remainder:
         """What is left of the coming iteration over the data that `key` identifies."""
-        iteration = self._iterations.get(f"{key}#{self._seen.get(key, 0)}")
-        return iteration.rest if iteration else Remainder()
+        return self._rests.get(f"{key}#{self._seen.get(key, 0)}", Remainder())
 
-    def begin(self, key: str, shard: Dealt | None = None) -> Iteration:
-        """Begin an iteration. Each iteration of an epoch over the same data has its own record.
+    def begin(self, key: str, shard: Dealt) -> None:
+        """`shard` begins to count. Each iteration of an epoch over the same data is recorded, but
+        for evaluations.
 
         Raises ValueError if the iteration had begun before the resume, over another number of
         samples.
         """
+        for name, one in self._begun.items():
+            if one is shard:
+                # The object counts from 0 again; what this iteration has to tell is in the copy.
+                self._begun[name] = copy.copy(shard)
+        shard.rest, shard.iteration, shard.is_over = Remainder(), "", False
+        if not torch.is_grad_enabled():
+            return
         number = self._seen.get(key, 0)
         self._check_length(key, number)
+        shard.rest = self.rest_of(key)
+        shard.iteration = f"{self._loop}/{self._epoch}/{key}#{number}"
         self._seen[key] = number + 1
-        # One that is resumed is there already, with its rest.
-        iteration = self._iterations.setdefault(f"{key}#{number}", Iteration())
-        iteration.shard = shard
-        iteration.name = f"{self._loop}/{self._epoch}/{key}#{number}"
-        return iteration
-
-    def let_go(self, shard: Dealt) -> None:
-        """`shard` begins to count again: what it has counted so far stays in its iterations."""
-        for iteration in self._iterations.values():
-            if iteration.shard is shard:
-                # The object counts from 0 again; what this iteration has to tell is in the copy.
-                iteration.shard = copy.copy(shard)
+        self._begun[f"{key}#{number}"] = shard
 
     def _check_length(self, key: str, number: int) -> None:
-        if f"{key}#{number}" in self._iterations:
+        if f"{key}#{number}" in self._rests:
             return  # Another dataset of this epoch may have another length.
         length, _, rest = key.partition("/")
-        for name, iteration in self._iterations.items():
+        for name, left in self._rests.items():
             before = name.partition("/")[0]
-            is_this = iteration.name is None and name == f"{before}/{rest}#{number}"
-            if is_this and before != length and iteration.rest != Remainder():
+            is_this = name not in self._begun and name == f"{before}/{rest}#{number}"
+            if is_this and before != length and left != Remainder():
                 raise ValueError(
                     f"the dataset has {length} samples, and had {before} when this epoch started, "
                     "so it is not known which samples are left. Restore the dataset, and change "
@@ -239,11 +138,13 @@ class Cursor:
     def state(self, used: Used = Used.GIVEN, *, by_id: bool = False) -> dict[str, Any]:
         """As plain data. by_id: the run has lost ranks."""
         loop, epoch = self.place
+        rests = self._rests | {name: one.rest for name, one in self._begun.items()}
         return {
             "loop": loop,
             "epoch": epoch,
             "passages": {  # The key in checkpoints; the name of earlier versions.
-                key: iteration.state(used, by_id) for key, iteration in self._iterations.items()
+                name: _state(self._begun.get(name), rest, used, by_id)
+                for name, rest in rests.items()
             },
         }
 
@@ -263,10 +164,41 @@ class Cursor:
 
     def _resume_at(self, loop: int, epoch: int, iterations: Sequence[dict[str, Any]]) -> None:
         self._resumed = loop, epoch
-        self._iterations = {
-            key: Iteration(_rest([of_rank.get(key) for of_rank in iterations], most_of(key)))
+        self._begun = {}
+        self._rests = {
+            key: _rest([of_rank.get(key) for of_rank in iterations], most_of(key))
             for key in sorted({key for of_rank in iterations for key in of_rank})
         }
+
+
+def _state(shard: Dealt | None, rest: Remainder, used: Used, by_id: bool) -> dict[str, Any]:
+    """An iteration as plain data. shard: None if it has not begun since the resume. rest: what was
+    left when it began. by_id: tell the sample numbers, since hands were dealt again when ranks were
+    lost, and a count does not identify samples."""
+    is_over, given, num_ids = False, 0, 0
+    ids = rest.given or NumberSet()
+    needs_ids = by_id or bool(len(ids))
+    if shard is not None:
+        taken = shard.counts.num_taken
+        given = shard.counts.num_agreed if used is Used.AGREED else taken
+        # The batches that no step has used are taken again, by a run that continues from here.
+        is_over = shard.is_over and given == taken
+        needs_ids = needs_ids or shard.needs_ids
+        # An iteration that is over on one rank is so on all, unless the run was aborted then.
+        if needs_ids and (used is Used.AGREED or not is_over):
+            if shard.needs_ids and used is not Used.GIVEN:
+                num_ids = len(ids) + shard.num_committed
+            if used is Used.COMMITTED:
+                ids |= NumberSet(shard.committed_ids)
+            else:
+                ids |= NumberSet(shard.taken_ids[:given]) | NumberSet(shard.ids_of_the_lost)
+    return {
+        "runs": rest.runs,
+        "given": given,
+        "ids": ids.text() if needs_ids else None,
+        "is_over": is_over or rest.given is None,
+        "num_ids": num_ids,
+    }
 
 
 def check_parts(parts: Sequence[Any]) -> None:

@@ -16,9 +16,9 @@ from chorusline.collectives.contract.argument_kinds import (
 from chorusline.collectives.contract.articles import with_article
 
 from .batches import Batches
-from .cursor import Cursor, Remainder
+from .cursor import Cursor
 from .dealer import Cut, Dealer, Left
-from .dealing import Hands, dealt_hands, keys_of, redeal
+from .dealing import Hands, Remainder, dealt_hands, keys_of, redeal
 from .fetching.fetcher import Fetcher, loader_seed
 from .fetching.fetchers import Fetchers
 from .fetching.options import FetchOptions
@@ -152,7 +152,7 @@ class Shard(Batches):
         self._round_up = 0 if drop_last else batch_size - 1
         self._take_hand(self._dealt(world_size), rank)
         # A schedule is made for whole epochs, even where this one is resumed in its middle.
-        whole = self._hands if self._rest == Remainder() else self._whole(world_size)
+        whole = self._hands if self.rest == Remainder() else self._whole(world_size)
         self.num_steps = max(map(self._num_batches, map(len, whole)))
 
     def __len__(self) -> int:
@@ -233,7 +233,7 @@ class Shard(Batches):
             self._fetchers.give_back(fetcher)
 
     def _dealt(self, num_ranks: int) -> Hands:
-        return self._rest.dealt(self._whole, num_ranks, self._keep_together)
+        return self.rest.dealt(self._whole, num_ranks, self._keep_together)
 
     def _whole(self, num_ranks: int) -> Hands:
         return dealt_hands(

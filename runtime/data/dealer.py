@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..process.agreement import MAX_ITERATIONS
+from .dealing import Remainder
 from .stragglers import Stragglers
 
 WITHIN = 1 << 32
@@ -165,6 +166,9 @@ class Dealt(ABC):
 
     counts: the Dealer makes new ones when the iteration begins. They stay when it is left: an error
         leaves it before recovery asks.
+    rest, iteration: what is left to give when it begins; what identifies the iteration, also when
+        the function runs again from the top, or "" if it is not recorded. The Cursor says so.
+    is_over: this rank has left the iteration, since there was nothing left to take.
     ids_of_the_lost: the samples that lost ranks have used in steps that count.
     needs_ids: whether samples are recorded by number; a count says nothing of a stream, whose hands
         cannot be computed again.
@@ -173,6 +177,9 @@ class Dealt(ABC):
     """
 
     counts: Counts
+    rest: Remainder
+    iteration = ""
+    is_over = False
     ids_of_the_lost: Sequence[int] = ()
     needs_ids = False
     beside: list[int]

@@ -10,7 +10,8 @@ import hashlib
 import heapq
 import itertools
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -21,6 +22,8 @@ from chorusline.collectives.contract.argument_kinds import (
     check_range,
     checked_place,
 )
+
+from .number_set import NumberSet
 
 Hands = list["array[int]"]
 """By rank, the sample numbers in the order in which the rank takes them. Each rank knows those of
@@ -211,3 +214,62 @@ def left_of(hands: Sequence[Sequence[int]], taken: Sequence[int]) -> array[int]:
             between[place :: len(some)] = array("q", part)
         left += between
     return left
+
+
+Run = tuple[int, tuple[int, ...]]
+"""A world size, and by rank how many samples of its hand the rank was given in that run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """What is left of an iteration over data that earlier runs have begun, at any number of ranks.
+
+    runs: the earlier runs, oldest first. given: further sample numbers that must not be given
+    again; None: all of them. The default is an iteration that no run has begun.
+    """
+
+    runs: tuple[Run, ...] = ()
+    given: NumberSet | None = field(default_factory=NumberSet)
+
+    def dealt(
+        self,
+        whole: Callable[[int], Hands],
+        world_size: int,
+        keep_together: Sequence[Hashable] | None = None,
+    ) -> Hands:
+        """The hands of `world_size` ranks. whole: makes the hands of an iteration from its start,
+        for a number of ranks."""
+        # The iteration is over: there is nothing to deal, for any number of ranks.
+        if self.given is None:
+            return [array("q") for _ in range(world_size)]
+        # Repeat what the earlier runs did, each with its own number of ranks.
+        hands = whole(self.runs[0][0] if self.runs else world_size)
+        sizes = [*(size for size, _ in self.runs[1:]), world_size]
+        for (_, counts), size in zip(self.runs, sizes, strict=False):
+            left = [hand[count:] for hand, count in zip(hands, counts, strict=True)]
+            hands = _dealt_again(left, size, keep_together)
+        # Ranks were lost meanwhile, so counts do not say which samples were used, and numbers do.
+        if len(self.given):
+            given = self.given
+            hands = [array("q", (one for one in hand if one not in given)) for hand in hands]
+        return hands
+
+
+def _dealt_again(
+    hands: Sequence[Sequence[int]], world_size: int, keep_together: Sequence[Hashable] | None
+) -> Hands:
+    """The samples of `hands`, distributed over `world_size` ranks."""
+    if len(hands) == world_size:  # The ranks keep their hands.
+        return [array("q", hand) for hand in hands]
+    left = left_of(hands, [0] * len(hands))
+    if keep_together is None:
+        return [left[rank::world_size] for rank in range(world_size)]
+    # Samples of one key stay in one hand.
+    lots: dict[Hashable, list[int]] = {}
+    for number in left:
+        lots.setdefault(keep_together[number], []).append(number)
+    dealt = list(lots.values())
+    return [
+        array("q", itertools.chain.from_iterable(dealt[rank::world_size]))
+        for rank in range(world_size)
+    ]

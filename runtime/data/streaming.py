@@ -320,7 +320,7 @@ class StreamShard(Batches):
         self._ahead.clear()
         self._holder = dealer.holders[dealer.rank]
         self._reading = None
-        if self._rest.given is None:
+        if self.rest.given is None:
             return  # The iteration was over when the function ran last.
         self._reading = (*dealer.call_key, self.counts.number)
         # Of holders that were lost in an earlier iteration nothing was taken in this one.
@@ -331,10 +331,10 @@ class StreamShard(Batches):
         while True:
             call = self._reader.begin.remote(
                 self._reading,
-                self._iteration_name,
+                self.iteration or None,
                 self.epoch,
                 dealer.num_holders,
-                self._rest.given,
+                self.rest.given,
                 lost,
                 self._holder,
                 dealer.inside(),

@@ -18,10 +18,10 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.checkpoint.format.manifest import MANIFEST
-from chorusline.runtime.data.cursor import Cursor, Remainder, Used
+from chorusline.runtime.data.cursor import Cursor, Used
 from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.data.dealer import Counts, Dealt
-from chorusline.runtime.data.dealing import Hands, deal
+from chorusline.runtime.data.dealing import Hands, Remainder, deal
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train, same
 
 
@@ -226,12 +226,19 @@ class _Pass(Dealt):
         raise NotImplementedError
 
 
+def begin_over(cursor: Cursor, key: str, taken_ids: list[int], agreed: int | None = None) -> None:
+    """A pass that is over on this rank."""
+    one = _Pass(taken_ids, [], agreed)
+    cursor.begin(key, one)
+    one.is_over = True
+
+
 def test_a_cursor_goes_on_in_the_loop_and_epoch_where_it_was():
     before = Cursor()
     assert list(before.epochs(2)) == [0, 1]
     for epoch in before.epochs(5):
         if epoch == 3:
-            before.begin("over").is_over = True
+            begin_over(before, "over", [])
             before.begin("data", _Pass([5, 1], []))
             break
     after = Cursor()
@@ -241,7 +248,7 @@ def test_a_cursor_goes_on_in_the_loop_and_epoch_where_it_was():
     assert next(epochs) == 3
     assert after.rest_of("data") == Remainder(((2, (2, 2)),))
     assert after.rest_of("over") == Remainder((), None)
-    after.begin("data")
+    after.begin("data", _Pass([], []))
     assert after.rest_of("data") == Remainder()  # A second pass in the same epoch is a whole one.
     assert next(epochs) == 4
     assert after.rest_of("data") == Remainder()
@@ -267,7 +274,7 @@ def test_for_the_next_run_only_samples_of_agreed_steps_are_used():
     """The last batch of an aborted run is given again, also on a rank that has ended its loop."""
     over, inside = Cursor(), Cursor()
     assert next(over.epochs(1)) == next(inside.epochs(1)) == 0
-    over.begin("data", _Pass([5, 1], [])).is_over = True
+    begin_over(over, "data", [5, 1])
     inside.begin("data", _Pass([2, 3, 4], [], agreed=2))
     for by_id, rest in [
         (False, Remainder(((2, (2, 2)),))),
@@ -279,7 +286,7 @@ def test_for_the_next_run_only_samples_of_agreed_steps_are_used():
         after = Cursor()
         after.resume_next_loop(0, iterations)
         assert next(after.epochs(1)) == 0 and after.rest_of("data") == rest
-    over.begin("alone", _Pass([5, 1], [], agreed=1)).is_over = True
+    begin_over(over, "alone", [5, 1], agreed=1)
     told = over.state(Used.AGREED)["passages"]["alone#0"]
     assert told["given"] == 1 and not told["is_over"], "its last batch was in no step"
     assert over.state()["passages"]["alone#0"]["is_over"], "as a checkpoint counts"
@@ -430,9 +437,11 @@ def test_an_epoch_is_not_gone_on_with_in_a_dataset_of_another_length() -> None:
     cursor.resume([resumed])
     assert next(cursor.epochs(3)) == 1
     with pytest.raises(ValueError, match="the dataset has 70 samples, and had 61 when this epoch"):
-        cursor.begin("70/4/1/0/True")
-    cursor.begin("61/4/1/0/True")
-    cursor.begin("70/4/1/0/True")  # Another dataset of the same epoch, as the first one is there.
+        cursor.begin("70/4/1/0/True", _Pass([], []))
+    cursor.begin("61/4/1/0/True", _Pass([], []))
+    cursor.begin(
+        "70/4/1/0/True", _Pass([], [])
+    )  # Another dataset of the same epoch, as the first one is there.
 
 
 def test_an_epoch_over_two_datasets_goes_on_in_both() -> None:
@@ -445,4 +454,4 @@ def test_an_epoch_over_two_datasets_goes_on_in_both() -> None:
         assert next(cursor.epochs(3)) == 1
         for key in (first, second):
             assert cursor.rest_of(key) == Remainder(((1, (5,)),))
-            cursor.begin(key)
+            cursor.begin(key, _Pass([], []))

@@ -36,8 +36,9 @@ from ...process.between_runs import between_runs
 from ...process.micro_batches import StepPlan, SummableModel, in_common
 from ...process.random_state import mixed, seed_all
 from ...process.step_boundary import boundary
-from ..cursor import Cursor, Iteration, Remainder
+from ..cursor import Cursor
 from ..dealer import Counts, Cut, DataPosition, Dealer, Dealt, Left
+from ..dealing import Remainder
 from ..fetching.on_device import ToDevice
 from ..stragglers import LONG_S, slowness
 from .micro_batch_dealing import deal_again, deal_micro_batches, sizes_of_step
@@ -96,13 +97,12 @@ class StepsPlace:
     """Where the ranks are in the steps of an epoch, for a worker that comes to them there: the
     position of one of them, and what they know since the function began.
 
-    first, rest: what was left of the epoch when they began it.
+    rest: what was left of the epoch when they began it.
     number: of this iteration, in `position`.
     paces: by rank.
     position, call_key, holders, lost: in the samples of the function's call, as the Dealer has it.
     """
 
-    first: int
     rest: Remainder
     number: int
     paces: tuple[float, ...]
@@ -171,7 +171,7 @@ class Steps(Dealt):
                 f"{global_batch_size} samples: a micro-batch is the part of a step that one rank "
                 "computes at once"
             )
-        self.counts = Counts()
+        self.counts, self.rest = Counts(), Remainder()
         self._rows = rows
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
@@ -184,9 +184,8 @@ class Steps(Dealt):
         self._cursor = cursor
         self._at_boundary = at_boundary
         self._admission = admission
-        self._iteration: Iteration | None = None  # None: no iteration is recorded
         self._key = f"{key}/{global_batch_size}/steps/{epoch}"
-        self._first = self._coming_step()
+        self._first = 0
         self._paces: list[float] = []
         self._sizes: tuple[int, list[int]] | None = None  # None: not counted yet
         self._together: list[SummableModel] | None = None
@@ -210,29 +209,17 @@ class Steps(Dealt):
     @property
     def num_steps_left(self) -> int:
         """As described at the top of the class."""
-        return max(0, self.num_steps - self._coming_step())
-
-    def _coming_step(self) -> int:
-        """The first step that is left."""
         rest = self._cursor.rest_of(self._key) if self._cursor is not None else Remainder()
-        # The epoch was used up before the run resumed.
-        if rest.given is None:
-            return _OVER
-        by_count = sum(max(counts, default=0) for _, counts in rest.runs)
-        return max(by_count, max(rest.given, default=-1) + 1)
+        return max(0, self.num_steps - _first_step(rest))
 
     def __iter__(self) -> Iterator[Step]:
         bound = boundary()
         _check_place(bound.joins)
         # A model that the program has dropped would be waited for in each step.
         between_runs().forget_dropped_models(self._group())
-        self._first = self._coming_step()
-        self._iteration = None
         if self._cursor is not None:
-            # Of an earlier iteration over these steps the place stays as it was; this object counts
-            # again.
-            self._cursor.let_go(self)
-            self._iteration = self._cursor.begin(self._key, self)
+            self._cursor.begin(self._key, self)
+        self._first = _first_step(self.rest)
         self._paces, self._dealt = [0.0] * self._dealer.world_size, {}
         self._sizes, self._together = None, None
         try:
@@ -266,8 +253,7 @@ class Steps(Dealt):
                     bound.stop_if_agreed()
                     if self._admission is not None:
                         self._admission.at_boundary(self)
-            if self._iteration is not None:
-                self._iteration.is_over = True
+            self.is_over = True
         finally:
             self._dealer.end(self)
             self._rows.end()
@@ -405,11 +391,6 @@ class Steps(Dealt):
     # -- for a worker that comes (AdmissionPoint) ------------------------------------------------
 
     @property
-    def iteration(self) -> str:
-        """Identifies the pass over the epoch that is under way; the same on all ranks."""
-        return str(self._iteration.name) if self._iteration is not None else ""
-
-    @property
     def has_next(self) -> bool:
         """Whether another step comes after the present one."""
         # Of a stream, what lies ahead is not known.
@@ -418,11 +399,9 @@ class Steps(Dealt):
 
     def place(self) -> StepsPlace:
         """This rank's place in the pass under way, between two steps."""
-        rest = self._iteration.rest if self._iteration is not None else Remainder()
         dealer = self._dealer
         return StepsPlace(
-            self._first,
-            rest,
+            self.rest,
             self.counts.number,
             tuple(self._paces),
             dealer.position(),
@@ -433,9 +412,7 @@ class Steps(Dealt):
 
     def take_place(self, place: StepsPlace) -> None:
         """Continue where the other ranks are, in the pass that this rank has begun as they have."""
-        self._first = place.first
-        if self._iteration is not None:
-            self._iteration.rest = place.rest
+        self.rest, self._first = place.rest, _first_step(place.rest)
         self._paces = list(place.paces)
         self._dealer.take_position(
             self, place.number, place.position, place.call_key, place.holders, place.lost
@@ -577,6 +554,15 @@ class StepEnd:
                 "the sum must be above 0"
             )
         return total
+
+
+def _first_step(rest: Remainder) -> int:
+    """The first step that is left."""
+    # The epoch was used up before the run resumed.
+    if rest.given is None:
+        return _OVER
+    by_count = sum(max(counts, default=0) for _, counts in rest.runs)
+    return max(by_count, max(rest.given, default=-1) + 1)
 
 
 def _check_size(name: str, size: object) -> None:
