@@ -69,10 +69,13 @@ class DataPosition:
     """Where a rank is in the samples, for the others, whose number may change now. It holds counts
     only, which each rank sends to all: the numbers of the samples follow from them.
 
+    call_key, lost: as in Dealer; for a worker that comes. The holders are in the counts.
     last_begun: the number of the iteration that it has begun last.
     inside: by their numbers, the iterations that are not over.
     """
 
+    call_key: tuple[str, int]
+    lost: frozenset[int]
     last_begun: int
     inside: Mapping[int, Counts]
 
@@ -234,7 +237,7 @@ class Dealer:
     rank: int
     world_size: int
     call_key: tuple[str, int] = ("", 0)
-    holders: list[int] = field(init=False)
+    holders: Sequence[int] = field(init=False)
     lost: set[int] = field(default_factory=set)
     stragglers: Stragglers = field(default_factory=Stragglers)
     _last_begun: int = 0
@@ -243,7 +246,7 @@ class Dealer:
     """The cuts of iterations that this rank has yet to begin, by the iteration's number."""
 
     def __post_init__(self) -> None:
-        self.holders = list(range(self.world_size))
+        self.holders = range(self.world_size)
 
     @property
     def num_holders(self) -> int:
@@ -319,26 +322,17 @@ class Dealer:
 
     def position(self) -> DataPosition:
         inside = {one.counts.number: replace(one.counts) for one in self._active}
-        return DataPosition(self._last_begun, inside)
+        return DataPosition(self.call_key, frozenset(self.lost), self._last_begun, inside)
 
-    def take_position(
-        self,
-        shard: Dealt,
-        number: int,
-        position: DataPosition,
-        call_key: tuple[str, int],
-        holders: Sequence[int],
-        lost: Collection[int],
-    ) -> None:
+    def take_position(self, shard: Dealt, number: int, position: DataPosition) -> None:
         """This rank has come to the others: `shard` is the iteration `number` in which they are.
-        `redeal` follows, as on all ranks.
-
-        position, call_key, holders, lost: of one of the others."""
-        self.call_key, self.holders, self.lost = call_key, list(holders), set(lost)
+        `redeal` follows, as on all ranks. position: of one of the others."""
+        shard.counts = replace(position.inside[number])
+        self.call_key, self.lost = position.call_key, set(position.lost)
+        self.holders = shard.counts.holders
         # The body may have begun further iterations, and ended them.
         self._last_begun = position.last_begun
         self._early.clear()
-        shard.counts = replace(position.inside[number])
 
     def redeal(
         self,

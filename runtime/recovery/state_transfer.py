@@ -26,7 +26,9 @@ from chorusline.collectives import Group
 from chorusline.collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
 from chorusline.collectives.objects.blocking import broadcast_object
 
-from ..data.steps.steps import Steps, StepsPlace
+from ..data.dealer import DataPosition
+from ..data.dealing import Remainder
+from ..data.steps.steps import Steps
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..data_parallel.same_model import broadcast_tensors
 from ..process.option_numbers import copied_options
@@ -141,12 +143,15 @@ class OptimizerPlace:
 
 @dataclass(frozen=True, slots=True)
 class StateTransfer:
-    """steps: where the ranks are. taken: steps of the run. data: of the call. checkpoints: as
-    Checkpoints.place. generators: the state of the random generators. optimizers: by number.
-    passes, synced: of the models, by number, as in RankReport (in_place.py). states: of registered
-    objects, by name."""
+    """number, rest, paces: of the pass over steps that the ranks are in. position: in all passes.
+    taken: steps of the run. data: of the call. checkpoints: as Checkpoints.place. generators: the
+    state of the random generators. optimizers: by number. passes, synced: of the models, by number,
+    as in RankReport (in_place.py). states: of registered objects, by name."""
 
-    steps: StepsPlace
+    number: int
+    rest: Remainder
+    paces: Sequence[float]
+    position: DataPosition
     taken: int
     data: dict[str, Any]
     checkpoints: Any
@@ -160,7 +165,10 @@ class StateTransfer:
 def _transfer_of(objects: LiveObjects, steps: Steps) -> StateTransfer:
     call, models = objects.call, objects.models()
     return StateTransfer(
-        steps.place(),
+        steps.counts.number,
+        steps.rest,
+        steps.paces,
+        call.dealer.position(),
         boundary().steps.taken,
         call.data_state(),
         call.checkpoints.place if call.checkpoints is not None else None,
@@ -204,7 +212,7 @@ def transfer_state(
 
 def _take(transfer: StateTransfer, objects: LiveObjects, steps: Steps) -> None:
     call, bound = objects.call, boundary()
-    steps.take_place(transfer.steps)
+    steps.take_place(transfer.number, transfer.position, transfer.rest, transfer.paces)
     bound.steps.taken = transfer.taken
     call.take_data(transfer.data)
     if call.checkpoints is not None:

@@ -132,7 +132,8 @@ def test_a_worker_that_comes_after_an_evaluation_shares_a_step_that_loses_a_rank
         dealers[rank].record([[1], [1]])
         step._has_ended = True
     next(given[2])  # It waits at its first step.
-    passes[2].take_place(passes[0].place())
+    its = passes[0]
+    passes[2].take_place(its.counts.number, dealers[0].position(), its.rest, its.paces)
     positions = [dealer.position() for dealer in dealers]
     for rank, dealer in enumerate(dealers):
         dealer.redeal(rank, positions, (0, 1, -1))

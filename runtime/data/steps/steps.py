@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -90,26 +89,6 @@ class Step:
                 "ended, so its gradient is not complete on any rank. Write `for batch in step:` "
                 "without a break on every rank, even where it gets no batch"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class StepsPlace:
-    """Where the ranks are in the steps of an epoch, for a worker that comes to them there: the
-    position of one of them, and what they know since the function began.
-
-    rest: what was left of the epoch when they began it.
-    number: of this iteration, in `position`.
-    paces: by rank.
-    position, call_key, holders, lost: in the samples of the function's call, as the Dealer has it.
-    """
-
-    rest: Remainder
-    number: int
-    paces: tuple[float, ...]
-    position: DataPosition
-    call_key: tuple[str, int]
-    holders: tuple[int, ...]
-    lost: frozenset[int]
 
 
 class AdmissionPoint(Protocol):
@@ -186,7 +165,8 @@ class Steps(Dealt):
         self._admission = admission
         self._key = f"{key}/{global_batch_size}/steps/{epoch}"
         self._first = 0
-        self._paces: list[float] = []
+        self.paces: list[float] = []
+        """By rank, the seconds that it takes for a micro-batch; 0: not known."""
         self._sizes: tuple[int, list[int]] | None = None  # None: not counted yet
         self._together: list[SummableModel] | None = None
         """The models that all ranks have; None: not known yet."""
@@ -220,7 +200,7 @@ class Steps(Dealt):
         if self._cursor is not None:
             self._cursor.begin(self._key, self)
         self._first = _first_step(self.rest)
-        self._paces, self._dealt = [0.0] * self._dealer.world_size, {}
+        self.paces, self._dealt = [0.0] * self._dealer.world_size, {}
         self._sizes, self._together = None, None
         try:
             self._dealer.begin(self)
@@ -279,7 +259,7 @@ class Steps(Dealt):
         _check_models(models)
         shares = tuple(size / self.micro_batch_size for size in sizes)
         # A step that had begun when the ranks changed keeps what was computed of it.
-        holders = self._dealt.pop(number, None) or deal_micro_batches(len(sizes), self._paces)
+        holders = self._dealt.pop(number, None) or deal_micro_batches(len(sizes), self.paces)
         plan = StepPlan(number, shares, holders, self._deterministic)
         for model in models:
             model.begin_step(plan)
@@ -326,7 +306,7 @@ class Steps(Dealt):
         return sizes_of_step(self._rows.num_from(first, most), self.micro_batch_size)
 
     def _note_paces(self, paces: list[float]) -> None:
-        self._paces = paces
+        self.paces = paces
         stragglers, status = self._dealer.stragglers, boundary().steps
         fresh = stragglers.note(paces, time.monotonic())
         status.slowness = slowness(paces, self._dealer.rank)
@@ -363,7 +343,7 @@ class Steps(Dealt):
             # The last step of an epoch may have fewer micro-batches, which are dealt in another
             # way.
             if len(sizes) != len(holders):
-                holders = deal_micro_batches(len(sizes), self._paces) if sizes else []
+                holders = deal_micro_batches(len(sizes), self.paces) if sizes else []
             left = [one for one, holder in enumerate(holders) if holder == rank]
 
     def _ends(self, models: Sequence[SummableModel], end: StepEnd) -> bool:
@@ -372,7 +352,7 @@ class Steps(Dealt):
             models = self._in_common(models)
             if len(models) == 1:  # Its sums are on their way while the ranks meet.
                 models[0].launch()
-            end.meet(self._group(), models, self._paces)
+            end.meet(self._group(), models, self.paces)
             _check_together([one for n, one in enumerate(models) if end.has_gradient[n]])
             for number, model in enumerate(models):
                 if end.has_gradient[number]:
@@ -397,27 +377,15 @@ class Steps(Dealt):
         is_stream = self._rows.num_samples is None
         return is_stream or bool(self._sizes_ahead(self._first + self.counts.num_taken))
 
-    def place(self) -> StepsPlace:
-        """This rank's place in the pass under way, between two steps."""
-        dealer = self._dealer
-        return StepsPlace(
-            self.rest,
-            self.counts.number,
-            tuple(self._paces),
-            dealer.position(),
-            dealer.call_key,
-            tuple(dealer.holders),
-            frozenset(dealer.lost),
-        )
+    def take_place(
+        self, number: int, position: DataPosition, rest: Remainder, paces: Sequence[float]
+    ) -> None:
+        """Continue where the other ranks are, in the pass that this rank has begun as they have.
 
-    def take_place(self, place: StepsPlace) -> None:
-        """Continue where the other ranks are, in the pass that this rank has begun as they have."""
-        self.rest, self._first = place.rest, _first_step(place.rest)
-        self._paces = list(place.paces)
-        self._dealer.take_position(
-            self, place.number, place.position, place.call_key, place.holders, place.lost
-        )
-        self._rows.begin((*self._dealer.call_key, self.counts.number))
+        number, rest, paces: of their pass. position: of one of them, in all passes."""
+        self.rest, self._first, self.paces = rest, _first_step(rest), list(paces)
+        self._dealer.take_position(self, number, position)
+        self._rows.begin((*self._dealer.call_key, number))
 
     # -- for the dealer, to which a step is a sample -----------------------------------------------
 
@@ -436,7 +404,7 @@ class Steps(Dealt):
 
     def begin_dealt(self, dealer: Dealer, cuts: Sequence[Cut]) -> None:
         if cuts:
-            self._paces = [0.0] * cuts[0].dealt_for
+            self.paces = [0.0] * cuts[0].dealt_for
         for cut in cuts:
             self._cut(cut)
 
@@ -448,15 +416,15 @@ class Steps(Dealt):
     def _cut(self, cut: Cut) -> None:
         """Deal again the first step that does not count; no rank can be ahead of it."""
         number = self._first + max(cut.committed, default=0)
-        paces = [self._paces[old] if old >= 0 else 0.0 for old in cut.former_ranks]
+        paces = [self.paces[old] if old >= 0 else 0.0 for old in cut.former_ranks]
         # Whether some rank had begun a step that does not count yet when the ranks changed.
         is_within_step = any(busy > 0 for busy in cut.busy)
         # A step that nobody had begun is dealt as usual when it comes.
         self._dealt = self._dealt if is_within_step else {}
         if is_within_step and (sizes := self._sizes_of(number)):
-            before = self._dealt.get(number) or deal_micro_batches(len(sizes), self._paces)
+            before = self._dealt.get(number) or deal_micro_batches(len(sizes), self.paces)
             self._dealt = {number: deal_again(before, cut.former_ranks, paces)}
-        self._paces, self._together = paces, None
+        self.paces, self._together = paces, None
 
 
 class StepEnd:
