@@ -193,7 +193,7 @@ def _state(shard: Dealt | None, rest: Remainder, used: Used, by_id: bool) -> dic
             else:
                 ids |= NumberSet(shard.taken_ids[:given]) | NumberSet(shard.ids_of_the_lost)
     return {
-        "runs": rest.runs,
+        "runs": tuple((len(counts), counts) for counts in rest.runs),
         "given": given,
         "ids": ids.text() if needs_ids else None,
         "is_over": is_over or rest.given is None,
@@ -264,7 +264,7 @@ def _rest(parts: Sequence[dict[str, Any] | None], most: int) -> Remainder:
     """What is left of an iteration. parts: by rank; None: the rank has not begun it. most: as in
     `most_of`."""
     begun = [part for part in parts if part is not None]
-    runs = tuple((size, tuple(counts)) for size, counts in begun[0]["runs"])
+    runs = tuple(tuple(counts) for _, counts in begun[0]["runs"])
     if all(part["is_over"] for part in begun):
         return Remainder(runs, None)
     if any(part["ids"] is not None for part in begun):  # Counts identify no samples.
@@ -279,4 +279,4 @@ def _rest(parts: Sequence[dict[str, Any] | None], most: int) -> Remainder:
         return Remainder(runs, given)
     # Hands are dealt again from the seed, and a count says how far each rank was in its own.
     counts = tuple(0 if part is None else part["given"] for part in parts)
-    return Remainder((*runs, (len(parts), counts)))
+    return Remainder((*runs, counts))

@@ -216,19 +216,16 @@ def left_of(hands: Sequence[Sequence[int]], taken: Sequence[int]) -> array[int]:
     return left
 
 
-Run = tuple[int, tuple[int, ...]]
-"""A world size, and by rank how many samples of its hand the rank was given in that run."""
-
-
 @dataclass(frozen=True, slots=True)
 class Remainder:
     """What is left of an iteration over data that earlier runs have begun, at any number of ranks.
 
-    runs: the earlier runs, oldest first. given: further sample numbers that must not be given
-    again; None: all of them. The default is an iteration that no run has begun.
+    runs: of each earlier run, the oldest first, by rank how many samples of its hand it was given.
+    given: further sample numbers that must not be given again; None: all of them.
+    The default is an iteration that no run has begun.
     """
 
-    runs: tuple[Run, ...] = ()
+    runs: tuple[tuple[int, ...], ...] = ()
     given: NumberSet | None = field(default_factory=NumberSet)
 
     def dealt(
@@ -243,9 +240,9 @@ class Remainder:
         if self.given is None:
             return [array("q") for _ in range(world_size)]
         # Repeat what the earlier runs did, each with its own number of ranks.
-        hands = whole(self.runs[0][0] if self.runs else world_size)
-        sizes = [*(size for size, _ in self.runs[1:]), world_size]
-        for (_, counts), size in zip(self.runs, sizes, strict=False):
+        sizes = [*map(len, self.runs), world_size]
+        hands = whole(sizes[0])
+        for counts, size in zip(self.runs, sizes[1:], strict=True):
             left = [hand[count:] for hand, count in zip(hands, counts, strict=True)]
             hands = _dealt_again(left, size, keep_together)
         # Ranks were lost meanwhile, so counts do not say which samples were used, and numbers do.

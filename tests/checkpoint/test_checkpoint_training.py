@@ -184,11 +184,11 @@ def test_what_was_given_in_earlier_worlds_is_not_dealt_again():
         def whole(size: int, keep=keep) -> Hands:
             return [array("q", hand) for hand in deal(40, world_size=size, keep_together=keep)]
 
-        runs = ((4, (3, 9, 0, 4)), (3, (1, 2, 3)))
+        runs = ((3, 9, 0, 4), (1, 2, 3))
         hands = whole(4)
-        given = [hand[:count] for hand, count in zip(hands, runs[0][1], strict=True)]
+        given = [hand[:count] for hand, count in zip(hands, runs[0], strict=True)]
         hands = Remainder(runs[:1]).dealt(whole, 3, keep)
-        given += [hand[:count] for hand, count in zip(hands, runs[1][1], strict=True)]
+        given += [hand[:count] for hand, count in zip(hands, runs[1], strict=True)]
         hands = Remainder(runs).dealt(whole, 2, keep)
         assert sorted(itertools.chain(*given, *hands)) == list(range(40))
         if keep is not None:
@@ -246,7 +246,7 @@ def test_a_cursor_goes_on_in_the_loop_and_epoch_where_it_was():
     assert list(after.epochs(2)) == []
     epochs = after.epochs(5)
     assert next(epochs) == 3
-    assert after.rest_of("data") == Remainder(((2, (2, 2)),))
+    assert after.rest_of("data") == Remainder(((2, 2),))
     assert after.rest_of("over") == Remainder((), None)
     after.begin("data", _Pass([], []))
     assert after.rest_of("data") == Remainder()  # A second pass in the same epoch is a whole one.
@@ -277,7 +277,7 @@ def test_for_the_next_run_only_samples_of_agreed_steps_are_used():
     begin_over(over, "data", [5, 1])
     inside.begin("data", _Pass([2, 3, 4], [], agreed=2))
     for by_id, rest in [
-        (False, Remainder(((2, (2, 2)),))),
+        (False, Remainder(((2, 2),))),
         (True, Remainder((), frozenset({5, 1, 2, 3}))),
     ]:
         iterations = [
@@ -453,5 +453,5 @@ def test_an_epoch_over_two_datasets_goes_on_in_both() -> None:
         cursor.resume([{"loop": 0, "epoch": 1, "passages": iterations}])
         assert next(cursor.epochs(3)) == 1
         for key in (first, second):
-            assert cursor.rest_of(key) == Remainder(((1, (5,)),))
+            assert cursor.rest_of(key) == Remainder(((5,),))
             cursor.begin(key, _Pass([], []))

@@ -529,7 +529,7 @@ def _first_step(rest: Remainder) -> int:
     # The epoch was used up before the run resumed.
     if rest.given is None:
         return _OVER
-    by_count = sum(max(counts, default=0) for _, counts in rest.runs)
+    by_count = sum(max(counts, default=0) for counts in rest.runs)
     return max(by_count, max(rest.given, default=-1) + 1)
 
 
