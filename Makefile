@@ -10,7 +10,7 @@ DIST ?= dist
 PROCESSES ?= 3
 PARALLEL = -n $(PROCESSES) --dist loadfile
 
-.PHONY: help run test test-fast test-slow test-all test-oldest test-newest test-real test-gpu check fix docs dist bench bench-gpu compared clean
+.PHONY: help run test test-fast test-slow test-all test-oldest test-newest test-real test-gpu check fix compile docs dist bench bench-gpu compared clean
 
 help:  ## what make can do; the target without a name
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-12s%s\n", $$1, $$2 }' Makefile
@@ -60,6 +60,9 @@ check: $(INSTALLED)  ## lint, format and types; with actionlint, where it is ins
 fix: $(INSTALLED)  ## what ruff can correct by itself, and the format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+compile: $(INSTALLED)  ## again the C of shared memory, which an installation compiles (after a change of ticks.c)
+	$(BIN)/python -c 'import setuptools; setuptools.setup()' --quiet build_ext --inplace
 
 docs: $(INSTALLED)  ## the documentation site, in site/; broken links and undocumented names fail
 	$(BIN)/properdocs build

@@ -3,6 +3,7 @@
 Each body below is one algorithm: a rank writes into its own slot, calls `publish`, yields until all
 ranks have published, and reads the others' slots. The top of shared_memory/segment.py has the rule
 that makes this safe; work_queue.py waits. Every rank adds in rank order, so all get the same bits.
+ticks.c has the same bodies in C: what an operation does in a tick changes in both, or in none.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 from ..contract.arithmetic import reduce_into
 from ..contract.communicator import Communicator
 from ..contract.errors import CollectiveError, GroupClosed, PeerLost
-from ..contract.operation import Operation, ReduceOp
+from ..contract.operation import Kind, Operation, ReduceOp
 from ..contract.work import Work
 from ..diagnosis.signature import pair_mismatch
+from .compiled import Task
 from .in_place import IN_PLACE_BYTES, InPlace, Sharing, Through
 from .messages import Messages
 from .segment import SharedSegment
@@ -54,6 +56,10 @@ class SharedMemoryCommunicator(Communicator):
             segment.leave()
             raise
         self._lane = Lane(segment)
+        compiled = self._lane.compiled
+        self._task = _no_task if compiled is None else compiled.task
+        nothing = torch.empty(0)
+        self._no_data = self._task(Kind.BARRIER, 1, nothing, nothing, 0, 0)
         self._sharing = Sharing(segment)
         self._messages = Messages(segment)
         self._closed = False
@@ -63,12 +69,16 @@ class SharedMemoryCommunicator(Communicator):
     def all_reduce(self, operation: Operation, tensor: torch.Tensor, op: ReduceOp) -> Work:
         # Small ones wait for their ticks, and not for additions: one tick is best.
         if tensor.nbytes <= DIRECT_BYTES:
-            return self._issue(operation, 1, self._all_reduce_directly, tensor, op)
+            task = self._task(Kind.ALL_REDUCE, 1, tensor, tensor, tensor.numel(), 0, op)
+            return self._issue(operation, 1, self._all_reduce_directly, tensor, op, task=task)
         # Half of a slot is for what comes in, half for what is reduced: one tick serves two chunks.
         part = self._chunk_elements(tensor, self._segment.slot_bytes // 2 // self.size)
         chunks = -(-tensor.numel() // (part * self.size))
         if tensor.nbytes <= IN_PLACE_BYTES:
-            return self._issue(operation, chunks + 1, self._all_reduce_in_parts, tensor, op, part)
+            count = tensor.numel()
+            task = self._task(Kind.ALL_REDUCE, chunks + 1, tensor, tensor, count, part, op)
+            body = self._all_reduce_in_parts
+            return self._issue(operation, chunks + 1, body, tensor, op, part, task=task)
         return self._share(
             operation,
             chunks + 1,
@@ -83,7 +93,10 @@ class SharedMemoryCommunicator(Communicator):
         chunk = self._chunk_elements(input, self._segment.slot_bytes // self.size)
         chunks = max(1, -(-output.numel() // chunk))
         if input.nbytes <= IN_PLACE_BYTES:
-            return self._issue(operation, chunks, self._reduce_scatter, output, input, op, chunk)
+            count = output.numel()
+            task = self._task(Kind.REDUCE_SCATTER, chunks, output, input, count, chunk, op)
+            body = self._reduce_scatter
+            return self._issue(operation, chunks, body, output, input, op, chunk, task=task)
         return self._share(
             operation,
             chunks,
@@ -96,7 +109,9 @@ class SharedMemoryCommunicator(Communicator):
         chunk = self._chunk_elements(input, self._segment.slot_bytes)
         chunks = max(1, -(-input.numel() // chunk))
         if output.nbytes <= IN_PLACE_BYTES:
-            return self._issue(operation, chunks, self._all_gather, output, input, chunk)
+            task = self._task(Kind.ALL_GATHER, chunks, output, input, input.numel(), chunk)
+            body = self._all_gather
+            return self._issue(operation, chunks, body, output, input, chunk, task=task)
         return self._share(
             operation,
             chunks,
@@ -108,12 +123,15 @@ class SharedMemoryCommunicator(Communicator):
     def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
         chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
         chunks = max(1, -(-tensor.numel() // chunk))
-        return self._issue(operation, chunks, self._broadcast, tensor, root, chunk)
+        count = tensor.numel()
+        task = self._task(Kind.BROADCAST, chunks, tensor, tensor, count, chunk, None, root)
+        return self._issue(operation, chunks, self._broadcast, tensor, root, chunk, task=task)
 
     def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
         chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
         chunks = max(1, -(-tensor.numel() // chunk))
-        return self._issue(operation, chunks, self._reduce, tensor, root, op, chunk)
+        task = self._task(Kind.REDUCE, chunks, tensor, tensor, tensor.numel(), chunk, op, root)
+        return self._issue(operation, chunks, self._reduce, tensor, root, op, chunk, task=task)
 
     def exchange(
         self, operation: Operation, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
@@ -122,7 +140,7 @@ class SharedMemoryCommunicator(Communicator):
         return self._issue(operation, 0, self._exchange, operation, outputs, inputs)
 
     def barrier(self, operation: Operation) -> Work:
-        return self._issue(operation, 1, self._barrier)
+        return self._issue(operation, 1, self._barrier, task=self._no_data)
 
     def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
         return self._messages.send(operation, tensor)
@@ -338,11 +356,16 @@ class SharedMemoryCommunicator(Communicator):
     # ------------------------------------------------------------------------------------------
 
     def _issue(
-        self, operation: Operation, num_ticks: int, body: Callable[..., Body], *args: Any
+        self,
+        operation: Operation,
+        num_ticks: int,
+        body: Callable[..., Body],
+        *args: Any,
+        task: Task | None = None,
     ) -> Work:
-        if operation.finish is not None:
+        if operation.finish is not None and task is None:
             body, args = _and_then, (body, operation.finish, *args)
-        work = LaneWork(self._lane, operation, body, args, num_ticks)
+        work = LaneWork(self._lane, operation, body, args, num_ticks, task)
         self._lane.submit(work)
         return work
 
@@ -373,6 +396,10 @@ def _part(flat: torch.Tensor, start: int, count: int) -> torch.Tensor:
     """`count` elements from `start` on. A view takes as long as the copy of a small tensor, so that
     the whole is not a view."""
     return flat if count == flat.numel() else flat.narrow(0, start, count)
+
+
+def _no_task(*_: object) -> None:
+    """In place of `Compiled.task`, where the library is not there."""
 
 
 def _and_then(tick: int, body: Callable[..., Body], finish: Callable[[], None], *args: Any) -> Body:

@@ -96,19 +96,19 @@ class SharedSegment:
         self.slot_bytes = slot_bytes
         self.pids = pids
         self._bytes = mapped_file(descriptor)
-        self._address = self._bytes.data_ptr()
+        self.address = self._bytes.data_ptr()
         self._map = self._bytes.numpy().data
-        self._sites_at = sites_start(self.size)
-        self._words = self._map[: self._sites_at].cast("Q")
+        self.sites_at = sites_start(self.size)
+        self._words = self._map[: self.sites_at].cast("Q")
         self.waits = Waits(self._words, rank, self.size)
         self._record = EndRecord(self._map, self._words, record_start(self.size), descriptor)
-        self._slots_at = slots_start(self.size)
+        self.slots_at = slots_start(self.size)
         self._rings_at = rings_start(self.size, slot_bytes)
 
         blocks = [block_at(r) for r in range(self.size)]
         self._block = blocks[rank]
         self._tick_at = blocks[rank] + TICK
-        self._tick_addresses = [self._address + 8 * (b + TICK) for b in blocks]
+        self._tick_addresses = [self.address + 8 * (b + TICK) for b in blocks]
         self._peers = tuple((r, b + TICK) for r, b in enumerate(blocks) if r != rank)
         self._peer_ticks = tuple(at for _, at in self._peers)
         self._peer_sleeps = tuple(b + SLEEPS_ON for r, b in enumerate(blocks) if r != rank)
@@ -175,7 +175,7 @@ class SharedSegment:
                 self._views.clear()
             nbytes = count * dtype.itemsize
             at = [
-                self._slots_at + (2 * r + (tick & 1)) * self.slot_bytes + offset
+                self.slots_at + (2 * r + (tick & 1)) * self.slot_bytes + offset
                 for r in range(self.size)
             ]
             views = tuple(self._bytes[a : a + nbytes].view(dtype) for a in at)
@@ -184,12 +184,12 @@ class SharedSegment:
 
     def write_numbers(self, tick: int, numbers: Sequence[int]) -> None:
         """Write `numbers` to the start of this rank's slot of `tick`, 8 bytes each."""
-        at = self._slots_at + (2 * self.rank + (tick & 1)) * self.slot_bytes
+        at = self.slots_at + (2 * self.rank + (tick & 1)) * self.slot_bytes
         struct.pack_into(f"={len(numbers)}q", self._map, at, *numbers)
 
     def read_numbers(self, tick: int, rank: int, count: int) -> tuple[int, ...]:
         """The numbers that `rank` wrote with `write_numbers`."""
-        at = self._slots_at + (2 * rank + (tick & 1)) * self.slot_bytes
+        at = self.slots_at + (2 * rank + (tick & 1)) * self.slot_bytes
         return struct.unpack_from(f"={count}q", self._map, at)
 
     def show(self, tick: int, *words: int) -> None:
@@ -369,7 +369,7 @@ class SharedSegment:
         at = self._blocks[rank]
         self._words[at + BELL] = (next(self._rings) * self.size + self.rank) & 0xFFFFFFFF
         if self._words[at + ASLEEP]:
-            wake(self._address + 8 * (at + BELL))
+            wake(self.address + 8 * (at + BELL))
 
     def bell(self) -> int:
         return self._words[self._block + BELL]
@@ -381,7 +381,7 @@ class SharedSegment:
         try:
             if words[self._block + BELL] != seen:
                 return
-            sleep_on(self._address + 8 * (self._block + BELL), seen, slice_s)
+            sleep_on(self.address + 8 * (self._block + BELL), seen, slice_s)
         finally:
             words[self._block + ASLEEP] = 0
 
@@ -409,10 +409,10 @@ class SharedSegment:
         at = self._block + SIGNATURE + 4 * (operation.sequence & 1)
         words = self._words
         words[at] = operation.sequence
-        words[at + 1] = operation.kind | (operation.dtype + 1) << 8 | (operation.detail + 1) << 16
+        words[at + 1] = what_of(operation)
         # Two words hold what has to be equal, so that ranks compare them without making objects.
         words[at + 2] = operation.numel + 1  # Unsigned words; numel may be -1.
-        site = self._sites_at + (2 * self.rank + (operation.sequence & 1)) * SITE_BYTES
+        site = self.sites_at + (2 * self.rank + (operation.sequence & 1)) * SITE_BYTES
         self._map[site : site + SITE_BYTES] = operation.padded_site()
 
     def check_signatures(self, operation: Operation) -> None:
@@ -453,7 +453,7 @@ class SharedSegment:
         last = max(self._signature(rank, parity) for parity in range(2))
         if not last.kind:
             return "nothing yet"
-        at = self._sites_at + (2 * rank + (last.sequence & 1)) * SITE_BYTES
+        at = self.sites_at + (2 * rank + (last.sequence & 1)) * SITE_BYTES
         site = bytes(self._map[at : at + SITE_BYTES]).rstrip(b"\0").decode(errors="replace")
         if last.kind == Kind.COMPARISON:
             return site  # A comparison stands for another operation, which its site names.
@@ -525,6 +525,11 @@ class SharedSegment:
             self._rank_of_pidfd.clear()
             self._looked_at.clear()
         self._record.close()
+
+
+def what_of(operation: Operation) -> int:
+    """All that has to be equal on all ranks, but the number of elements."""
+    return operation.kind | (operation.dtype + 1) << 8 | (operation.detail + 1) << 16
 
 
 def _started_at(pid: int) -> str:

@@ -38,6 +38,7 @@ from ..contract.errors import (
 from ..contract.modes import outside_modes
 from ..contract.operation import STARTED, Operation
 from ..contract.work import SettledWork
+from .compiled import ABORTED, DONE, Task, compiled, quick
 from .segment import SharedSegment
 from .wake_timer import WakeTimer
 
@@ -275,6 +276,7 @@ class LaneWork(DrivenWork):
     make_body: makes the body from its first tick and `arguments`, when all earlier works have
         ended.
     num_ticks: how many ticks it publishes; 0 if only the ranks' tables will show it.
+    task: the same for compiled.py, which then runs it; None where `body` has to.
     """
 
     def __init__(
@@ -284,24 +286,28 @@ class LaneWork(DrivenWork):
         make_body: Callable[..., Body],
         arguments: tuple[Any, ...],
         num_ticks: int,
+        task: Task | None = None,
     ) -> None:
         super().__init__(operation, lane)
         self.lane = lane
         self.make_body = make_body
         self.arguments = arguments
         self.num_ticks = num_ticks
-        self.body: Body | None = None  # None: before its turn
-        self.first_tick = 0
+        self.task = task
+        self.is_quick = task is not None and num_ticks == 1 and quick(task)
+        self.body: Body | None = None  # None: before its turn, or a task
+        self.first_tick = 0  # before its turn
         self.awaited_tick = 0  # the body continues when all ranks have published this tick
 
     def start(self, first_tick: int) -> None:
         self.first_tick = first_tick
         self.awaited_tick = first_tick - 1
-        self.body = self.make_body(first_tick, *self.arguments)
+        if self.task is None:
+            self.body = self.make_body(first_tick, *self.arguments)
 
     def has_said_all(self) -> bool:
         """Whether this rank has published its last tick, so that no rank waits for it."""
-        if self.body is None:
+        if not self.first_tick:
             return False  # It waits for a work before it.
         return self.num_ticks > 0 and self.awaited_tick == self.first_tick + self.num_ticks - 1
 
@@ -316,13 +322,44 @@ class Lane(DrivenQueue):
         super().__init__(segment, "chorusline-lane")
         self._queue: deque[LaneWork] = deque()
         self._next_tick = FIRST_TICK  # only the driver uses it
+        self.compiled = compiled(segment)
+        """None: bodies run in Python."""
 
     def submit(self, work: LaneWork) -> None:
         """Append `work` and run what needs no waiting."""
-        self._run_what_can(work)
+        if not work.is_quick or work.operation.finish is not None or not self._run_alone(work):
+            self._run_what_can(work)
         # A work that has published its last tick delays no rank; a waiter may drive it later.
         if not work.done and not work.has_said_all():
             self.call_background(WAKE_DELAY_S if work.num_ticks else _UNSURE_DELAY_S)
+
+    def _run_alone(self, work: LaneWork) -> bool:
+        """As `_run_what_can(work)` for little data, with the lock taken once; False, and nothing
+        was done, if it cannot."""
+        compiled = self.compiled
+        assert compiled is not None and work.task is not None
+        try:
+            with self.lock:
+                if self._driven or self._queue or self._end is not None:
+                    return False
+                self._queue.append(work)
+                work.start(self._next_tick)
+                compiled.begin(work.task, work.operation, self._next_tick)
+                tick = compiled.advance_quickly()
+                if tick == DONE:
+                    self._next_tick += 1
+                    self._queue.clear()
+                    work.settle(None)  # It has no callbacks yet.
+                    return True
+                work.awaited_tick = tick
+                if tick == work.first_tick:
+                    work.operation.state = STARTED
+        except BaseException as error:  # An interrupt: other ranks would wait for this one.
+            self.abort(self._interrupted(work.operation, error))
+            raise
+        if tick < 0:
+            self._run_what_can()
+        return True
 
     def look(self, work: LaneWork) -> bool:
         """`poll` for a few yields of the core, for a caller that will call again, or wait."""
@@ -375,33 +412,15 @@ class Lane(DrivenQueue):
     @outside_modes
     def _run(self, work: LaneWork, block: bool, spin: bool) -> bool:
         """Run `work` to its end or, unless `block`, to its first wait; whether it ended."""
-        segment = self.segment
-        body = work.body
-        # The first tick is known only now: works before it take as many as their sizes need.
-        if body is None:
-            work.start(self._next_tick)
-            body = work.body
-            assert body is not None
         try:
-            while True:
-                tick = work.awaited_tick
-                if not segment.reached(tick):
-                    if not block:
-                        # No wait follows, in which the end of the generation would be noticed.
-                        segment.raise_failure()
-                        return False
-                    operation = work.operation
-                    give_up_at = operation.issued_at + operation.timeout_s
-                    segment.wait(tick, operation, give_up_at, spin)
-                if tick < work.first_tick:
-                    # Ticks from before the generation's end must not let this work succeed.
-                    segment.raise_failure()
-                    work.operation.state = STARTED
-                    segment.sign(work.operation)
-                elif tick == work.first_tick:
-                    segment.check_signatures(work.operation)
-                work.awaited_tick = next(body)
-        except StopIteration:
+            # The first tick is known only now: works before it take as many as their sizes need.
+            if not work.first_tick:
+                work.start(self._next_tick)
+                if work.task is not None and self.compiled is not None:
+                    self.compiled.begin(work.task, work.operation, self._next_tick)
+            continues = self._run_body if work.task is None else self._run_task
+            if not continues(work, block, spin):
+                return False
             self._next_tick = work.awaited_tick + 1
             with self.lock:
                 self._queue.popleft()
@@ -411,12 +430,60 @@ class Lane(DrivenQueue):
                 self._finish_all(error)
         except BaseException as error:
             # A bug, or an interrupt in the waiting thread: other ranks would wait for this one.
-            failure = segment.abort(self._interrupted(work.operation, error))
+            failure = self.segment.abort(self._interrupted(work.operation, error))
             with self.lock:
                 self._finish_all(failure)
             self._call_back()
             raise
         self._call_back()
+        return True
+
+    def _run_body(self, work: LaneWork, block: bool, spin: bool) -> bool:
+        segment, body = self.segment, work.body
+        assert body is not None
+        while True:
+            tick = work.awaited_tick
+            if not segment.reached(tick) and not self._wait(work, block, spin):
+                return False
+            if tick < work.first_tick:
+                # Ticks from before the generation's end must not let this work succeed.
+                segment.raise_failure()
+                work.operation.state = STARTED
+                segment.sign(work.operation)
+            elif tick == work.first_tick:
+                segment.check_signatures(work.operation)
+            try:
+                work.awaited_tick = next(body)
+            except StopIteration:
+                return True
+
+    def _run_task(self, work: LaneWork, block: bool, spin: bool) -> bool:
+        assert self.compiled is not None
+        operation = work.operation
+        while (tick := self.compiled.advance(block and spin)) != DONE:
+            if tick == ABORTED:
+                self.segment.raise_failure()
+            if tick < 0:
+                self.segment.check_signatures(operation)
+            work.awaited_tick = tick
+            if tick >= work.first_tick:
+                operation.state = STARTED
+            if not self._wait(work, block, spin=False):
+                return False
+        work.awaited_tick = work.first_tick + work.num_ticks - 1
+        if operation.finish is not None:
+            operation.finish()
+        return True
+
+    def _wait(self, work: LaneWork, block: bool, spin: bool) -> bool:
+        """Wait for the tick that `work` needs, if this thread may; whether all have come."""
+        if not block:
+            # No wait follows, in which the end of the generation would be noticed.
+            self.segment.raise_failure()
+            return False
+        operation = work.operation
+        give_up_at = operation.issued_at + operation.timeout_s
+        self.segment.wait(work.awaited_tick, operation, give_up_at, spin)
         return True
 
     # --------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from chorusline.actors.worker.devices import VISIBLE
+from chorusline.collectives.shared_memory.compiled import library
 from chorusline.collectives.shared_memory.layout import make_memory
 from chorusline.collectives.shared_memory.symmetric_memory import make_symmetric
 from chorusline.collectives.transports.interfaces import (
@@ -280,6 +281,7 @@ def _shared_memory() -> Iterator[Finding]:
         )
     else:
         yield fine("shared memory", "ranks of this host can share memory (memfd)")
+        yield _compiled()
         yield from _symmetric_memory()
         yield from _exits()
     size = shutil.disk_usage("/dev/shm")
@@ -292,6 +294,17 @@ def _shared_memory() -> Iterator[Finding]:
         )
     else:
         yield fine("/dev/shm", says)
+
+
+def _compiled() -> Finding:
+    if library() is not None:
+        return fine("small operations", "ranks that share memory run them in C")
+    return poor(
+        "small operations",
+        "ranks that share memory run them in Python, which is slower: the installation found no C "
+        "compiler, or its library is not for this machine",
+        "install gcc, and install Chorusline again (in a checkout: make compile)",
+    )
 
 
 def _symmetric_memory() -> Iterator[Finding]:

@@ -27,6 +27,7 @@ from rich.console import Console
 import chorusline as cl
 from chorusline.actors.ray_calls.detached_actors import INCARNATION, NAMESPACE
 from chorusline.actors.worker.devices import VISIBLE
+from chorusline.collectives.shared_memory.compiled import library
 from chorusline.runtime.commands import function_flags
 from chorusline.runtime.commands.arguments import (
     WrongUsage,
@@ -476,6 +477,7 @@ def test_the_doctor_tells_each_thing_and_finds_nothing_that_prevents_running(
     for words in ("python", "torch", "ray", "nccl", "/dev/shm", "links", "ports", "auth mode"):
         assert words in told
     assert "ranks of this host can share memory" in told
+    assert f"run them in {'C' if library() is not None else 'Python'}" in told
     assert told.endswith("nothing prevents running here\n")
 
 

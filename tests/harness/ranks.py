@@ -27,6 +27,8 @@ from chorusline.collectives.group import Group
 from chorusline.collectives.stores.file_store import FileStore
 
 SHARED_MEMORY, GLOO, NCCL = "shared-memory", "gloo", "nccl"
+IN_PYTHON = "shared-memory in Python"  # without the C library
+IN_BOTH = "shared-memory in C and in Python"  # every second rank without it
 
 transports = pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
 
@@ -78,7 +80,7 @@ class Rank:
         group = Group.create(
             self.store, self.rank, self.size, device, generation=generation, timeout_s=timeout_s
         )
-        assert group.backend == self.transport
+        assert group.backend == backend_of(self.transport)
         return group
 
     def say(self, word: str) -> None:
@@ -179,6 +181,18 @@ class Ranks:
             self._pipes.pop(rank).close()
 
 
+def choose(transport: str, rank: int) -> None:
+    """Set what lets a group of this process have `transport`."""
+    if transport == GLOO:
+        os.environ["CHORUSLINE_HOST_ID"] = f"host {rank % 2}"  # Two hosts, as far as we know.
+    if transport == IN_PYTHON or (transport == IN_BOTH and rank % 2):
+        os.environ["CHORUSLINE_COMPILED"] = "0"
+
+
+def backend_of(transport: str) -> str:
+    return transport.partition(" ")[0]
+
+
 def run_ranks(
     body: Body, size: int, folder: Path, transport: str = SHARED_MEMORY, *arguments: Any
 ) -> list[Any]:
@@ -197,8 +211,7 @@ def _main(
     pipe: Connection,
 ) -> None:
     torch.set_num_threads(1)
-    if transport == GLOO:
-        os.environ["CHORUSLINE_HOST_ID"] = f"host {rank % 2}"  # Two hosts, as far as we know.
+    choose(transport, rank)
     # By value: the pipe's own pickler leaves a tensor in memory that this process has to hand over
     # when it is asked for, and it may have ended by then.
     try:

@@ -5,7 +5,6 @@ For tests that leave their group whole. Tests that kill ranks take fresh ones, o
 
 from __future__ import annotations
 
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from chorusline.collectives import FileStore, Group
-from tests.harness.ranks import FORKS, GLOO, SHARED_MEMORY
+from tests.harness.ranks import FORKS, SHARED_MEMORY, backend_of, choose
 
 _PATIENCE_S = 60.0
 
@@ -97,10 +96,9 @@ def _serve(pipe: Connection, path: str, rank: int, size: int, transport: str) ->
     global _store
     torch.set_num_threads(1)
     _store = FileStore(path)
-    if transport == GLOO:
-        os.environ["CHORUSLINE_HOST_ID"] = f"host {rank % 2}"  # Two hosts, as far as we know.
+    choose(transport, rank)
     group = Group.create(_store, rank, size, timeout_s=30)
-    assert group.backend == transport
+    assert group.backend == backend_of(transport)
     while True:
         try:
             function, args = pipe.recv()

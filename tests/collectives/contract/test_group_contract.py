@@ -14,7 +14,16 @@ from chorusline.collectives.group import Group
 from chorusline.collectives.stores.store import HashStore
 from tests.contracts.group import CONTRACT, HOST_CONTRACT, name_of
 from tests.contracts.operations import check_all_reduce, check_barrier, check_bits
-from tests.harness.ranks import GLOO, NCCL, SHARED_MEMORY, Rank, on_gpus, run_ranks
+from tests.harness.ranks import (
+    GLOO,
+    IN_BOTH,
+    IN_PYTHON,
+    NCCL,
+    SHARED_MEMORY,
+    Rank,
+    on_gpus,
+    run_ranks,
+)
 from tests.harness.standing_ranks import StandingRanks
 
 Check = Callable[[Group], Any]
@@ -22,6 +31,8 @@ Check = Callable[[Group], Any]
 HOST_TRANSPORTS = [
     *((SHARED_MEMORY, size) for size in (1, 2, 3)),
     pytest.param(SHARED_MEMORY, 4, marks=pytest.mark.slow),  # As with 3, on the same branches.
+    (IN_BOTH, 3),
+    pytest.param(IN_PYTHON, 3, marks=pytest.mark.slow),  # As the second rank of IN_BOTH.
     pytest.param(GLOO, 2, marks=pytest.mark.slow),  # As with 3, and on fewer branches.
     (GLOO, 3),
 ]
@@ -72,13 +83,13 @@ def test_a_barrier_ends_nowhere_before_it_began_everywhere(
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_gloo_and_shared_memory_give_the_same_bits(size: int, tmp_path: Path) -> None:
+def test_host_transports_give_the_same_bits(size: int, tmp_path: Path) -> None:
     digests = []
-    for transport in (SHARED_MEMORY, GLOO):
+    for transport in (SHARED_MEMORY, IN_PYTHON, IN_BOTH, GLOO):
         folder = tmp_path / transport
         folder.mkdir()
         digests.append(run_ranks(run_checks, size, folder, transport, [check_bits]))
-    assert digests[0] == digests[1]
+    assert digests == [digests[0]] * 4
 
 
 def run_one_after_another(rank: Rank) -> None:

@@ -20,6 +20,8 @@ from tests.harness.head_node import ENVIRONMENT
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 (PROGRAM,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 PACKAGES = ("collectives", "actors", "runtime")
+LIBRARY = "chorusline/collectives/shared_memory/ticks.so"
+SOURCE = "collectives/shared_memory/ticks.c"
 
 
 def test_the_classifiers_name_every_python_from_the_oldest_on() -> None:
@@ -60,10 +62,10 @@ def test_a_wheel_and_an_sdist_have_all_files_of_the_packages(built: tuple[Path, 
         for path in (ROOT / package).rglob("*.py")
     } | {f"chorusline/{name}" for name in ("__init__.py", "__init__.pyi", "py.typed")}
     in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert in_wheel == ours
+    assert {re.sub(r"(?<=/ticks).*(?=[.]so$)", "", name) for name in in_wheel} == ours | {LIBRARY}
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert names >= ours | {"README.md", "LICENSE", "pyproject.toml"}
+    assert names >= ours | {"README.md", "LICENSE", "pyproject.toml", SOURCE}
 
 
 @pytest.mark.slow

@@ -1,0 +1,134 @@
+"""The compiled bodies of operations (ticks.c), where the installation could build them.
+
+An installation compiles the library if it finds a C compiler; without the library, and with
+CHORUSLINE_COMPILED=0, the bodies of algorithms.py run instead. Both do the same in the same ticks,
+so that ranks with and without it meet in one group. The library knows no Python: ctypes calls it,
+without the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..contract.call_site import SITE_BYTES
+from ..contract.dtypes import DTYPE_INDEX
+from ..contract.operation import Kind, Operation, ReduceOp
+from .layout import ABORT_WORD, BLOCK_WORDS, SIGNATURE, SLEEPS_ON, TICK, block_at
+from .segment import SharedSegment, what_of
+
+DONE, ABORTED, MISMATCH = 0, -1, -2
+"""What `advance` returns besides a tick."""
+
+Task = tuple[int, ...]
+"""An operation's ticks, and what comes after them in `struct task` up to the chunk."""
+
+_QUICK_BYTES = 64 << 10
+
+_PLACE = struct.Struct("=14q")
+_TASK = struct.Struct(f"=16q{SITE_BYTES}s")
+
+
+class Library(NamedTuple):
+    """advance_quickly: keeps the interpreter's lock, which costs less than to take it again."""
+
+    advance: Any
+    advance_quickly: Any
+    can_add: Any
+
+
+def quick(task: Task) -> bool:
+    """Whether it takes less time than other threads notice."""
+    return task[-2] * task[3] <= _QUICK_BYTES
+
+
+@functools.cache
+def library() -> Library | None:
+    """The library; None if it was not built, or is not for this machine."""
+    source = Path(__file__).with_name("ticks.c")  # Only a checkout has it.
+    for path in source.parent.glob("ticks*.so"):
+        # One of an earlier commit may have other structs.
+        if source.exists() and source.stat().st_mtime > path.stat().st_mtime:
+            continue
+        try:
+            found = Library(
+                ctypes.CDLL(str(path)).advance,
+                ctypes.PyDLL(str(path)).advance,
+                ctypes.CDLL(str(path)).can_add,
+            )
+        except (OSError, AttributeError):
+            continue
+        for advance in found[:2]:
+            advance.restype = ctypes.c_int64
+            advance.argtypes = (ctypes.c_void_p, ctypes.c_int)
+        found.can_add.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+        return found
+    return None
+
+
+def compiled(segment: SharedSegment) -> Compiled | None:
+    """None where the bodies of algorithms.py are to run."""
+    found = None if os.environ.get("CHORUSLINE_COMPILED") == "0" else library()
+    return None if found is None else Compiled(found, segment)
+
+
+class Compiled:
+    """The operation that a lane runs, in C. The lane gives it one after the other."""
+
+    def __init__(self, found: Library, segment: SharedSegment) -> None:
+        place = _PLACE.pack(
+            *(segment.address, segment.rank, segment.size, segment.slots_at, segment.slot_bytes),
+            *(segment.sites_at, SITE_BYTES, segment.size <= (os.cpu_count() or 1)),
+            *(ABORT_WORD, block_at(0), BLOCK_WORDS, TICK, SLEEPS_ON, SIGNATURE),
+        )
+        self._size = segment.size
+        self._place = ctypes.create_string_buffer(place)
+        self._place_at = ctypes.addressof(self._place)
+        task = ctypes.create_string_buffer(_TASK.size)
+        self._task = memoryview(task)
+        self._task_at = ctypes.addressof(task)
+        self._advance = found.advance
+        self._advance_quickly = found.advance_quickly
+        self._can_add = functools.cache(found.can_add)
+
+    def task(
+        self,
+        kind: Kind,
+        ticks: int,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        count: int,
+        chunk: int,
+        op: ReduceOp | None = None,
+        root: int = -1,
+    ) -> Task | None:
+        """None if C does not have it. count: elements of the smaller tensor. chunk: elements of a
+        tick, or of one rank's part in an all_reduce of several ticks. op: None where nothing is
+        added."""
+        dtype = DTYPE_INDEX[input.dtype]
+        place = input.data_ptr()
+        to = place if output is input else output.data_ptr()
+        if op is None:
+            return ticks, kind, dtype, input.itemsize, -1, root, place, to, count, chunk
+        if not self._can_add(dtype, op, self._size):
+            return None
+        return ticks, kind, dtype, input.itemsize, op, root, place, to, count, chunk
+
+    def begin(self, task: Task, operation: Operation, first_tick: int) -> None:
+        signed = operation.sequence, what_of(operation), operation.numel + 1
+        site = operation.padded_site()
+        _TASK.pack_into(self._task, 0, self._place_at, first_tick, 0, *task, *signed, site)
+
+    def advance(self, spin: bool) -> int:
+        """Do what can be done of the operation that has begun; see ticks.c."""
+        return self._advance(self._task_at, spin)  # type: ignore[no-any-return]
+
+    def advance_quickly(self) -> int:
+        """The same for little data, without a moment's wait."""
+        return self._advance_quickly(self._task_at, False)  # type: ignore[no-any-return]
