@@ -32,6 +32,9 @@ class Batches(Dealt):
     other ranks, even to those that are out of batches and wait.
     """
 
+    num_samples = 0
+    """The size of the dataset; 0 if unknown."""
+
     def __init__(
         self,
         batch_size: int,
@@ -241,11 +244,6 @@ class Batches(Dealt):
                 "loop",
                 stacklevel=4,  # the loop, which called `_iterate`, which called `_join_of_loop`
             )
-
-    @property
-    def num_samples(self) -> int:
-        """The size of the dataset; 0 if unknown."""
-        return 0
 
     def _check(self) -> None:
         """Raise if the data has changed; called before an iteration begins."""

@@ -133,7 +133,7 @@ class Shard(Batches):
         rank, world_size = checked_place(rank, world_size, "world_size")
         device = None if device is None else checked_device(device)
         self.dataset = dataset
-        self._given_samples = len(dataset)
+        self.num_samples = len(dataset)
         self._seed, self._shuffle = seed, shuffle
         self._options = options or FetchOptions(collate_fn=collate_fn)
         self._fetchers = fetchers or Fetchers()
@@ -172,7 +172,7 @@ class Shard(Batches):
     def num_used(self) -> int:
         """As described at the top of the class."""
         # What is left is dealt to one rank: the others are used.
-        resumed = self._given_samples - len(self._dealt(1)[0])
+        resumed = self.num_samples - len(self._dealt(1)[0])
         return resumed + self.num_committed
 
     @property
@@ -189,14 +189,10 @@ class Shard(Batches):
     def taken_ids(self) -> list[int]:
         return self._hand[: self.counts.num_taken].tolist()
 
-    @property
-    def num_samples(self) -> int:
-        return self._given_samples
-
     def _check(self) -> None:
-        if len(self.dataset) != self._given_samples:
+        if len(self.dataset) != self.num_samples:
             raise ValueError(
-                f"the dataset had {self._given_samples} samples when ctx.shard was called, and "
+                f"the dataset had {self.num_samples} samples when ctx.shard was called, and "
                 f"has {len(self.dataset)} now, so some samples would be left out. Change a "
                 "dataset between two epochs only, and call ctx.shard again then, on all ranks"
             )
@@ -237,7 +233,7 @@ class Shard(Batches):
 
     def _whole(self, num_ranks: int) -> Hands:
         return dealt_hands(
-            self._given_samples,
+            self.num_samples,
             world_size=num_ranks,
             epoch=self.epoch,
             seed=self._seed,
@@ -254,13 +250,13 @@ class Shard(Batches):
 
     # -- for the dealer --------------------------------------------------------------------------
 
-    def begin_dealt(self, dealer: Dealer, cuts: Sequence[Cut]) -> None:
+    def begin_dealt(self, cuts: Sequence[Cut]) -> None:
         """Begin an epoch of which `cuts` have already distributed a part."""
-        hands = self._dealt(cuts[0].dealt_for if cuts else dealer.world_size)
+        hands = self._dealt(self.counts.dealt_for)
         for cut in cuts:
             self._note_lost(hands, cut)
             hands = self._cut(hands, cut)
-        self._take_hand(hands, dealer.rank)
+        self._take_hand(hands, self._dealer.rank)
 
     def redeal(self, cut: Cut) -> Left:
         """Distribute again what no rank has taken; how many batches each rank has left."""

@@ -207,7 +207,7 @@ class Dealt(ABC):
         return len(self.ids_of_the_lost) + sum(self.counts.committed or ())
 
     @abstractmethod
-    def begin_dealt(self, dealer: Dealer, cuts: Sequence[Cut]) -> None:
+    def begin_dealt(self, cuts: Sequence[Cut]) -> None:
         """Take this rank's hand. cuts: those of this iteration, if other ranks began it before."""
 
     @abstractmethod
@@ -272,7 +272,7 @@ class Dealer:
         # The number is equal on all ranks, as they begin the same iterations in one order.
         shard.counts = Counts(self._last_begun, dealt_for, self.holders)
         self._active.append(shard)
-        shard.begin_dealt(self, cuts)
+        shard.begin_dealt(cuts)
 
     def check_room(self) -> None:
         """Raises RuntimeError if too many iterations are in progress. Called before the first

@@ -314,7 +314,8 @@ class StreamShard(Batches):
 
     # -- for the dealer --------------------------------------------------------------------------
 
-    def begin_dealt(self, dealer: Dealer, cuts: Sequence[Cut]) -> None:
+    def begin_dealt(self, cuts: Sequence[Cut]) -> None:
+        dealer = self._dealer
         self._numbers, self._asked = Numbers(), None
         self._gone, self._num_unknown = None, 0
         self._ahead.clear()

@@ -156,7 +156,7 @@ class Rows(Dealt):
     def taken_ids(self) -> list[int]:
         return []
 
-    def begin_dealt(self, dealer: Dealer, cuts: object) -> None: ...
+    def begin_dealt(self, cuts: object) -> None: ...
 
     def redeal(self, cut: Cut) -> Left:
         return Left([1], [1])

@@ -152,6 +152,7 @@ class Steps(Dealt):
             )
         self.counts, self.rest = Counts(), Remainder()
         self._rows = rows
+        self.num_samples = rows.num_samples or 0
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.epoch = epoch
@@ -200,8 +201,7 @@ class Steps(Dealt):
         if self._cursor is not None:
             self._cursor.begin(self._key, self)
         self._first = _first_step(self.rest)
-        self.paces, self._dealt = [0.0] * self._dealer.world_size, {}
-        self._sizes, self._together = None, None
+        self._dealt, self._sizes, self._together = {}, None, None
         try:
             self._dealer.begin(self)
             self._dealer.check_room()
@@ -390,10 +390,6 @@ class Steps(Dealt):
     # -- for the dealer, to which a step is a sample -----------------------------------------------
 
     @property
-    def num_samples(self) -> int:
-        return self._rows.num_samples or 0
-
-    @property
     def taken_ids(self) -> Sequence[int]:
         return range(self._first, self._first + self.counts.num_taken)
 
@@ -402,9 +398,8 @@ class Steps(Dealt):
         last = self._first + max(counts, default=0) - 1
         return [last] if last >= 0 else []
 
-    def begin_dealt(self, dealer: Dealer, cuts: Sequence[Cut]) -> None:
-        if cuts:
-            self.paces = [0.0] * cuts[0].dealt_for
+    def begin_dealt(self, cuts: Sequence[Cut]) -> None:
+        self.paces = [0.0] * self.counts.dealt_for
         for cut in cuts:
             self._cut(cut)
 
