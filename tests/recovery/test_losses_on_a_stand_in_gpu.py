@@ -240,7 +240,8 @@ def test_ranges_whose_transfer_was_stopped_are_not_taken_for_state() -> None:
 
 def keep_buffers_of_a_plain_step(rank: Rank) -> dict[str, Any]:
     """Rank 0 stops between the vote on a step and its buffers. Rank 1 has stepped by then, so the
-    step counts, and it keeps the buffers for the function that runs again."""
+    step counts, and it keeps the buffers for the function that runs again. (In the first two steps
+    the ranks compare their parameters before that.)"""
     told: dict[str, Any] = {}
 
     def train(ctx: cl.Context) -> None:
@@ -250,14 +251,14 @@ def keep_buffers_of_a_plain_step(rank: Rank) -> dict[str, Any]:
         ctx.register("optimizer", optimizer)
         engine = engine_of(model)
         try:
-            for step in range(3):
+            for step in range(4):
                 optimizer.zero_grad()
                 loss = model(inputs(ctx.rank).to(ctx.device)).square().mean()
-                if step == 1 and ctx.rank == 0:
+                if step == 2 and ctx.rank == 0:
                     engine.sync_buffers = lambda *_, **__: stop_here(rank)
-                told["before"] = [b.cpu() for b in model.buffers()] if step < 2 else told["before"]
+                told["before"] = [b.cpu() for b in model.buffers()] if step < 3 else told["before"]
                 loss.backward()
-                if step == 1:
+                if step == 2:
                     lose_soon(ctx.group, 0)
                 optimizer.step()
         except GroupAborted:
