@@ -119,70 +119,75 @@ def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int
     return _HEAD + _OF_RANK * num_ranks + num_parameters + 2 * num_cursors * num_ranks
 
 
-def vote_of(
-    rank: int,
-    num_ranks: int,
-    *,
-    standing: LeftoverVote | tuple[float, float, float],
-    has_next: bool,
-    used: Sequence[bool],
-    weight: float | None,
-    stop: bool,
-    holds_cleared: bool = False,
-    kept: Collection[int] = (),
-    cursors: Sequence[int] = (),
-    num_cursors: int = 0,
-    notes: Sequence[Note] = (),
-    join: int = 0,
-    epoch: int = 0,
-    digest: int = 0,
-) -> list[float]:
-    """The vote of `rank`: vote_numel numbers. It is made on the host, and goes up in one copy.
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What one rank says about a step.
 
     standing: whether this rank took the step with data, or hands in leftovers; in a second vote on
         a step HANDS_IN_NOW or ABSENT.
     has_next: whether this rank may take another step.
     used: per parameter, whether this rank has a gradient for it.
-    holds_cleared: whether it contributes nothing, and holds the used ones as the others have
-        cleared them: optimizers step by zeros, and not by None.
     weight: of this rank's loss; None if ranks do not weigh.
     stop: whether this rank was asked to stop.
+    holds_cleared: whether it contributes nothing, and holds the used ones as the others have
+        cleared them: optimizers step by zeros, and not by None.
     kept: the parameters for which this rank has data, and adds it to the mean of an earlier pass.
-    cursors: each below 2^47; where they are fewer than num_cursors, the rest is 0.
+    cursors: samples that the rank has taken of each iteration that it is in (dealer.py); each below
+        2^47.
+    notes: about the backward passes of the step.
     join, digest: of this rank, as in an Agreement; below 2^8 and 2^24.
     epoch: of this rank, as in an Agreement; of a larger one the lowest 15 bits travel.
     """
-    first = vote_numel(num_ranks, len(used))
-    vote = [0.0] * vote_numel(num_ranks, len(used), num_cursors)
-    vote[_VOTES] = 1.0
-    own_at = _HEAD + 3 * rank
-    if isinstance(standing, LeftoverVote):
-        vote[own_at : own_at + 3], contributes = standing.numbers, standing.contributes
-    else:
-        vote[own_at : own_at + 3], contributes = standing, standing == HANDS_IN_NOW
-    # Three counts of ranks are in one number, each smaller than `one_more`.
-    one_more, uses = num_ranks + 1, slice(_HEAD + _OF_RANK * num_ranks, first)
-    if holds_cleared:
-        vote[uses] = [float(is_used * one_more**2) for is_used in used]
-    if contributes:  # A rank without data or leftovers uses no parameter, and weighs nothing.
-        vote[uses] = map(float, used)
-        # Beside the weights their number: a sum does not say whether all have given one.
-        if weight is not None:
-            vote[_WEIGHT] = weight
-            vote[_WEIGHING] = 1.0
-        for number in kept:
-            vote[uses.start + number] += one_more
-    if stop:
-        vote[_ASKING] = 1.0
-    for note in notes:
-        vote[NOTES_AT + note] = 1.0
-    beside = float(has_next + 2 * join + 512 * (epoch % (1 << 15))), float(digest)
-    vote[_HEAD + 3 * num_ranks + rank : _HEAD + _OF_RANK * num_ranks : num_ranks] = beside
-    if cursors:
-        halves = [float(half) for cursor in cursors for half in divmod(cursor, _LOW)]
-        at = first + 2 * rank * num_cursors
-        vote[at : at + len(halves)] = halves
-    return vote
+
+    standing: LeftoverVote | tuple[float, float, float]
+    has_next: bool
+    used: Sequence[bool]
+    weight: float | None
+    stop: bool
+    holds_cleared: bool = False
+    kept: Collection[int] = ()
+    cursors: Sequence[int] = ()
+    notes: Sequence[Note] = ()
+    join: int = 0
+    epoch: int = 0
+    digest: int = 0
+
+    def numbers(self, rank: int, num_ranks: int, num_cursors: int = 0) -> list[float]:
+        """vote_numel numbers. They are made on the host, and go up in one copy. num_cursors: where
+        this rank has fewer cursors, the rest is 0."""
+        standing, used = self.standing, self.used
+        first = vote_numel(num_ranks, len(used))
+        vote = [0.0] * vote_numel(num_ranks, len(used), num_cursors)
+        vote[_VOTES] = 1.0
+        own_at = _HEAD + 3 * rank
+        if isinstance(standing, LeftoverVote):
+            vote[own_at : own_at + 3], contributes = standing.numbers, standing.contributes
+        else:
+            vote[own_at : own_at + 3], contributes = standing, standing == HANDS_IN_NOW
+        # Three counts of ranks are in one number, each smaller than `one_more`.
+        one_more, uses = num_ranks + 1, slice(_HEAD + _OF_RANK * num_ranks, first)
+        if self.holds_cleared:
+            vote[uses] = [float(is_used * one_more**2) for is_used in used]
+        if contributes:  # A rank without data or leftovers uses no parameter, and weighs nothing.
+            vote[uses] = map(float, used)
+            # Beside the weights their number: a sum does not say whether all have given one.
+            if self.weight is not None:
+                vote[_WEIGHT] = self.weight
+                vote[_WEIGHING] = 1.0
+            for number in self.kept:
+                vote[uses.start + number] += one_more
+        if self.stop:
+            vote[_ASKING] = 1.0
+        for note in self.notes:
+            vote[NOTES_AT + note] = 1.0
+        outlook = float(self.has_next + 2 * self.join + 512 * (self.epoch % (1 << 15)))
+        beside = slice(_HEAD + 3 * num_ranks + rank, _HEAD + _OF_RANK * num_ranks, num_ranks)
+        vote[beside] = outlook, float(self.digest)
+        if self.cursors:
+            halves = [float(half) for cursor in self.cursors for half in divmod(cursor, _LOW)]
+            at = first + 2 * rank * num_cursors
+            vote[at : at + len(halves)] = halves
+        return vote
 
 
 def standings_in(total: Sequence[float], num_ranks: int) -> tuple[LeftoverVote, ...]:

@@ -23,11 +23,11 @@ from ..process.agreement import (
     NOTES_AT,
     Agreement,
     Note,
+    Vote,
     check_votes,
     joins_in,
     read_agreement,
     standings_in,
-    vote_of,
 )
 from ..process.leftovers import LeftoverVote, sends_again
 from ..process.option_numbers import entries, is_number, like, number_of
@@ -45,44 +45,26 @@ _IN_JOIN = "ranks that may run out of data at different steps belong inside Join
 
 
 @dataclass(frozen=True, slots=True)
-class Vote:
-    """One rank's vote on a step.
+class ShardedVote:
+    """One rank's vote on a step of a sharded optimizer.
 
     step: number of the step.
-    standing: whether the rank took the step with data of its own, or hands in leftovers.
-    has_next: the rank may take another step.
-    used: per parameter, whether the rank has a gradient.
-    holds_cleared: as in `vote_of`.
-    weight: of the rank's losses; None: unweighted.
+    vote: as on any step.
     add_squared_norm: adds that of the rank's reduced shard to a tensor of shape (), in float64;
         None where nobody needs the norm.
     exact_norm: the same as exact_norm.partial_sum, where its bits must not depend on the cuts.
     loss_scale: of the rank's losses, or 0.0; on a GPU the host does not know it.
     options: the optimizer's numeric options.
-    cursors: samples that the rank has taken of each iteration that it is in (dealer.py).
     num_samples: lengths of the datasets that the rank iterates, the outermost first; 0: unknown.
-    stop: the rank was asked to stop all ranks after this step.
-    notes: about the backward passes of the step.
-    join, epoch, digest: as in an Agreement.
     digests: of what this rank keeps (digest_checks.py); None where they are not compared.
     """
 
     step: int
-    standing: LeftoverVote
-    has_next: bool
-    used: Sequence[bool]
-    weight: float | None
+    vote: Vote
     add_squared_norm: Callable[[torch.Tensor], object] | None
     loss_scale: torch.Tensor | float
     options: Sequence[float]
-    holds_cleared: bool = False
-    cursors: Sequence[int] = ()
     num_samples: Sequence[int] = ()
-    stop: bool = False
-    notes: Sequence[Note] = ()
-    join: int = 0
-    epoch: int = 0
-    digest: int = 0
     exact_norm: Sequence[float] = ()
     digests: torch.Tensor | None = None
 
@@ -122,49 +104,34 @@ class Ballot:
     def move_to(self, group: Group) -> None:
         self._group = group
 
-    def hold(self, vote: Vote) -> tuple[float, ...]:
+    def hold(self, sharded: ShardedVote) -> tuple[float, ...]:
         """Cast this rank's vote; returns the sums, which `read` takes.
 
         Raises CollectiveMismatch, on all ranks, if the ranks are not at the same step, or iterate
         datasets of different lengths.
         """
         group = self._group
-        scale = vote.loss_scale
+        scale = sharded.loss_scale
         own_at = _PER_RANK + group.rank * self._own_numel
         numbers = [0.0] * self._vote_at
-        step = vote.step % _FARTHEST
+        step = sharded.step % _FARTHEST
         numbers[_STEP], numbers[_STEP_SQUARED] = step, step**2
         numbers[own_at : own_at + self._digests_at] = [
             0.0 if isinstance(scale, torch.Tensor) else scale,
-            *[*vote.num_samples[:MAX_ITERATIONS], *[0] * MAX_ITERATIONS][:MAX_ITERATIONS],
-            *vote.options,
+            *[*sharded.num_samples[:MAX_ITERATIONS], *[0] * MAX_ITERATIONS][:MAX_ITERATIONS],
+            *sharded.options,
         ]
-        numbers += vote_of(
-            group.rank,
-            group.size,
-            standing=vote.standing,
-            has_next=vote.has_next,
-            used=vote.used,
-            holds_cleared=vote.holds_cleared,
-            weight=vote.weight,
-            stop=vote.stop,
-            cursors=vote.cursors,
-            num_cursors=self._num_cursors,
-            notes=vote.notes,
-            join=vote.join,
-            epoch=vote.epoch,
-            digest=vote.digest,
-        )
+        numbers += sharded.vote.numbers(group.rank, group.size, self._num_cursors)
         self._numel = len(numbers)
-        numbers += vote.exact_norm
+        numbers += sharded.exact_norm
         vector = device_numbers(numbers, torch.float64, group.device)
         # Added where the gradients are, as is a scale on the GPU: the host would wait to read them.
-        if vote.add_squared_norm is not None:
-            vote.add_squared_norm(vector[_SQUARED_NORM])
+        if sharded.add_squared_norm is not None:
+            sharded.add_squared_norm(vector[_SQUARED_NORM])
         if isinstance(scale, torch.Tensor):
             vector[own_at + _LOSS_SCALE] = scale
-        if vote.digests is not None:
-            vector[own_at + self._digests_at : own_at + self._own_numel] = vote.digests
+        if sharded.digests is not None:
+            vector[own_at + self._digests_at : own_at + self._own_numel] = sharded.digests
         seen: tuple[float, ...] = tuple(group.all_reduce_and_read(vector).tolist())
         # First of all: of a sum that was stopped nothing else may be read.
         check_votes(seen[self._vote_at :], group)
@@ -176,8 +143,8 @@ class Ballot:
                 "step()",
                 group.generation,
                 list(range(group.size)),
-                f"the ranks have taken different numbers of steps (this rank: {vote.step})",
-                f"{_STEPS}." if vote.join else f"{_STEPS}; {_IN_JOIN}.",
+                f"the ranks have taken different numbers of steps (this rank: {sharded.step})",
+                f"{_STEPS}." if sharded.vote.join else f"{_STEPS}; {_IN_JOIN}.",
             )
         self._check_lengths(seen)
         return seen

@@ -64,7 +64,7 @@ from ..data_parallel.same_model import (
 from ..join.engine import GroupJoinable, Joinable, JoinEngine
 from ..join.error_notes import why_not_stepped_along
 from ..join.join_hook import JoinHook
-from ..process.agreement import Agreement, Note
+from ..process.agreement import Agreement, Note, Vote
 from ..process.between_runs import between_runs
 from ..process.leftovers import LeftoverVote
 from ..process.option_numbers import float_of
@@ -75,7 +75,7 @@ from .ballot import (
     OF_THE_STEP,
     Ballot,
     Outcome,
-    Vote,
+    ShardedVote,
     check_same_options,
     labels_of,
     numbers_of,
@@ -1044,23 +1044,16 @@ class OptimizerEngine:
     def _needs_norm(self) -> bool:
         return self.optimizer.max_norm is not None or self.optimizer.uses_scaler
 
-    def _vote(self, is_live: bool) -> Vote:
+    def _vote(self, is_live: bool) -> ShardedVote:
         needs_norm = self._needs_norm
         in_steps = self.model is not None and self.model.steps.is_under_way
-        return Vote(
-            step=self.optimizer.num_steps,
+        vote = Vote(
             standing=self.reducer.standing(is_live) if self.reducer else LeftoverVote(is_live),
             has_next=self.optimizer._has_next(),
             used=[parameter.grad is not None for parameter in self.shard.parameters],
             holds_cleared=self.reducer is not None and self.reducer.holds_cleared,
             weight=self.reducer.weight if self.reducer else None,
-            # In ctx.steps the norm has the same bits at any number of ranks: an exact sum.
-            add_squared_norm=self.shard.add_squared_norm if needs_norm and not in_steps else None,
-            exact_norm=self.shard.exact_norm() if needs_norm and in_steps else (),
-            loss_scale=self.loss_scale if is_live and self.loss_scale is not None else 0.0,
-            options=self._options_to_vote(),
             cursors=self._recovery.cursors() if self._recovery else (),
-            num_samples=boundary().num_samples,
             stop=boundary().steps.stop_is_wanted,
             notes=[
                 *(self.reducer.notes() if self.reducer else ()),
@@ -1072,6 +1065,16 @@ class OptimizerEngine:
             join=self.optimizer._told_of_join(),
             epoch=boundary().epoch,
             digest=-boundary().draws,
+        )
+        return ShardedVote(
+            self.optimizer.num_steps,
+            vote,
+            # In ctx.steps the norm has the same bits at any number of ranks: an exact sum.
+            add_squared_norm=self.shard.add_squared_norm if needs_norm and not in_steps else None,
+            exact_norm=self.shard.exact_norm() if needs_norm and in_steps else (),
+            loss_scale=self.loss_scale if is_live and self.loss_scale is not None else 0.0,
+            options=self._options_to_vote(),
+            num_samples=boundary().num_samples,
             digests=self._digests.vote(self.optimizer.num_steps),
         )
 

@@ -11,9 +11,9 @@ from chorusline.runtime.data.dealer import Cut, Dealer, Dealt, Left
 from chorusline.runtime.process.agreement import (
     MAX_ITERATIONS,
     Note,
+    Vote,
     read_agreement,
     vote_numel,
-    vote_of,
 )
 from chorusline.runtime.process.leftovers import LeftoverVote
 from chorusline.runtime.process.registry import Registered
@@ -61,20 +61,18 @@ def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
         ]
         total = torch.zeros(vote_numel(num_ranks, 4, MAX_ITERATIONS), dtype=dtype)
         for rank in range(num_ranks):
-            vote = vote_of(
-                rank,
-                num_ranks,
+            vote = Vote(
                 standing=LeftoverVote(rank != 1),
                 has_next=rank != 0,
                 used=used[rank],
                 weight=None,
                 stop=False,
                 cursors=cursors[rank],
-                num_cursors=MAX_ITERATIONS,
                 epoch=rank + shift,
                 digest=(1 << 23) - rank,
             )
-            total += torch.tensor(vote, dtype=dtype)
+            numbers = vote.numbers(rank, num_ranks, MAX_ITERATIONS)
+            total += torch.tensor(numbers, dtype=dtype)
         told = read_agreement(total.tolist(), num_ranks, MAX_ITERATIONS)
         # Also of a rank that has joined, which is not live.
         assert told.cursors == tuple(map(tuple, cursors))

@@ -42,12 +42,12 @@ from ...process.agreement import (
     MAX_ITERATIONS,
     Agreement,
     Note,
+    Vote,
     check_votes,
     joins_in,
     read_agreement,
     standings_in,
     vote_numel,
-    vote_of,
     with_leftovers,
 )
 from ...process.between_runs import between_runs
@@ -565,9 +565,7 @@ class Reducer:
         if self.is_live and self.ends_steps and not self.trains_apart and self.num_agreed < 2:
             notes.append(Note.COMPARES)
         digest = steps.vote(self.is_live or self._steps_along() or steps.has_stepped_along)
-        return vote_of(
-            self.group.rank,
-            self.group.size,
+        vote = Vote(
             standing=self.held.standing(is_live=self.is_live, holds=self.has_leftover),
             has_next=has_next,
             used=self.gradients.usage() if used is None else used,
@@ -575,12 +573,12 @@ class Reducer:
             stop=boundary().steps.stop_is_wanted,
             kept=self.earlier.kept if used is None and self.is_live else (),
             cursors=self._cursors() if self._cursors is not None else (),
-            num_cursors=self._num_cursors,
             notes=notes,
             join=self._join(),
             epoch=boundary().epoch,
             digest=-boundary().draws or digest,  # A first vote compares draws, and follows no step.
         )
+        return vote.numbers(self.group.rank, self.group.size, self._num_cursors)
 
     def _finish(self) -> None:
         """Wait for sums and votes, and set `.grad` to the mean for any kind of optimizer."""
@@ -623,19 +621,16 @@ class Reducer:
             self._fill(self._aside)
         # The second vote is of the leftovers alone: whether there is a next batch was said in the
         # first.
-        vote = vote_of(
-            self.group.rank,
-            self.group.size,
+        vote = Vote(
             standing=HANDS_IN_NOW if gives else ABSENT,
             has_next=False,
             used=[number in self._aside for number in range(len(self.parameters))],
             weight=self.weight if gives else None,
             stop=False,
-            num_cursors=self._num_cursors,
             notes=self.earlier.notes_on_leftovers() if gives else (),
         )
         self._num_launched = 0
-        self._launch_rest(vote)
+        self._launch_rest(vote.numbers(self.group.rank, self.group.size, self._num_cursors))
         leftovers = self._sum_of_votes()
         for bucket, content in zip(self.buckets, before, strict=True):
             bucket.flat[: bucket.plan.content].add_(content)

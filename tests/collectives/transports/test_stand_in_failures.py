@@ -25,9 +25,9 @@ from chorusline.collectives.contract.errors import (
     PeerLost,
     UnsupportedOperation,
 )
-from chorusline.runtime.process.agreement import check_votes, vote_numel, vote_of
+from chorusline.runtime.process.agreement import Vote, check_votes, vote_numel
 from chorusline.runtime.process.leftovers import LeftoverVote
-from chorusline.runtime.zero.ballot import Ballot, Vote
+from chorusline.runtime.zero.ballot import Ballot, ShardedVote
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
@@ -48,22 +48,14 @@ def hold_a_ballot(rank: Rank, step: int) -> None:
     with rank.group() as group:
         group.barrier().wait()
         ballot = Ballot(group, 1, counts_samples=False)
-        vote = Vote(
-            step=step,
-            standing=LeftoverVote(True),
-            has_next=True,
-            used=[True] * 3,
-            weight=None,
-            add_squared_norm=None,
-            loss_scale=0.0,
-            options=[0.1],
-        )
+        vote = Vote(LeftoverVote(True), has_next=True, used=[True] * 3, weight=None, stop=False)
+        sharded = ShardedVote(step, vote, add_squared_norm=None, loss_scale=0.0, options=[0.1])
         if rank.rank == 1:
             rank.store.wait(["said/raised/0"], 30)
             return
         lose_rank_1_soon(group)
         with pytest.raises(GroupAborted, match=LOST):
-            ballot.hold(vote)
+            ballot.hold(sharded)
         rank.say("raised")
 
 
@@ -176,17 +168,9 @@ def test_a_vector_without_every_vote_is_no_agreement() -> None:
         with cl.Group.create(store, 0, 1) as group:
             with pytest.raises(GroupAborted, match="votes of 1 ranks, although its sum went"):
                 check_votes(total, group)
-    vote = vote_of(
-        0,
-        1,
-        standing=LeftoverVote(False),
-        has_next=False,
-        used=[False] * 3,
-        weight=None,
-        stop=False,
-    )
+    vote = Vote(LeftoverVote(False), has_next=False, used=[False] * 3, weight=None, stop=False)
     with cl.Group.create(store, 0, 1) as group:
-        check_votes(vote, group)
+        check_votes(vote.numbers(0, 1), group)
 
 
 # -- nothing hangs -----------------------------------------------------------------------------
