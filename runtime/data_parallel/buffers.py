@@ -187,12 +187,14 @@ class StepBuffers:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._before: list[_Before] = []
+        self._names: list[str] = []
         self._after: list[torch.Tensor] = []
         """As the last micro-batch has left them; empty if it was not computed here, or not yet."""
 
     def begin_step(self) -> None:
         """Remember the present buffers; copies that are still right stay."""
-        buffers = list(self._module.buffers())
+        named = dict(self._module.named_buffers())
+        self._names, buffers = list(named), list(named.values())
         known = {id(one.buffer): one for one in self._before}
         self._before = [
             one if (one := known.get(id(buffer))) and one.is_still(buffer) else _Before.of(buffer)
@@ -200,9 +202,27 @@ class StepBuffers:
         ]
         self._after = []
 
+    def _check_same(self) -> None:
+        """Raises RuntimeError if a forward pass of the step has made a buffer, or another shape."""
+        shapes = [one.values.shape for one in self._before]
+        now = [(name, buffer.shape) for name, buffer in self._module.named_buffers()]
+        if [shape for _, shape in now] == shapes:
+            return
+        before = dict(zip(self._names, shapes, strict=True))
+        name, shape = next(one for one in now if before.get(one[0]) != one[1])
+        was = f"which was {tuple(before[name])}" if name in before else "which was not there"
+        raise RuntimeError(
+            f"a forward pass in a step of ctx.steps has made buffer {name} one of shape "
+            f"{tuple(shape)}, {was} when the step began. Every micro-batch begins with the buffers "
+            "of the step, whichever rank computes it. Register the buffer in the constructor, with "
+            "its largest shape; or keep what can be computed again, such as a mask, in a plain "
+            "attribute of the module"
+        )
+
     @torch.no_grad()
     def begin_micro_batch(self) -> None:
         """Give the step's first buffers back to the module."""
+        self._check_same()
         for before, buffer in zip(self._before, self._module.buffers(), strict=True):
             if not before.is_still(buffer):
                 buffer.copy_(before.values)
@@ -210,6 +230,7 @@ class StepBuffers:
 
     def end_last(self) -> None:
         """The last micro-batch of the step was computed here."""
+        self._check_same()
         buffers = list(self._module.buffers())
         is_still = [one.is_still(b) for one, b in zip(self._before, buffers, strict=True)]
         self._after = [] if all(is_still) else [buffer.clone() for buffer in buffers]

@@ -90,6 +90,30 @@ def with_buffers_that_stay(group: cl.Group) -> None:
             model(batch)
 
 
+class Growing(torch.nn.Linear):
+    """A forward pass makes its buffer one of the next size; 0: it leaves it as it is."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__(3, 2)
+        self.sizes = [*sizes]
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if size := self.sizes.pop(0):
+            self.register_buffer("cache", torch.zeros(size))
+        return super().forward(batch)
+
+
+def growing(sizes: list[int]) -> Callable[[cl.Group], None]:
+    def train(group: cl.Group) -> None:
+        model = cl.DistributedDataParallel(Growing(sizes), group)
+        model(DATA[0])
+        for step in steps_of(group):
+            for batch in step:
+                model(batch).sum().backward()
+
+    return train
+
+
 def left_early(group: cl.Group) -> None:
     model, _ = made(group)
     for step in steps_of(group):
@@ -222,6 +246,8 @@ WRONG: dict[str, tuple[Callable[[cl.Group], None], type[Exception], str]] = {
     "hook": (with_a_hook, RuntimeError, "leave the hook out"),
     "SyncBatchNorm": (with_sync_batch_norm, RuntimeError, "Leave the layers as BatchNorm"),
     "buffers": (with_buffers_that_stay, RuntimeError, "leave broadcast_buffers out"),
+    "a larger buffer": (growing([2, 0, 3]), RuntimeError, "shape (3,), which was (2,) when"),
+    "a later buffer": (growing([0, 4, 0]), RuntimeError, "shape (4,), which was not there when"),
     "break": (left_early, RuntimeError, "without a break"),
     "twice": (iterated_twice, RuntimeError, "iterated once"),
     "no step()": (not_stepped, RuntimeError, "Call optimizer.step()"),
