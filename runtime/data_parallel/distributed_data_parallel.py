@@ -555,6 +555,8 @@ class _ModelHook(JoinHook):
                 model._engine.warn_of_drift(range(model.group.size), "at the end of a Join")
         if not model._reducer.is_sharded:
             num_missed = max(ledger.steps_taken) - ledger.steps_taken[model.group.rank]
+            # A rank that steps along takes the steps of the others, or is told that it does not.
+            num_missed *= not model._join.steps_along(model)
             model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
         if model._reducer.is_sharded:
             if ledger.somebody_missed_a_step or ledger.ran_after_last_step:

@@ -37,6 +37,8 @@ from ...process.option_numbers import plain
 from .gradient_bucket import Gradients
 
 _MOST = (1 << 24) - 1  # A vote in float32 counts to 2^24.
+_NO_STEPS = 1
+"""The digest where no optimizer has stepped: one more than the crc32 of an empty text."""
 
 _CHANGING = (torch.Tensor, np.ndarray, list)
 """Values of options that may change and stay the same object."""
@@ -145,6 +147,10 @@ class LocalSteps:
         self._has_warned = False
         self._num_missed = 0
         """How many steps it has missed, if it has not stepped by old state since."""
+        self._num_votes = 0
+        """The number of votes since the last Join."""
+        self._are_taken_in_loop = False
+        """Whether such a vote, but for the first, tells of steps since the one before."""
         self._old: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
         """Old state, and the versions of its tensors; None if no optimizer has stepped before."""
 
@@ -190,10 +196,13 @@ class LocalSteps:
         self._num_missed = 0
 
     def leave_join(self, num_missed: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """A Join ends. num_missed: the steps that this rank had no data for. optimizers: those of
-        the model that have ever stepped here."""
+        """A Join ends. num_missed: the passes that this rank had no data for, where step_along
+        lists no optimizer of the model. optimizers: those that have ever stepped here."""
+        # Stepped after the loop only, on all ranks. One vote tells of steps before the loop.
+        has_steps = self._are_taken_in_loop or self._num_votes < 2
+        self._num_votes, self._are_taken_in_loop = 0, False
         # Not stepped along, its momentum is older than the parameters that come from another rank.
-        if num_missed and not (self.has_stepped_along or self._has_warned):
+        if num_missed and has_steps and not (self.has_stepped_along or self._has_warned):
             self._num_missed = num_missed
             state = [tensor for one in optimizers for tensor in _tensors_of(one)]
             self._old = [(weakref.ref(one), one._version) for one in state] if optimizers else None
@@ -234,6 +243,9 @@ class LocalSteps:
     def agreed(self, agreement: Agreement, group: Group) -> None:
         """The votes are in. Raises CollectiveMismatch, on all ranks, if their steps differ."""
         voted, self._voted = self._voted, []  # They would keep the optimizers alive.
+        if self._num_votes:
+            self._are_taken_in_loop |= any(one > _NO_STEPS for one in agreement.digests)
+        self._num_votes += 1
         if agreement.live:
             if self.scaler is not None and self.scaler._scale is not None:
                 self._scale_before = self.scaler._scale.clone()
@@ -263,7 +275,7 @@ class LocalSteps:
             if not is_known or value is not before[at] or isinstance(value, _CHANGING):
                 self._texts[at] = repr(_comparable(value))
         self._raw, self._is_fixed = raw, not any(isinstance(value, _CHANGING) for value in raw)
-        self._digest = zlib.crc32(",".join(self._texts).encode()) % _MOST + 1
+        self._digest = zlib.crc32(",".join(self._texts).encode()) % _MOST + _NO_STEPS
         return self._digest
 
     def _in_one_order(self) -> list[_Steps]:
