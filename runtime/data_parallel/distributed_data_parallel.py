@@ -632,7 +632,7 @@ class _ModelHook(JoinHook):
                 model.group.generation,
                 unlike,
                 f"parameter {name} differs between rank 0 and {name_ranks(unlike)} at the end, and "
-                "no rank has taken a step in the last batches",
+                "the ranks have agreed on no step in the last batches",
                 "What the loop's body writes to parameters reaches ranks that have run out of data "
                 "with the next step of a rank that has some. Without a step, write them before or "
                 "after the Join, on all ranks alike (load_state_dict(), clamping weights).",

@@ -64,6 +64,20 @@ def check_same_joins(joins: Sequence[int], generation: int) -> None:
     )
 
 
+_SHADOWED = (
+    "ranks without data take part in the steps of the listed joinables and in nothing else. If "
+    "the loop's body issues other collectives (such as ctx.reduce, ctx.broadcast or a barrier), "
+    "issue them on a group that Join follows: beside = ctx.group.new_group(range(ctx.world_size)), "
+    "Join([...], groups=[beside]), beside.all_reduce(...); or after the Join."
+)
+_FOLLOWED = (
+    "ranks without data take part in the steps of the listed joinables, and from the first forward "
+    "pass of a batch on in collectives of the groups that Join follows. Issue those of the loop's "
+    "body after that forward pass, on such a group; or iterate ctx.shard(dataset), with which all "
+    "ranks know when a batch begins."
+)
+
+
 def explain(
     error: BaseException, absent: Sequence[int], *, follows: bool, has_several: bool
 ) -> None:
@@ -75,22 +89,13 @@ def explain(
     """
     # An error with a remedy of its own knows more than this function.
     if isinstance(error, CollectiveMismatch) and error.remedy == SAME_ORDER:
-        error.remedy = (
-            f"This was inside Join(): {name_ranks(absent, 'has', 'have')} run out of data, and "
-            "ranks without data take part in the steps of the listed joinables and in nothing "
-            "else. If the loop's body issues other collectives (such as ctx.reduce, ctx.broadcast "
-            "or a barrier), issue them on a group that Join follows: beside = "
-            "ctx.group.new_group(range(ctx.world_size)), Join([...], groups=[beside]), "
-            "beside.all_reduce(...); or after the Join. A body that unfreezes parameters does it "
-            "in a function in step_along."
-            if absent
-            else (
-                "This was inside Join(): if one of the ranks has run out of data, it takes part "
-                "in the steps of the listed joinables and in nothing else, so other collectives "
-                "of the loop's body need a group that Join follows, groups=[beside], and a body "
-                "that unfreezes parameters does it in a function in step_along. Ranks with data "
-                "must issue the same collectives in the same order."
-            )
+        who = f"{name_ranks(absent, 'has', 'have')} run out of data, and " if absent else ""
+        error.remedy = f"This was inside Join(): {who}"
+        error.remedy += _FOLLOWED if follows else _SHADOWED
+        error.remedy += (
+            " A body that unfreezes parameters does it in a function in step_along, and buffers "
+            "are registered before the loop. Ranks with data must issue the same collectives in "
+            "the same order."
         )
         # With several models the order of their steps may be what differs.
         if has_several and not follows:
@@ -114,7 +119,7 @@ def explain(
 def why_not_skipped(absent: Sequence[int], *, has_several: bool) -> str:
     """absent: the ranks that have run out of data, and stepped what is in step_along; empty where
     all have data again by now. has_several: whether the Join lists several models."""
-    who = name_ranks(absent) if absent else "ranks"
+    who = name_ranks(absent, "that has", "that have") if absent else "ranks that have"
     # What several sharded optimizers need is a group, too, unless each has one step in a batch.
     remedy = (
         "use a ZeroRedundancyOptimizer for each model in place of step_along, and give Join a "
@@ -125,7 +130,7 @@ def why_not_skipped(absent: Sequence[int], *, has_several: bool) -> str:
     )
     return (
         "the ranks with data ran a different number of backward passes for this step than for "
-        f"the step before, or left out optimizer.step(), but {who} that have run out of data step "
+        f"the step before, or left out optimizer.step(), but {who} run out of data call step() of "
         "what is in step_along after as many passes as before. Run the same number of passes in "
         f"every step, run all but the last in model.no_sync(), or {remedy}"
     )

@@ -115,7 +115,10 @@ class JoinLedger:
         """Whether a rank may have run the body more often than others with no step that followed:
         what it has written to parameters then has come to no other rank. is_sharded: each step
         leaves the same bits on all ranks, whatever their devices."""
-        if self.somebody_missed_a_step or self.ran_after_last_step:
+        if self.somebody_missed_a_step:
+            return False
+        # With sharded steps all ranks copy from those that have run passes after the last one.
+        if self.ran_after_last_step and (is_sharded or any(self.steps_taken)):
             return False
         by_rank = self._batches_per_rank
         is_even = min(by_rank) == max(by_rank) if by_rank else not is_sharded

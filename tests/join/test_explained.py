@@ -34,6 +34,46 @@ def test_a_collective_of_the_body_among_uneven_ranks_names_the_groups_to_follow(
         assert "the same order, with equal sizes and dtypes" not in told
 
 
+def reduce_first(group: cl.Group) -> str:
+    """Before the forward pass; the ranks have three and five batches."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        beside = own.new_group(range(2))
+        with pytest.raises(cl.CollectiveError) as raised, cl.Join([model], groups=[beside]):
+            for batch in batches_of(own.rank, 3 + 2 * own.rank, torch.float32):
+                beside.all_reduce(torch.ones(1)).wait()
+                loss_of(model, batch).backward()
+        return str(raised.value)
+
+
+def test_a_collective_before_the_forward_pass_is_told_where_it_belongs(ranks_of):
+    for told in ranks_of(2).run(reduce_first):
+        assert "after that forward pass" in told and "iterate ctx.shard" in told
+        assert "groups=[beside]" not in told
+
+
+def step_by_own_gradients(group: cl.Group, lengths: tuple[int, ...]) -> str:
+    with another_group(group) as own:
+        module = make_model(torch.float32)
+        model = cl.DistributedDataParallel(module, own)
+        parameters = [*module.parameters()]
+        with pytest.raises(cl.CollectiveMismatch) as raised, cl.Join([model], skew_warning=None):
+            for batch in batches_of(own.rank, lengths[own.rank], torch.float32):
+                gradients = torch.autograd.grad(loss_of(model, batch), parameters)
+                with torch.no_grad():
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        parameter.sub_(gradient)
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (5, 3), (0, 3)])
+def test_ranks_that_step_without_a_backward_pass_are_not_said_to_have_taken_the_same_steps(
+    ranks_of, lengths
+):
+    for told in ranks_of(2).run(step_by_own_gradients, lengths):
+        assert "agreed on no step" in told and "torch.autograd.grad returns" in told
+
+
 def stop_early(group: cl.Group) -> str:
     """Rank 0 leaves a Join that follows groups, and does something else."""
     with another_group(group, timeout_s=1.5) as own:

@@ -205,6 +205,6 @@ def test_what_a_rank_with_more_data_writes_and_no_step_brings_to_the_others_is_t
     way, num_steps, deals = loop
     told = ranks_of(2).run(write_alone, (4, 3), way, write, num_steps, deals)
     assert told[0] == told[1]
-    assert "differs between rank 0 and rank 1 at the end, and no rank has taken a step" in told[0]
+    assert "rank 0 and rank 1 at the end, and the ranks have agreed on no step" in told[0]
     first, second = ranks_of(2).run(write_alone, (3, 3), way, write, num_steps, deals)
     assert largest_difference(first, second) == 0
