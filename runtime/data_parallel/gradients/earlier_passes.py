@@ -146,7 +146,9 @@ class EarlierPasses:
             gradient = self._gradients.parameters[number].grad
             assert gradient is not None
             gradient.detach().add_(aside)
-        self._aside, self._kind, self.kept = {}, None, ()
+        self._aside, self.kept = {}, ()
+        # What a pass in no_sync has mixed stays so.
+        self._kind = None if self._kind is Note.CONTINUES else self._kind
 
     def notes_on_leftovers(self) -> list[Note]:
         """What this rank says of gradients from no_sync, when it has run out of data."""
