@@ -558,6 +558,8 @@ class _ModelHook(JoinHook):
             # A rank that steps along takes the steps of the others, or is told that it does not.
             num_missed *= not model._join.steps_along(model)
             model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
+        if ledger.somebody_missed_a_step:
+            self._follow_frozen(model._join)
         if model._reducer.is_sharded:
             if ledger.somebody_missed_a_step or ledger.ran_after_last_step:
                 self._take_written(model._join)
@@ -690,6 +692,19 @@ class _ModelHook(JoinHook):
 
     def _follow_scaler(self, join: JoinEngine) -> None:
         """A rank that missed steps has the GradScaler of a rank that took them from now on: the
+    def _follow_frozen(self, join: JoinEngine) -> None:
+        """A rank that missed steps freezes and unfreezes what the body of the others has."""
+        if self._ranks_have_changed:
+            return
+        group, live = self._model.group, join.ledger.last_live
+        parameters = self._model._reducer.parameters
+        with self._until_ranks_change():
+            flags = all_gather_row(group, [int(one.requires_grad) for one in parameters])
+            if group.rank not in live:
+                newest = flags[join.newest_rank(live)]
+                for parameter, is_trained in zip(parameters, newest, strict=True):
+                    parameter.requires_grad_(bool(is_trained))
+
         gradients of one step are a sum, so all losses have to be scaled alike."""
         group, scaler = self._model.group, self._model._reducer.local_steps.scaler
         states = all_gather_object(group, None if scaler is None else scaler.state_dict())

@@ -106,13 +106,13 @@ def test_a_shard_looks_ahead_so_no_step_is_shadowed_in_vain(ranks_of):
     for parameters, operations, num_steps in results:
         assert num_steps == steps
         # In a step that a rank shadows, all compare one digest of the parameters. At its end an
-        # uneven Join compares those of the ranks, and what was done to the optimizer's state since
-        # the last step, and copies what the body has written, once in an epoch. In the first two
-        # steps all compare the parameters.
+        # uneven Join compares those of the ranks, which of them are trained, and what was done to
+        # the optimizer's state since the last step, and copies what the body has written, once in
+        # an epoch. In the first two steps all compare the parameters.
         assert operations == {
             "reduce_scatter": steps,
             "all_reduce": steps,
-            "all_gather": steps + shadowed + 6,
+            "all_gather": steps + shadowed + 8,
             "broadcast": 2,
         }
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][0], strict=True))
