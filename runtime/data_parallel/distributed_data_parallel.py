@@ -637,7 +637,9 @@ class _ModelHook(JoinHook):
                 "the ranks have agreed on no step in the last batches",
                 "What the loop's body writes to parameters reaches ranks that have run out of data "
                 "with the next step of a rank that has some. Without a step, write them before or "
-                "after the Join, on all ranks alike (load_state_dict(), clamping weights).",
+                "after the Join, on all ranks alike (load_state_dict(), clamping weights). What "
+                "torch.autograd.grad returns is a rank's own gradient, by which an optimizer steps "
+                "each rank differently: call backward() on an output of the model.",
             )
 
     def _take_written(self, join: JoinEngine) -> None:
@@ -690,8 +692,6 @@ class _ModelHook(JoinHook):
                 return f"parameter {unlike[0]} of the average in step_along", 0, unlike[1]
         return None
 
-    def _follow_scaler(self, join: JoinEngine) -> None:
-        """A rank that missed steps has the GradScaler of a rank that took them from now on: the
     def _follow_frozen(self, join: JoinEngine) -> None:
         """A rank that missed steps freezes and unfreezes what the body of the others has."""
         if self._ranks_have_changed:
@@ -705,6 +705,8 @@ class _ModelHook(JoinHook):
                 for parameter, is_trained in zip(parameters, newest, strict=True):
                     parameter.requires_grad_(bool(is_trained))
 
+    def _follow_scaler(self, join: JoinEngine) -> None:
+        """A rank that missed steps has the GradScaler of a rank that took them from now on: the
         gradients of one step are a sum, so all losses have to be scaled alike."""
         group, scaler = self._model.group, self._model._reducer.local_steps.scaler
         states = all_gather_object(group, None if scaler is None else scaler.state_dict())

@@ -64,7 +64,8 @@ class Agreement:
     live: ranks that took the step with data, ascending.
     may_continue: ranks that may take another step, ascending.
     used: per parameter, whether any rank had a gradient for it.
-    kept: per parameter, how many live ranks add this pass to the mean of an earlier one.
+    kept: per parameter, how many live ranks add this pass to the mean of an earlier one; in a
+        sharded step, how many ranks that have just run out of data hold its gradient.
     weight: sum of the weights of the live ranks; 0 if no rank weighted its loss.
     stop: whether all ranks stop after this step, as some rank was asked to.
     cursors: by rank, how many samples it has taken of each iteration; empty if not counted.
@@ -131,7 +132,7 @@ class Vote:
     stop: whether this rank was asked to stop.
     holds_cleared: whether it contributes nothing, and holds the used ones as the others have
         cleared them: optimizers step by zeros, and not by None.
-    kept: the parameters for which this rank has data, and adds it to the mean of an earlier pass.
+    kept: the parameters that this rank counts among the `kept` of an Agreement.
     cursors: samples that the rank has taken of each iteration that it is in (dealer.py); each below
         2^47.
     notes: about the backward passes of the step.
@@ -174,8 +175,8 @@ class Vote:
             if self.weight is not None:
                 vote[_WEIGHT] = self.weight
                 vote[_WEIGHING] = 1.0
-            for number in self.kept:
-                vote[uses.start + number] += one_more
+        for number in self.kept:
+            vote[uses.start + number] += one_more
         if self.stop:
             vote[_ASKING] = 1.0
         for note in self.notes:

@@ -57,6 +57,11 @@ class LeftoverVote:
         packed = 1 + (calls * (_MOST_EDITS + 1) + edits) * 4 + self.holds * 2 + self.hands_in
         return (packed if self.is_live else -packed), self.passes, self.cleared_at
 
+    @property
+    def is_cleared(self) -> bool:
+        """Whether it has cleared all gradients after its last pass."""
+        return self.cleared_at >= self.passes
+
     def has_cleared_since(self, passes: int, calls: int) -> bool:
         """Whether it has cleared its gradients after another rank had run so many passes, with so
         many calls of `zero_grad`."""

@@ -1052,6 +1052,7 @@ class OptimizerEngine:
             has_next=self.optimizer._has_next(),
             used=[parameter.grad is not None for parameter in self.shard.parameters],
             holds_cleared=self.reducer is not None and self.reducer.holds_cleared,
+            kept=self.reducer.kept_to_the_end if self.reducer else (),
             weight=self.reducer.weight if self.reducer else None,
             cursors=self._recovery.cursors() if self._recovery else (),
             stop=boundary().steps.stop_is_wanted,

@@ -20,7 +20,7 @@ from tests.harness.standing_ranks import another_group
 
 CLEARS = (
     *("optimizer", "optimizer, to zeros", "model", "module"),
-    *("by hand", "by hand, to zeros", "by hand, zeros in .data"),
+    *("by hand", "by hand, to zeros", "by hand, zeros in .data", "by hand, zeros by a product"),
 )
 WRITES = ("weights", "weights, replaced", "rate", "state")
 """What a body writes beside gradients: the weights, in place or as new tensors, the learning rate,
@@ -123,6 +123,8 @@ class Model:
             for parameter in self.net.parameters():
                 if "zeros" not in how:
                     parameter.grad = None
+                elif parameter.grad is not None and "product" in how:
+                    parameter.grad *= 0
                 elif parameter.grad is not None:
                     (parameter.grad.data if ".data" in how else parameter.grad).zero_()
 

@@ -9,7 +9,7 @@ gone, or it was written to, and is zero.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -42,14 +42,15 @@ class HeldGradients:
         self._begin()
         self._gradients = gradients
         self._held: set[int] = set()
+        self._zeros: set[int] = set()
+        """Of the held ones, those that hold zeros which this class has written."""
         self._witness: int | None = None
         """A held parameter whose gradient was not blank when it came; None: there is none, or every
         rank has data."""
         self._looks = False
         """Whether clears count in the pass that runs, or has run."""
-        self._used: Sequence[bool] = ()
-        """By parameter, whether some rank had a gradient of it in the last step; empty before the
-        first."""
+        self.last_used: Collection[int] = ()
+        """The parameters of which some rank had a gradient in the last step."""
         self.cleared: set[int] = set()
         self._usual = self.counts
         self._weight: float | None = None  # None: no loss was weighted
@@ -86,6 +87,8 @@ class HeldGradients:
         self._looks = looks
         if looks or self._weight is not None:
             self.look()
+        if looks:
+            self.mark_zeros()
         if not self.are_means:
             self._look_for_perturbation()
         self.passes += 1
@@ -110,15 +113,17 @@ class HeldGradients:
     def has_come(self, number: int, bucket: GradientBucket) -> None:
         """A pass has brought this gradient."""
         self._held.add(number)
+        self._zeros.discard(number)
         bucket.held_version = bucket.flat._version
         if self._looks and self._witness is None:
             gradient = self._gradients.parameters[number].grad
-            if gradient is not None and gradient.device.type == "cpu" and not _is_blank(gradient):
+            if gradient is not None and gradient.device.type == "cpu" and bool(gradient.any()):
                 self._witness = number
 
     def hold(self, numbers: Collection[int]) -> None:
         """The ranks' means are there, for these parameters."""
-        self._held, self.cleared, self._witness = set(numbers), set(), None
+        self._held, self._zeros, self.cleared = set(numbers), set(), set()
+        self._witness = None
         self.note_writes()
 
     def note_writes(self) -> None:
@@ -138,6 +143,7 @@ class HeldGradients:
 
     def _forget(self) -> None:
         self._held.clear()
+        self._zeros.clear()
         self._witness = None
         self._weight = None
 
@@ -146,10 +152,7 @@ class HeldGradients:
         gone: set[int] = set()
         is_edited = False
         # Writes to `.grad.data` are counted by nobody.
-        witness = (
-            self._gradients.parameters[self._witness].grad if self._witness in self._held else None
-        )
-        is_blank = witness is not None and _is_blank(witness)
+        is_blank = self._witness is not None and self._is_blank(self._witness)
         for bucket in self._gradients.buckets:
             known = (bucket.held_version, bucket.launched_version)
             is_written = bucket.flat._version not in known
@@ -162,18 +165,30 @@ class HeldGradients:
                     # Local gradients are seldom written to. To read means, the host would wait for
                     # the GPU in each step.
                     is_readable = not self.are_means or gradient.device.type == "cpu"
-                    if is_readable and _is_blank(gradient):
+                    if is_readable and self._is_blank(number):
                         self.clears_to_zeros = True
                         gone.add(number)
                     else:
                         is_edited = True
             bucket.held_version = bucket.flat._version
         self.cleared |= gone
-        if gone and gone == self._held:
+        # Zeros that stay, of a part that was cleared before, leave nothing of a gradient.
+        if gone and gone >= (self._held - self._zeros or self._zeros):
             self._note_clear()
         elif gone or is_edited:
             self.edits += 1
             self._held -= gone
+            self._zeros -= gone
+
+    def mark_zeros(self) -> None:
+        """Gradients that were cleared to zeros are held too, so that a second clear shows: another
+        rank may hold what that one clears."""
+        parameters = self._gradients.parameters
+        for number in {*range(len(parameters))} - self._held:
+            gradient = parameters[number].grad
+            # On a GPU the host would have to wait.
+            if gradient is not None and gradient.device.type == "cpu" and self._is_blank(number):
+                self._hold_zeros(number)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -203,7 +218,6 @@ class HeldGradients:
         live = [agreement.standings[rank] for rank in agreement.live]
         if live:
             self._usual = max(o.calls for o in live), max(o.cleared_at for o in live), 0
-            self._used = agreement.used
         self._begin()
 
     def _begin(self) -> None:
@@ -222,8 +236,9 @@ class HeldGradients:
         )
 
     def hear(self, agreement: Agreement) -> None:
-        """The ranks have agreed on a sharded step."""
+        """The ranks have agreed on a step, or a pass."""
         if agreement.live:
+            self.last_used = [number for number, used in enumerate(agreement.used) if used]
             self._others_clear_to_zeros = agreement.says(Note.ZEROES) > 0
 
     def drop(self) -> None:
@@ -232,32 +247,31 @@ class HeldGradients:
         if not self._others_clear_to_zeros:
             self._gradients.drop()
             return
-        usage = enumerate(self._gradients.usage())
-        self._hold_zeros(number for number, is_held in usage if is_held)
+        for number, is_held in enumerate(self._gradients.usage()):
+            if is_held:
+                self._hold_zeros(number)
 
-    def stand_in(self) -> None:
-        """All ranks have run out of data, and some continue to hold gradients: of the parameters of
-        the last step, or, where it had none, of any. Hold zeros where this rank holds nothing."""
-        usage = self._gradients.usage()
-        numbers = [number for number, is_used in enumerate(self._used) if is_used]
-        self._hold_zeros(
-            number
-            for number in numbers or range(len(usage))
-            if not usage[number] and not self._gradients.is_frozen(number)
-        )
-
-    def _hold_zeros(self, numbers: Iterable[int]) -> None:
-        """Negative ones: they change no sum, and when the program clears them to zeros, it shows
-        as if they had been gradients."""
+    def hold_zeros(self, numbers: Iterable[int]) -> None:
+        """Where this rank holds no gradient of these parameters."""
         for number in numbers:
-            self._gradients.parameters[number].grad = gradient = self._gradients.given(number)
-            gradient.fill_(-0.0)
-            self._held.add(number)
-            self._witness = number
+            parameter = self._gradients.parameters[number]
+            if parameter.grad is None and parameter.requires_grad:
+                self._hold_zeros(number)
+
+    def _hold_zeros(self, number: int) -> None:
+        """Negative ones: they change no sum, and when the program clears them to zeros, it shows
+        as if they had been a gradient."""
+        self._gradients.parameters[number].grad = gradient = self._gradients.given(number)
+        gradient.fill_(-0.0)
+        self._held.add(number)
+        self._zeros.add(number)
+        self._witness = number if self._witness is None else self._witness
         self.note_writes()
 
-
-def _is_blank(gradient: torch.Tensor) -> bool:
-    """Whether it holds zeros of a positive sign alone, as after `zero_()`."""
-    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    return not bool(real.any()) and not bool(real.signbit().any())
+    def _is_blank(self, number: int) -> bool:
+        """Whether a gradient holds zeros alone; where it held our own zeros, positive ones."""
+        gradient = self._gradients.parameters[number].grad
+        if gradient is None or bool(gradient.any()):
+            return False
+        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        return number not in self._zeros or not bool(real.signbit().any())

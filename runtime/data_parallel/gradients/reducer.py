@@ -151,6 +151,8 @@ class Reducer:
         self.held = HeldGradients(self.gradients)
         self._is_shadowing = False
         """Whether this rank has no data for the sharded step under way."""
+        self._had_data = False
+        """Whether it had some for the one before."""
         self._aside: dict[int, torch.Tensor] = {}
         """What a rank without data holds and does not send, until the ranks have agreed; empty if
         it sends what it holds."""
@@ -515,11 +517,12 @@ class Reducer:
 
     def notes(self) -> list[Note]:
         """What the ballot of a sharded step says about its passes."""
-        noted = [Note.HAS_MORE] if self.has_more else []
-        if self.is_live and self.held.clears_to_zeros:
-            noted.append(Note.ZEROES)
+        noted = self._notes_on_clears() + [Note.HAS_MORE] * self.has_more
         # Where no rank has data, one pass is one too many; where others do, they know how many.
         return [*noted, Note.SEVERAL] if self.num_in_step > int(self.is_live) else noted
+
+    def _notes_on_clears(self) -> list[Note]:
+        return [Note.ZEROES] if self.is_live and self.held.clears_to_zeros else []
 
     def standing(self, is_live: bool) -> LeftoverVote:
         """What the ballot of a sharded step says of the gradients that this rank holds."""
@@ -537,6 +540,13 @@ class Reducer:
     @property
     def _holds(self) -> bool:
         return any(self.gradients.usage())
+
+    @property
+    def kept_to_the_end(self) -> Collection[int]:
+        """The parameters whose gradients this rank holds when it has just run out of data."""
+        if not (self._is_shadowing and self._had_data):
+            return ()
+        return [number for number, is_held in enumerate(self.gradients.usage()) if is_held]
 
     def _send_rest(self) -> None:
         self._launch_rest()
@@ -560,6 +570,7 @@ class Reducer:
         # With `used`, the vote is on sums that `ctx.steps` has weighted and added itself: notes and
         # weights of a backward pass do not apply.
         notes = self.earlier.notes(self.local_steps) if used is None and self.is_live else []
+        notes += self._notes_on_clears()
         steps = self.local_steps
         # Later Join compares: what parts the parameters of the ranks does so in each step.
         if self.is_live and self.ends_steps and not self.trains_apart and self.num_agreed < 2:
@@ -648,7 +659,8 @@ class Reducer:
             else:
                 self.earlier.restore()
         else:
-            self.held.drop()
+            if not standings[rank].is_cleared:
+                self.held.drop()
             self.earlier.forget()
             self.has_leftover = False
         self._aside = {}
@@ -659,10 +671,16 @@ class Reducer:
             between_runs().end_applying()
 
     def _stand_in(self, agreement: Agreement) -> None:
-        """No rank had data: see `HeldGradients.stand_in`."""
+        """No rank had data. Ranks that have run out of it just now may continue to hold gradients:
+        then this one, which has run out earlier, sees the program clear them too."""
         standings = agreement.standings
-        if any(one.holds and belongs(standings, rank) for rank, one in enumerate(standings)):
-            self.held.stand_in()
+        # What a rank has cleared itself, and holds still, are zeros.
+        if not self._had_data and any(
+            one.holds and (one.is_cleared or belongs(standings, rank))
+            for rank, one in enumerate(standings)
+        ):
+            kept = [number for number, ranks in enumerate(agreement.kept) if ranks]
+            self.held.hold_zeros(kept if self.is_sharded else self.held.last_used)
 
     def _fill(self, gradients: Mapping[int, torch.Tensor]) -> None:
         for number, gradient in gradients.items():
@@ -679,6 +697,7 @@ class Reducer:
         """The agreement, and the divisor of the sum. total: the sum of the votes."""
         check_votes(total, self.group)
         agreement = read_agreement(total, self.group.size, self._num_cursors)
+        self.held.hear(agreement)
         self.held.begin(agreement)
         # It was that of the step which is agreed on; without data the weights wait for the next
         # one.
@@ -871,9 +890,10 @@ class Reducer:
         reduced by itself, `.grad` holds the result, as after a backward pass."""
         if self._is_shadowing:
             return
-        self.is_live = False
+        self._had_data, self.is_live = self.is_live, False
         self.gradients.collect()
         self.held.look()
+        self.held.mark_zeros()
         for number, parameter in enumerate(self.parameters):
             # The program may have put other tensors there, which no bucket would send.
             if parameter.grad is not None:
@@ -921,6 +941,7 @@ class Reducer:
     def end_step(self, agreement: Agreement) -> None:
         """Called when the optimizer has the reduced gradients of a sharded step."""
         has_several = agreement.says(Note.SEVERAL) > 0
+        standings, rank = agreement.standings, self.group.rank
         self.held.hear(agreement)
         if agreement.live:
             # The ranks with data cleared theirs before this step, so what was held here is gone
@@ -930,7 +951,7 @@ class Reducer:
             self.num_in_step = 0
             self.sends_late = has_several
         else:
-            if belongs(agreement.standings, self.group.rank):
+            if standings[rank].is_cleared or belongs(standings, rank):
                 self._hand_in(True)
             else:
                 self.held.drop()

@@ -198,3 +198,147 @@ def test_a_rate_that_the_body_sets_before_its_pass_is_the_same_on_a_rank_without
         assert largest_difference(found, expected) < 1e-12
     for found in ranks_of(2).run(warm_up_on_ranks, (5, 2), [0.0, 0.0, 0.0, 0.5]):
         assert "lr of SGD is 0.08 on rank 0, 0.58 on rank 1" in found, found
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(7, 2, dtype=DTYPE) for _ in range(2))
+        self.head = 0
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        return self.heads[self.head](batch)
+
+
+def train_heads(group: cl.Group | None, way: str, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """An epoch for each head; the other one is stepped by zeros, to which gradients are cleared."""
+    module = TwoHeads()
+    model: Any = cl.DistributedDataParallel(module, group) if group else module
+    data = data_of(group, lengths, DTYPE)
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    optim: Any = (
+        cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, **options)
+        if group and way == "zero"
+        else torch.optim.SGD(module.parameters(), **options)
+    )
+    for module.head in range(2):
+        joinables = [model, optim] if way == "zero" else [model]
+        along = [] if way == "zero" else [optim]
+        join = cl.Join(joinables, step_along=along, skew_warning=None) if group else None
+        with join or contextlib.nullcontext():
+            for number in range(max(map(len, data))):
+                backward_of_all(model, data, number)
+                optim.step()
+                optim.zero_grad(set_to_none=False)
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def train_heads_on_ranks(group: cl.Group, *args: Any) -> list[torch.Tensor]:
+    with another_group(group) as own:
+        return train_heads(own, *args)
+
+
+@pytest.mark.parametrize("lengths", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("way", ["plain", "zero"])
+def test_gradients_that_the_last_batch_clears_to_zeros_are_stepped_by_later(ranks_of, way, lengths):
+    expected = train_heads(None, way, lengths)
+    for found in ranks_of(2).run(train_heads_on_ranks, way, lengths):
+        assert largest_difference(found, expected) < 1e-12
+
+
+def leave_one_head(group: cl.Group | None, epochs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Even batches are stepped and cleared; what the first epoch leaves, and the second one, are
+    gradients of the first head alone."""
+    module = TwoHeads()
+    model: Any = cl.DistributedDataParallel(module, group) if group else module
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    optim: Any = (
+        cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, **options)
+        if group
+        else torch.optim.SGD(module.parameters(), **options)
+    )
+    for epoch, lengths in enumerate(epochs):
+        data = data_of(group, lengths, DTYPE)
+        join = cl.Join([model, optim], skew_warning=None) if group else None
+        with join or contextlib.nullcontext():
+            for number in range(max(map(len, data))):
+                for module.head in range(1 + (epoch == 0 and number == 0)):
+                    backward_of_all(model, data, number)
+                if number % 2 == 0:
+                    optim.step()
+                    optim.zero_grad()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def leave_one_head_on_ranks(group: cl.Group, *args: Any) -> list[torch.Tensor]:
+    with another_group(group) as own:
+        return leave_one_head(own, *args)
+
+
+@pytest.mark.parametrize("first", [(0, 2), (1, 2), (2, 2)])
+def test_a_parameter_whose_gradient_no_rank_has_left_is_not_stepped(ranks_of, first):
+    epochs = [first, (1, 1)]
+    expected = leave_one_head(None, epochs)
+    for found in ranks_of(2).run(leave_one_head_on_ranks, epochs):
+        assert largest_difference(found, expected) < 1e-12
+
+
+def unfreeze(group: cl.Group | None, way: str, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """The first layer is trained from the third batch on; two epochs."""
+    module = make_model(DTYPE)
+    model: Any = cl.DistributedDataParallel(module, group) if group else module
+    data = data_of(group, lengths, DTYPE)
+    optim: Any = (
+        cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        if group and way == "zero"
+        else torch.optim.SGD(module.parameters(), lr=0.1)
+    )
+    layer = next(module.children()).requires_grad_(False)
+    for _ in range(2):
+        joinables = [model, optim] if way == "zero" else [model]
+        join = cl.Join(joinables, skew_warning=None) if group else None
+        with join or contextlib.nullcontext():
+            for number in range(max(map(len, data))):
+                if number == 2:
+                    layer.requires_grad_(True)
+                backward_of_all(model, data, number)
+                optim.step()
+                optim.zero_grad()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def unfreeze_on_ranks(group: cl.Group, *args: Any) -> list[torch.Tensor]:
+    with another_group(group) as own:
+        return unfreeze(own, *args)
+
+
+@pytest.mark.parametrize("way", ["plain", "zero"])
+def test_what_the_body_unfreezes_is_trained_by_all_ranks_in_the_next_epoch(ranks_of, way):
+    expected = unfreeze(None, way, (2, 5))
+    for found in ranks_of(2).run(unfreeze_on_ranks, way, (2, 5)):
+        assert largest_difference(found, expected) < 1e-12
+
+
+def penalise_between(group: cl.Group) -> str:
+    """A gradient of the input alone, between a pass in no_sync and the next one."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(DTYPE), own)
+        try:
+            with cl.Join([model]):
+                for batch in data_of(own, (3, 1), DTYPE)[0]:
+                    model.zero_grad()
+                    model(batch).sum().backward()
+                    with model.no_sync():
+                        model(batch).sum().backward()
+                    points = batch.clone().requires_grad_(True)
+                    torch.autograd.grad(model(points).sum(), points)
+                    model(batch).sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+
+def test_a_pass_in_no_sync_that_is_refused_stays_so_after_a_gradient_of_the_input(ranks_of):
+    for told in ranks_of(2).run(penalise_between):
+        assert "no_sync() was added to gradients that an earlier pass had reduced" in told

@@ -34,6 +34,13 @@ BODIES: dict[str, tuple[int, list[Act]]] = {
     "cleared by hand": (1, [Act("by hand"), Act(PASS), Act(STEP)]),
     "cleared by hand, to zeros": (1, [Act("by hand, to zeros"), Act(PASS), Act(STEP), Act(PASS)]),
     "zeros in .data": (1, [Act("by hand, zeros in .data"), Act(PASS), Act(STEP), Act(PASS)]),
+    "cleared by a product before what stays": (
+        1,
+        [
+            *(Act(PASS, 0, 2), Act(STEP, 0, 2), Act("by hand, zeros by a product")),
+            Act(PASS, 0, 2, 1),
+        ],
+    ),
     "never cleared": (1, [Act(PASS), Act(STEP)]),
     "accumulated": (1, [Act(PASS), Act(STEP, 0, 2, 1), Act(CLEAR, 0, 2, 1)]),
     "accumulated in no_sync": (
