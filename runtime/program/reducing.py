@@ -70,7 +70,11 @@ def has_value(value: object) -> bool:
         )
     elif not _is_or_holds_number(value):
         return False
-    number = "value.total_seconds()" if isinstance(value, timedelta) else "float(value)"
+    number = "float(value)"
+    if isinstance(value, timedelta):
+        number = "value.total_seconds()"
+    elif isinstance(value, numpy.ndarray | numpy.timedelta64) and value.dtype.kind == "m":
+        number = "value / numpy.timedelta64(1, 's')"
     raise TypeError(
         f"ctx.reduce() cannot reduce {with_article(type(value))}; give it a number, a tensor or a "
         f"numeric array, as in ctx.reduce({number})"
@@ -115,6 +119,13 @@ def reduced(group: Group, value: Any, op: str, weight: float | None) -> Any:
         raise TypeError(
             f"ctx.reduce() takes dense tensors, and got one of layout {value.layout}; convert it, "
             "as in ctx.reduce(value.to_dense())"
+        )
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.is_quantized):
+        raise TypeError(
+            "ctx.reduce() cannot reduce a tensor on the meta device, which has no values"
+            if value.is_meta
+            else "ctx.reduce() cannot reduce a quantized tensor, whose scale may be another one on "
+            "each rank; convert it, as in ctx.reduce(value.dequantize())"
         )
     if op in ("min", "max") and _is_complex(value):
         raise ValueError(f"op={op!r} needs numbers with an order, and complex numbers have none")

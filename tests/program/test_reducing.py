@@ -121,6 +121,23 @@ def test_tensors_that_are_not_dense_are_refused(alone: cl.Group) -> None:
         reduced(alone, nested, "mean", None)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_tensors_without_values_of_their_own_are_refused(alone: cl.Group) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    for value, mend in ((torch.ones(2, device="meta"), "no values"), (quantized, "dequantize")):
+        for op in ("mean", "sum", "max"):
+            with pytest.raises(TypeError, match=mend):
+                reduced(alone, value, op, None)
+
+
+@pytest.mark.parametrize("value", [timedelta(seconds=3), numpy.timedelta64(3, "s")], ids=repr)
+def test_a_duration_is_told_how_to_become_a_number(value: Any) -> None:
+    with pytest.raises(TypeError, match="cannot reduce") as raised:
+        has_value(value)
+    call = str(raised.value).split("ctx.reduce(")[-1].removesuffix(")")
+    assert eval(call, {"value": value, "numpy": numpy}) == 3.0
+
+
 def reduce_large(group: cl.Group) -> list[Any]:
     def reduce(value: Any, op: str) -> Any:
         try:
