@@ -858,9 +858,11 @@ class ModelEngine:
         """The model in the steps of `ctx.steps`."""
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self._sharded_by: weakref.ref[object] | None = None  # None: by no optimizer
-        # Wrapped again, as for each epoch, a module is reduced by its newest model alone.
+        # Wrapped again, as for each epoch, or as a part of a larger one, a module is reduced by its
+        # newest model alone.
+        parts = {id(part) for part in module.modules()}
         for engine in _engines_of(reducer.parameters):
-            if engine.module is module:
+            if id(engine.module) in parts:
                 engine.release()
         self._own(reducer.parameters)
         between_runs().watch(_has_stepped)

@@ -145,12 +145,14 @@ def _gradient_without_the_wrapper(group: cl.Group, wrap: Any) -> float:
     return net.weight.grad.item()
 
 
-def train_wrapped_again(group, lengths):
-    """The module is wrapped for each epoch, and its model before is dropped."""
+def train_wrapped_again(group, lengths, is_part):
+    """The module is wrapped for each epoch, and its model before is dropped. is_part: the second
+    time as a part of another module."""
     module = make_model(torch.float64)
     with another_group(group) as own:
         for epoch in range(2):
-            model = cl.DistributedDataParallel(module, own)
+            whole = torch.nn.Sequential(module) if is_part and epoch else module
+            model = cl.DistributedDataParallel(whole, own)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             with cl.Join([model], step_along=[optimizer], skew_warning=None):
                 for batch in batches_of(own.rank, 4, torch.float64)[epoch : lengths[own.rank]]:
@@ -160,8 +162,9 @@ def train_wrapped_again(group, lengths):
     return [p.detach().clone() for p in module.parameters()]
 
 
+@pytest.mark.parametrize("is_part", [False, True])
 @pytest.mark.parametrize("lengths", [(3, 3), (4, 2)])
-def test_a_module_that_is_wrapped_again_is_reduced_by_its_newest_model(ranks_of, lengths):
+def test_a_module_that_is_wrapped_again_is_reduced_by_its_newest_model(ranks_of, lengths, is_part):
     module = make_model(torch.float64)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for epoch in range(2):
@@ -171,5 +174,5 @@ def test_a_module_that_is_wrapped_again_is_reduced_by_its_newest_model(ranks_of,
             optimizer.zero_grad()
             (sum(live) / 2).backward()
             optimizer.step()
-    for found in ranks_of(2).run(train_wrapped_again, lengths):
+    for found in ranks_of(2).run(train_wrapped_again, lengths, is_part):
         assert largest_difference(found, [p.detach() for p in module.parameters()]) < 1e-12
