@@ -298,9 +298,9 @@ def _shared_memory() -> Iterator[Finding]:
 
 def _compiled() -> Finding:
     if library() is not None:
-        return fine("small operations", "ranks that share memory run them in C")
+        return fine("operations in C", "ranks that share memory run them in C")
     return poor(
-        "small operations",
+        "operations in C",
         "ranks that share memory run them in Python, which is slower: the installation found no C "
         "compiler, or its library is not for this machine",
         "install gcc, and install Chorusline again (in a checkout: make compile)",

@@ -169,7 +169,7 @@ class Dealt(ABC):
 
     counts: the Dealer makes new ones when the iteration begins. They stay when it is left: an error
         leaves it before recovery asks.
-    rest, iteration: what is left to give when it begins; what identifies the iteration, also when
+    rest, iteration: what is left to give when it begins; what identifies the iteration, even when
         the function runs again from the top, or "" if it is not recorded. The Cursor says so.
     is_over: this rank has left the iteration, since there was nothing left to take.
     ids_of_the_lost: the samples that lost ranks have used in steps that count.
