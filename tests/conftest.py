@@ -49,3 +49,16 @@ def ranks_of() -> Iterator[Callable[[int], StandingRanks]]:
     yield of_size
     for ranks in started.values():
         ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def standing() -> Iterator[Callable[[str, int], StandingRanks]]:
+    """standing(transport, size): processes with one group, kept from one check to the next."""
+    started: dict[tuple[str, int], StandingRanks] = {}
+
+    def of(transport: str, size: int) -> StandingRanks:
+        return started.setdefault((transport, size), StandingRanks(size, transport))
+
+    yield of
+    for ranks in started.values():
+        ranks.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,19 +42,6 @@ def run_checks(rank: Rank, checks: list[Check]) -> list[Any]:
     """All on one group, one after the other."""
     with rank.group() as group:
         return [check(group) for check in checks]
-
-
-@pytest.fixture(scope="module")
-def standing() -> Iterator[Callable[[str, int], StandingRanks]]:
-    """standing(transport, size): processes with one group, kept from one check to the next."""
-    started: dict[tuple[str, int], StandingRanks] = {}
-
-    def of(transport: str, size: int) -> StandingRanks:
-        return started.setdefault((transport, size), StandingRanks(size, transport))
-
-    yield of
-    for ranks in started.values():
-        ranks.stop()
 
 
 @pytest.mark.parametrize(("transport", "size"), HOST_TRANSPORTS)

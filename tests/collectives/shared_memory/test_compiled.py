@@ -7,7 +7,7 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,6 @@ needs_library = pytest.mark.skipif(
     compiled.library() is None,
     reason="the library is not there, or older than ticks.c: make compile",
 )
-
-
-@pytest.fixture(scope="module")
-def standing() -> Iterator[Callable[[str, int], StandingRanks]]:
-    started: dict[tuple[str, int], StandingRanks] = {}
-
-    def of(transport: str, size: int) -> StandingRanks:
-        return started.setdefault((transport, size), StandingRanks(size, transport))
-
-    yield of
-    for ranks in started.values():
-        ranks.stop()
 
 
 def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:

@@ -211,22 +211,34 @@ class TwoHeads(torch.nn.Module):
         return self.heads[self.head](batch)
 
 
+def on_own_group(group: cl.Group, train: Callable[..., Any], *args: Any) -> Any:
+    with another_group(group) as own:
+        return train(own, *args)
+
+
+def made(
+    module: torch.nn.Module, group: cl.Group | None, way: str, **options: Any
+) -> tuple[Any, Any, Callable[[], Any]]:
+    """The model, its SGD, and what makes their Join. group: None: in one process."""
+    if group is None:
+        optim = torch.optim.SGD(module.parameters(), **options)
+        return module, optim, contextlib.nullcontext
+    model = cl.DistributedDataParallel(module, group)
+    if way == "zero":
+        sharded = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, **options)
+        return model, sharded, lambda: cl.Join([model, sharded], skew_warning=None)
+    optim = torch.optim.SGD(module.parameters(), **options)
+    along = [optim] if way == "along" else []
+    return model, optim, lambda: cl.Join([model], step_along=along, skew_warning=None)
+
+
 def train_heads(group: cl.Group | None, way: str, lengths: Sequence[int]) -> list[torch.Tensor]:
     """An epoch for each head; the other one is stepped by zeros, to which gradients are cleared."""
     module = TwoHeads()
-    model: Any = cl.DistributedDataParallel(module, group) if group else module
+    model, optim, join = made(module, group, way, lr=0.1, momentum=0.9, weight_decay=0.1)
     data = data_of(group, lengths, DTYPE)
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    optim: Any = (
-        cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, **options)
-        if group and way == "zero"
-        else torch.optim.SGD(module.parameters(), **options)
-    )
     for module.head in range(2):
-        joinables = [model, optim] if way == "zero" else [model]
-        along = [] if way == "zero" else [optim]
-        join = cl.Join(joinables, step_along=along, skew_warning=None) if group else None
-        with join or contextlib.nullcontext():
+        with join():
             for number in range(max(map(len, data))):
                 backward_of_all(model, data, number)
                 optim.step()
@@ -234,16 +246,11 @@ def train_heads(group: cl.Group | None, way: str, lengths: Sequence[int]) -> lis
     return [p.detach().clone() for p in module.parameters()]
 
 
-def train_heads_on_ranks(group: cl.Group, *args: Any) -> list[torch.Tensor]:
-    with another_group(group) as own:
-        return train_heads(own, *args)
-
-
 @pytest.mark.parametrize("lengths", [(2, 2), (2, 1)])
-@pytest.mark.parametrize("way", ["plain", "zero"])
+@pytest.mark.parametrize("way", ["along", "zero"])
 def test_gradients_that_the_last_batch_clears_to_zeros_are_stepped_by_later(ranks_of, way, lengths):
     expected = train_heads(None, way, lengths)
-    for found in ranks_of(2).run(train_heads_on_ranks, way, lengths):
+    for found in ranks_of(2).run(on_own_group, train_heads, way, lengths):
         assert largest_difference(found, expected) < 1e-12
 
 
@@ -251,17 +258,10 @@ def leave_one_head(group: cl.Group | None, epochs: Sequence[Sequence[int]]) -> l
     """Even batches are stepped and cleared; what the first epoch leaves, and the second one, are
     gradients of the first head alone."""
     module = TwoHeads()
-    model: Any = cl.DistributedDataParallel(module, group) if group else module
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-    optim: Any = (
-        cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, **options)
-        if group
-        else torch.optim.SGD(module.parameters(), **options)
-    )
+    model, optim, join = made(module, group, "zero", lr=0.1, momentum=0.9)
     for epoch, lengths in enumerate(epochs):
         data = data_of(group, lengths, DTYPE)
-        join = cl.Join([model, optim], skew_warning=None) if group else None
-        with join or contextlib.nullcontext():
+        with join():
             for number in range(max(map(len, data))):
                 for module.head in range(1 + (epoch == 0 and number == 0)):
                     backward_of_all(model, data, number)
@@ -271,34 +271,22 @@ def leave_one_head(group: cl.Group | None, epochs: Sequence[Sequence[int]]) -> l
     return [p.detach().clone() for p in module.parameters()]
 
 
-def leave_one_head_on_ranks(group: cl.Group, *args: Any) -> list[torch.Tensor]:
-    with another_group(group) as own:
-        return leave_one_head(own, *args)
-
-
 @pytest.mark.parametrize("first", [(0, 2), (1, 2), (2, 2)])
 def test_a_parameter_whose_gradient_no_rank_has_left_is_not_stepped(ranks_of, first):
     epochs = [first, (1, 1)]
     expected = leave_one_head(None, epochs)
-    for found in ranks_of(2).run(leave_one_head_on_ranks, epochs):
+    for found in ranks_of(2).run(on_own_group, leave_one_head, epochs):
         assert largest_difference(found, expected) < 1e-12
 
 
 def unfreeze(group: cl.Group | None, way: str, lengths: Sequence[int]) -> list[torch.Tensor]:
     """The first layer is trained from the third batch on; two epochs."""
     module = make_model(DTYPE)
-    model: Any = cl.DistributedDataParallel(module, group) if group else module
+    model, optim, join = made(module, group, way, lr=0.1)
     data = data_of(group, lengths, DTYPE)
-    optim: Any = (
-        cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
-        if group and way == "zero"
-        else torch.optim.SGD(module.parameters(), lr=0.1)
-    )
     layer = next(module.children()).requires_grad_(False)
     for _ in range(2):
-        joinables = [model, optim] if way == "zero" else [model]
-        join = cl.Join(joinables, skew_warning=None) if group else None
-        with join or contextlib.nullcontext():
+        with join():
             for number in range(max(map(len, data))):
                 if number == 2:
                     layer.requires_grad_(True)
@@ -308,15 +296,10 @@ def unfreeze(group: cl.Group | None, way: str, lengths: Sequence[int]) -> list[t
     return [p.detach().clone() for p in module.parameters()]
 
 
-def unfreeze_on_ranks(group: cl.Group, *args: Any) -> list[torch.Tensor]:
-    with another_group(group) as own:
-        return unfreeze(own, *args)
-
-
 @pytest.mark.parametrize("way", ["plain", "zero"])
 def test_what_the_body_unfreezes_is_trained_by_all_ranks_in_the_next_epoch(ranks_of, way):
     expected = unfreeze(None, way, (2, 5))
-    for found in ranks_of(2).run(unfreeze_on_ranks, way, (2, 5)):
+    for found in ranks_of(2).run(on_own_group, unfreeze, way, (2, 5)):
         assert largest_difference(found, expected) < 1e-12
 
 
