@@ -251,7 +251,8 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         )
     if live and num_weighing and not weight > 0:
         raise RuntimeError(
-            f"the weights of {name_ranks(live)} add up to {weight:g}; the sum must be above 0"
+            f"the weights of {name_ranks(live)} add up to {weight:g}; the sum must be above 0. "
+            "Skip a batch whose samples all have weight 0, before its forward pass"
         )
     numbers = values[len(values) - 2 * num_cursors * num_ranks :] if num_cursors else []
     halves = zip(numbers[::2], numbers[1::2], strict=True)
