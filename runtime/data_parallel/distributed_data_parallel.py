@@ -558,7 +558,7 @@ class _ModelHook(JoinHook):
             # A rank that steps along takes the steps of the others, or is told that it does not.
             num_missed *= not model._join.steps_along(model)
             model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
-        if ledger.somebody_missed_a_step:
+        if ledger.somebody_missed_a_step or ledger.ran_after_last_step:
             self._follow_frozen(model._join)
         if model._reducer.is_sharded:
             if ledger.somebody_missed_a_step or ledger.ran_after_last_step:
@@ -693,7 +693,7 @@ class _ModelHook(JoinHook):
         return None
 
     def _follow_frozen(self, join: JoinEngine) -> None:
-        """A rank that missed steps freezes and unfreezes what the body of the others has."""
+        """A rank without the last batch freezes and unfreezes what the body of the others has."""
         if self._ranks_have_changed:
             return
         group, live = self._model.group, join.ledger.last_live

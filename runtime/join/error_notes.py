@@ -107,7 +107,8 @@ def explain(
             "that is busy elsewhere, or has left the loop alone: "
             + (
                 "leave a loop in a Join that follows groups on all ranks at the same step, or on "
-                "none"
+                "none; and step after the first forward pass of a batch, or iterate "
+                "ctx.shard(dataset), with which all ranks know when a batch begins"
                 if follows
                 else "a rank that stops early must leave the Join as well"
             )

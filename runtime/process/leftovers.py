@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from chorusline.collectives.contract.errors import name_ranks
 
-_MOST_EDITS = 15
-_MOST_CALLS = 1 << 16  # A vote in float32 counts to 2^24.
+_MOST_CALLS = 1 << 10  # A vote in float32 counts to 2^24.
+MOST_EDITS = (1 << 12) - 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class LeftoverVote:
     calls: the number of calls of `zero_grad`.
     passes: how many passes it has run, those in no_sync included.
     cleared_at: how many of them it had run when it last cleared all gradients; -1: it has not.
-    edits: changes of gradients since it last cleared them.
+    edits: a digest of the changes of gradients since it last cleared them, at most MOST_EDITS; 0:
+        none.
     holds: it has no data, and holds gradients.
     hands_in: it holds such gradients, and has contributed them to this sum.
     """
@@ -52,9 +53,9 @@ class LeftoverVote:
     @property
     def numbers(self) -> tuple[float, float, float]:
         """As three numbers, the first positive for a live rank and negative for another one."""
-        calls, edits = min(self.calls, _MOST_CALLS), min(self.edits, _MOST_EDITS)
+        calls = min(self.calls, _MOST_CALLS - 1)
         # Above 0 for all counts, so that the sign can say whether the rank is live.
-        packed = 1 + (calls * (_MOST_EDITS + 1) + edits) * 4 + self.holds * 2 + self.hands_in
+        packed = 1 + (calls * (MOST_EDITS + 1) + self.edits) * 4 + self.holds * 2 + self.hands_in
         return (packed if self.is_live else -packed), self.passes, self.cleared_at
 
     @property
@@ -81,7 +82,7 @@ def read_standings(numbers: Sequence[float]) -> tuple[LeftoverVote, ...]:
 
 def _read(number: float, passes: float, cleared_at: float) -> LeftoverVote:
     counts, flags = divmod(max(int(abs(number)) - 1, 0), 4)
-    calls, edits = divmod(counts, _MOST_EDITS + 1)
+    calls, edits = divmod(counts, MOST_EDITS + 1)
     return LeftoverVote(
         is_live=number > 0,
         calls=calls,

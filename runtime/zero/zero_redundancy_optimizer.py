@@ -546,7 +546,7 @@ class _OptimizerHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         join = self._optimizer._join
         assert join is not None
-        if join.ledger.somebody_missed_a_step:
+        if join.ledger.somebody_missed_a_step or join.ledger.ran_after_last_step:
             self._optimizer._engine.leave_join(join)
 
 
@@ -989,7 +989,7 @@ class OptimizerEngine:
             )
 
     def leave_join(self, join: JoinEngine) -> None:
-        """A Join ends in which a rank missed steps: it takes over what the body has done since the
+        """A Join ends, without data on some ranks: these take over what the body has done since the
         last step to the optimizer's state and options, and to the GradScaler (`update(scale)`)."""
         if self._recovery is not None and self._recovery.has_gone_on:
             return  # Another rank may have been in here when the ranks changed, and be through.

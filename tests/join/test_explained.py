@@ -52,6 +52,25 @@ def test_a_collective_before_the_forward_pass_is_told_where_it_belongs(ranks_of)
         assert "groups=[beside]" not in told
 
 
+def step_first(group: cl.Group) -> str:
+    """By the gradients of the batch before; the ranks have one and two batches."""
+    with another_group(group, timeout_s=1.5) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        joins = cl.Join([model, optimizer], groups=[own.new_group(range(2))])
+        with pytest.raises(cl.CollectiveError) as raised, joins:
+            for number, batch in enumerate(batches_of(own.rank, 1 + own.rank, torch.float32)):
+                if number:
+                    optimizer.step()
+                loss_of(model, batch).backward()
+        return str(raised.value)
+
+
+def test_a_step_before_the_forward_pass_is_told_where_it_belongs(ranks_of):
+    for told in ranks_of(2).run(step_first):
+        assert "step after the first forward pass of a batch" in told
+
+
 def step_by_own_gradients(group: cl.Group, lengths: tuple[int, ...]) -> str:
     with another_group(group) as own:
         module = make_model(torch.float32)

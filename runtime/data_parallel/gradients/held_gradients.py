@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from ...process.agreement import Agreement, Note
-from ...process.leftovers import LeftoverVote
+from ...process.leftovers import MOST_EDITS, LeftoverVote
 from .gradient_bucket import GradientBucket, Gradients
 
 Habits = tuple[int, int, int]
@@ -153,6 +153,7 @@ class HeldGradients:
         is_edited = False
         # Writes to `.grad.data` are counted by nobody.
         is_blank = self._witness is not None and self._is_blank(self._witness)
+        only_ours = self._held == self._zeros
         for bucket in self._gradients.buckets:
             known = (bucket.held_version, bucket.launched_version)
             is_written = bucket.flat._version not in known
@@ -165,10 +166,10 @@ class HeldGradients:
                     # Local gradients are seldom written to. To read means, the host would wait for
                     # the GPU in each step.
                     is_readable = not self.are_means or gradient.device.type == "cpu"
-                    if is_readable and self._is_blank(number):
+                    if is_readable and self._is_blank(number, only_ours=only_ours and is_written):
                         self.clears_to_zeros = True
                         gone.add(number)
-                    else:
+                    elif not (number in self._zeros and is_readable and not gradient.any()):
                         is_edited = True
             bucket.held_version = bucket.flat._version
         self.cleared |= gone
@@ -176,7 +177,8 @@ class HeldGradients:
         if gone and gone >= (self._held - self._zeros or self._zeros):
             self._note_clear()
         elif gone or is_edited:
-            self.edits += 1
+            told = repr((self.edits, sorted(gone), is_edited)).encode()
+            self.edits = zlib.crc32(told) % MOST_EDITS + 1
             self._held -= gone
             self._zeros -= gone
 
@@ -268,10 +270,11 @@ class HeldGradients:
         self._witness = number if self._witness is None else self._witness
         self.note_writes()
 
-    def _is_blank(self, number: int) -> bool:
-        """Whether a gradient holds zeros alone; where it held our own zeros, positive ones."""
+    def _is_blank(self, number: int, *, only_ours: bool = False) -> bool:
+        """Whether a gradient holds zeros alone; where it held our own, positive ones. only_ours: we
+        wrote all of them, and the program has written to them: a product with 0 leaves a sign."""
         gradient = self._gradients.parameters[number].grad
         if gradient is None or bool(gradient.any()):
             return False
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        return number not in self._zeros or not bool(real.signbit().any())
+        return only_ours or number not in self._zeros or not bool(real.signbit().any())

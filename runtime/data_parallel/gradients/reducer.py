@@ -651,9 +651,9 @@ class Reducer:
         """No rank had data, and nothing was sent: this rank holds again what it held, unless the
         others have changed theirs since."""
         standings, rank = agreement.standings, self.group.rank
-        last_edits = max(one.edits for one in standings)
-        # Edited on one rank only, the leftovers of the others belong to nothing any more.
-        if belongs(standings, rank) and standings[rank].edits == last_edits:
+        # Edited on the last ranks only, the leftovers of the others belong to nothing any more.
+        is_alike = self._had_data or len({one.edits for one in standings}) == 1
+        if belongs(standings, rank) and is_alike:
             if self.has_leftover:
                 self._fill(self._aside)
             else:

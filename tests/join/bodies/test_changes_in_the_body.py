@@ -303,6 +303,67 @@ def test_what_the_body_unfreezes_is_trained_by_all_ranks_in_the_next_epoch(ranks
         assert largest_difference(found, expected) < 1e-12
 
 
+def clear_in_parts(
+    group: cl.Group | None, first: Sequence[int], last: Sequence[int], lengths: Sequence[int]
+) -> list[torch.Tensor] | str:
+    """first, last: the parameters that are cleared before the pass, and after the step."""
+    module = make_model(DTYPE)
+    parameters = [*module.parameters()]
+    model, optim, join = made(module, group, "zero", lr=0.1)
+    data = data_of(group, lengths, DTYPE)
+    try:
+        with join():
+            for number in range(max(map(len, data))):
+                for part in first:
+                    parameters[part].grad = None
+                backward_of_all(model, data, number)
+                optim.step()
+                for part in last:
+                    parameters[part].grad = None
+    except RuntimeError as error:
+        return str(error)
+    return [p.detach().clone() for p in parameters]
+
+
+@pytest.mark.parametrize("lengths", [(1, 2), (3, 4), (3, 3)])
+@pytest.mark.parametrize(
+    ("first", "last"), [([2, 3], [0]), ([0], [2, 3]), ([1], [0, 3]), ([0], []), ([], [0])]
+)
+def test_parts_that_are_cleared_in_two_places_are_exact_or_told(ranks_of, first, last, lengths):
+    expected = clear_in_parts(None, first, last, lengths)
+    for found in ranks_of(2).run(on_own_group, clear_in_parts, first, last, lengths):
+        if isinstance(found, str):
+            assert "has changed some gradients between two backward passes" in found
+            assert lengths[0] < lengths[1]
+        else:
+            assert largest_difference(found, expected) < 1e-12
+
+
+def freeze_without_a_step(
+    group: cl.Group | None, epochs: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Each second batch is stepped; the first batch of the first epoch freezes a layer."""
+    module = make_model(DTYPE)
+    model, optim, join = made(module, group, "zero", lr=0.1)
+    for epoch, lengths in enumerate(epochs):
+        data = data_of(group, lengths, DTYPE)
+        with join():
+            for number in range(max(map(len, data))):
+                backward_of_all(model, data, number)
+                if number == 1:
+                    optim.step()
+                    optim.zero_grad()
+                next(module.children()).requires_grad_(epoch + number > 0)
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("epochs", [[(0, 1), (1, 2)], [(0, 1), (2, 2)], [(1, 0), (1, 2)]])
+def test_what_an_epoch_without_a_step_freezes_is_frozen_on_all_ranks(ranks_of, epochs):
+    expected = freeze_without_a_step(None, epochs)
+    for found in ranks_of(2).run(on_own_group, freeze_without_a_step, epochs):
+        assert largest_difference(found, expected) < 1e-12
+
+
 def penalise_between(group: cl.Group) -> str:
     """A gradient of the input alone, between a pass in no_sync and the next one."""
     with another_group(group) as own:
