@@ -107,8 +107,9 @@ def explain(
             "that is busy elsewhere, or has left the loop alone: "
             + (
                 "leave a loop in a Join that follows groups on all ranks at the same step, or on "
-                "none; and step after the first forward pass of a batch, or iterate "
-                "ctx.shard(dataset), with which all ranks know when a batch begins"
+                "none; step after the first forward pass of a batch, or iterate "
+                "ctx.shard(dataset), with which all ranks know when a batch begins; evaluate by "
+                "model.module(...), whose forward passes no rank waits for"
                 if follows
                 else "a rank that stops early must leave the Join as well"
             )

@@ -32,8 +32,8 @@ class LeftoverVote:
     calls: the number of calls of `zero_grad`.
     passes: how many passes it has run, those in no_sync included.
     cleared_at: how many of them it had run when it last cleared all gradients; -1: it has not.
-    edits: a digest of the changes of gradients since it last cleared them, at most MOST_EDITS; 0:
-        none.
+    edits: a digest of the changes of gradients since it last cleared them; 0: none. MOST_EDITS:
+        others have made some at the end of an earlier loop, and this rank has not.
     holds: it has no data, and holds gradients.
     hands_in: it holds such gradients, and has contributed them to this sum.
     """
@@ -123,21 +123,33 @@ def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
         )
     edited = [number for number in live if standings[number].edits != own.edits]
     if edited:
-        raise RuntimeError(
-            f"rank {rank} has run out of data, and holds gradients that no step has used. Since "
-            f"then {name_ranks(edited, 'has', 'have')} changed some gradients between two backward "
-            "passes, and the same change cannot be made on a rank without data. Clear all "
-            "gradients of the model (zero_grad()), or change them after the last pass of a step"
-        )
+        raise RuntimeError(_why_not_edited(rank, name_ranks(edited, "has", "have")))
     return True
+
+
+def _why_not_edited(rank: int, who: str) -> str:
+    return (
+        f"rank {rank} has run out of data, and holds gradients that no step has used. Since then "
+        f"{who} changed some gradients between two backward passes, and the same change cannot be "
+        "made on a rank without data. Clear all gradients of the model (zero_grad()), or change "
+        "them after the last pass of a step"
+    )
 
 
 def sends_again(standings: Sequence[LeftoverVote]) -> bool:
     """Whether some rank has handed in leftovers that do not belong to the step, or has not handed
-    in those that do."""
+    in those that do.
+
+    Raises RuntimeError, on all ranks alike, as `belongs` does, also for what a rank that has data
+    again has left in an earlier loop."""
     # No step is taken, so nothing is missing in it.
     if not any(one.is_live for one in standings):
         return False
+    for rank, one in enumerate(standings):
+        if one.is_live and one.edits == MOST_EDITS:
+            raise RuntimeError(
+                "in an epoch before this one, " + _why_not_edited(rank, "another rank has")
+            )
     return any(
         one.holds and one.hands_in != belongs(standings, rank)
         for rank, one in enumerate(standings)

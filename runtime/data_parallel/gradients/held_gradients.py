@@ -178,7 +178,7 @@ class HeldGradients:
             self._note_clear()
         elif gone or is_edited:
             told = repr((self.edits, sorted(gone), is_edited)).encode()
-            self.edits = zlib.crc32(told) % MOST_EDITS + 1
+            self.edits = zlib.crc32(told) % (MOST_EDITS - 1) + 1
             self._held -= gone
             self._zeros -= gone
 
@@ -215,12 +215,14 @@ class HeldGradients:
     def habits(self, habits: Habits) -> None:
         self._usual = habits
 
-    def begin(self, agreement: Agreement) -> None:
-        """The ranks have agreed on a step, or where each pass has a vote, on a pass."""
+    def begin(self, agreement: Agreement, *, knows_edits: bool = True) -> None:
+        """The ranks have agreed on a step, or where each pass has a vote, on a pass. knows_edits:
+        whether this rank has changed its gradients as the others have theirs since the last one."""
         live = [agreement.standings[rank] for rank in agreement.live]
         if live:
             self._usual = max(o.calls for o in live), max(o.cleared_at for o in live), 0
         self._begin()
+        self.edits = 0 if knows_edits else MOST_EDITS
 
     def _begin(self) -> None:
         self.calls, self.passes, self.cleared_at, self.edits = 0, 0, -1, 0

@@ -475,17 +475,20 @@ class Reducer:
         if self.unused is not None:
             self.unused.tell([number in self._arrivals for number in range(len(self.parameters))])
         if sends:
-            self._clear_unused(self.buckets[self._num_launched :])
+            self._fill_unused(self.buckets[self._num_launched :])
             self._send_rest()
         else:
             self._keep_for_later()
 
-    def _clear_unused(self, buckets: Sequence[GradientBucket]) -> None:
+    def _fill_unused(self, buckets: Sequence[GradientBucket]) -> None:
+        """Parameters that no pass has used send what `.grad` holds."""
         for bucket in buckets:
             for number, view in bucket.views.items():
                 # The memory may hold the gradient of an earlier step.
                 if self.parameters[number].grad is None:
                     view.zero_()
+                elif self.gradients.is_replaced(number):
+                    self.gradients.bring_home(number)
 
     def _keep_for_later(self) -> None:
         """`step()` will send the buckets of a sharded step, as they are now."""
@@ -497,7 +500,7 @@ class Reducer:
     def send_late(self) -> None:
         """Launch the buckets of a sharded step, if no pass has done so."""
         if not self.has_begun:
-            self._clear_unused(self.buckets)
+            self._fill_unused(self.buckets)
             self._begin_launching()
             self._send_rest()
 
@@ -510,7 +513,7 @@ class Reducer:
         # only.
         if standings and self._is_shadowing and self._holds:
             self._hand_in(belongs(standings, self.group.rank))
-        self._clear_unused(self.buckets)
+        self._fill_unused(self.buckets)
         self._num_launched = 0
         self.has_more = False
         self._send_rest()
@@ -917,11 +920,11 @@ class Reducer:
         if self._holds and self.held.expects_clear:
             self._hand_in(False)
         if not self.has_begun:
-            self._clear_unused(self.buckets)
+            self._fill_unused(self.buckets)
         elif self._aside or has_changed:
             # The last pass of this rank has sent its gradients, as those of the others have theirs.
             self.has_more = True
-            self._clear_unused(self.buckets)
+            self._fill_unused(self.buckets)
         # The ranks with data launch in their pass; with late sending all launch in the step.
         if not (self.has_begun or self.sends_late or self.num_in_step):
             self._arrivals.clear()
@@ -959,7 +962,8 @@ class Reducer:
             # The next step has the passes that had none, on whichever rank.
             self.num_in_step = int(has_several)
             self.sends_late = self.sends_late or has_several
-        self.held.begin(agreement)
+        is_alike = self._had_data or len({one.edits for one in standings}) == 1
+        self.held.begin(agreement, knows_edits=bool(agreement.live) or is_alike)
         self.held.note_writes()
         # A body may step before its first pass, by what an epoch has left: the writes are ours.
         for bucket in self.buckets:

@@ -364,6 +364,56 @@ def test_what_an_epoch_without_a_step_freezes_is_frozen_on_all_ranks(ranks_of, e
         assert largest_difference(found, expected) < 1e-12
 
 
+def clear_a_part_last(
+    group: cl.Group | None, epochs: Sequence[Sequence[int]]
+) -> list[torch.Tensor] | str:
+    """Each batch steps by the gradients of the one before, and clears one of them."""
+    module = make_model(DTYPE)
+    model, optim, join = made(module, group, "zero", lr=0.1)
+    try:
+        for epoch, lengths in enumerate(epochs):
+            data = data_of(group, lengths, DTYPE)
+            with join():
+                for number in range(max(map(len, data))):
+                    if epoch + number:
+                        optim.step()
+                    next(module.parameters()).grad = None
+                    backward_of_all(model, data, number)
+    except RuntimeError as error:
+        return str(error)
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("epochs", [[(2, 1)], [(2, 1), (1, 1)], [(2, 2), (1, 1)]])
+def test_a_part_that_the_end_of_an_epoch_clears_is_exact_or_told(ranks_of, epochs):
+    expected = clear_a_part_last(None, epochs)
+    for found in ranks_of(2).run(on_own_group, clear_a_part_last, epochs):
+        if len({*epochs[0]}) > 1 and len(epochs) > 1:
+            assert "in an epoch before this one, rank 1 has run out of data" in found
+        else:
+            assert largest_difference(found, expected) < 1e-12
+
+
+def replace_by_zeros(group: cl.Group | None) -> list[torch.Tensor]:
+    """Two heads in turn; the first batch of the second one sets zeros in place of gradients."""
+    module = TwoHeads()
+    model, optim, _ = made(module, group, "", lr=0.1, momentum=0.9)
+    data = data_of(group, (6, 6), DTYPE)
+    for number in range(6):
+        module.head = number % 2
+        backward_of_all(model, data, number)
+        for parameter in module.parameters() if number == 1 else ():
+            parameter.grad = torch.zeros_like(parameter)
+        optim.step()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def test_zeros_in_place_of_gradients_stay_where_the_next_pass_brings_none(ranks_of):
+    expected = replace_by_zeros(None)
+    for found in ranks_of(2).run(on_own_group, replace_by_zeros):
+        assert largest_difference(found, expected) < 1e-12
+
+
 def penalise_between(group: cl.Group) -> str:
     """A gradient of the input alone, between a pass in no_sync and the next one."""
     with another_group(group) as own:
