@@ -186,54 +186,55 @@ class StepBuffers:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._before: list[_Before] = []
-        self._names: list[str] = []
+        self._before: dict[str, _Before] = {}
         self._after: list[torch.Tensor] = []
         """As the last micro-batch has left them; empty if it was not computed here, or not yet."""
 
     def begin_step(self) -> None:
         """Remember the present buffers; copies that are still right stay."""
-        named = dict(self._module.named_buffers())
-        self._names, buffers = list(named), list(named.values())
-        known = {id(one.buffer): one for one in self._before}
-        self._before = [
-            one if (one := known.get(id(buffer))) and one.is_still(buffer) else _Before.of(buffer)
-            for buffer in buffers
-        ]
+        known = {id(one.buffer): one for one in self._before.values()}
+        self._before = {
+            name: one
+            if (one := known.get(id(buffer))) and one.is_still(buffer)
+            else _Before.of(buffer)
+            for name, buffer in self._module.named_buffers()
+        }
         self._after = []
 
-    def _check_same(self) -> None:
-        """Raises RuntimeError if a forward pass of the step has made a buffer, or another shape."""
-        shapes = [one.values.shape for one in self._before]
-        now = [(name, buffer.shape) for name, buffer in self._module.named_buffers()]
-        if [shape for _, shape in now] == shapes:
-            return
-        before = dict(zip(self._names, shapes, strict=True))
-        name, shape = next(one for one in now if before.get(one[0]) != one[1])
-        was = f"which was {tuple(before[name])}" if name in before else "which was not there"
-        raise RuntimeError(
-            f"a forward pass in a step of ctx.steps has made buffer {name} one of shape "
-            f"{tuple(shape)}, {was} when the step began. Every micro-batch begins with the buffers "
-            "of the step, whichever rank computes it. Register the buffer in the constructor, with "
-            "its largest shape; or keep what can be computed again, such as a mask, in a plain "
-            "attribute of the module"
-        )
+    def _pairs(self) -> list[tuple[_Before, torch.Tensor]]:
+        """The buffers as the step began with them, and as they are.
+
+        Raises RuntimeError if a forward pass of the step has made a buffer, or another shape."""
+        now = dict(self._module.named_buffers())
+        shapes = {name: one.values.shape for name, one in self._before.items()}
+        for name in {**shapes, **now}:
+            one, other = shapes.get(name), now[name].shape if name in now else None
+            if one == other:
+                continue
+            was = "was not there" if one is None else f"was {tuple(one)}"
+            shape = "no buffer" if other is None else f"one of shape {tuple(other)}"
+            raise RuntimeError(
+                f"a forward pass in a step of ctx.steps has made buffer {name} {shape}, which "
+                f"{was} when the step began. Every micro-batch begins with the buffers of the "
+                "step, whichever rank computes it. Register the buffer in the constructor, with "
+                "its largest shape; or keep what can be computed again, such as a mask, in a plain "
+                "attribute of the module"
+            )
+        return [(self._before[name], buffer) for name, buffer in now.items()]
 
     @torch.no_grad()
     def begin_micro_batch(self) -> None:
         """Give the step's first buffers back to the module."""
-        self._check_same()
-        for before, buffer in zip(self._before, self._module.buffers(), strict=True):
+        for before, buffer in self._pairs():
             if not before.is_still(buffer):
                 buffer.copy_(before.values)
                 before.buffer = buffer
 
     def end_last(self) -> None:
         """The last micro-batch of the step was computed here."""
-        self._check_same()
-        buffers = list(self._module.buffers())
-        is_still = [one.is_still(b) for one, b in zip(self._before, buffers, strict=True)]
-        self._after = [] if all(is_still) else [buffer.clone() for buffer in buffers]
+        pairs = self._pairs()
+        is_still = [before.is_still(buffer) for before, buffer in pairs]
+        self._after = [] if all(is_still) else [buffer.clone() for _, buffer in pairs]
 
     @property
     def have_changed(self) -> bool:
@@ -244,7 +245,7 @@ class StepBuffers:
     def send(self, root: int, group: Group) -> None:
         """Give all ranks what the last micro-batch has left on rank `root`; `commit` takes it."""
         if group.rank != root:
-            self._after = [torch.empty_like(one.values) for one in self._before]
+            self._after = [torch.empty_like(one.values) for one in self._before.values()]
         broadcast_tensors(self._after, root, group)
 
     @torch.no_grad()

@@ -91,15 +91,17 @@ def with_buffers_that_stay(group: cl.Group) -> None:
 
 
 class Growing(torch.nn.Linear):
-    """A forward pass makes its buffer one of the next size; 0: it leaves it as it is."""
+    """A forward pass makes its buffer one of the next size; 0: it leaves it; -1: it deletes it."""
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__(3, 2)
         self.sizes = [*sizes]
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        if size := self.sizes.pop(0):
+        if (size := self.sizes.pop(0)) > 0:
             self.register_buffer("cache", torch.zeros(size))
+        elif size < 0:
+            del self.cache
         return super().forward(batch)
 
 
@@ -247,6 +249,7 @@ WRONG: dict[str, tuple[Callable[[cl.Group], None], type[Exception], str]] = {
     "SyncBatchNorm": (with_sync_batch_norm, RuntimeError, "Leave the layers as BatchNorm"),
     "buffers": (with_buffers_that_stay, RuntimeError, "leave broadcast_buffers out"),
     "a larger buffer": (growing([2, 0, 3]), RuntimeError, "shape (3,), which was (2,) when"),
+    "no buffer any more": (growing([2, 0, -1]), RuntimeError, "cache no buffer, which was (2,)"),
     "a later buffer": (growing([0, 4, 0]), RuntimeError, "shape (4,), which was not there when"),
     "break": (left_early, RuntimeError, "without a break"),
     "twice": (iterated_twice, RuntimeError, "iterated once"),
