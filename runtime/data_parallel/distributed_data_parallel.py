@@ -558,21 +558,17 @@ class _ModelHook(JoinHook):
             # A rank that steps along takes the steps of the others, or is told that it does not.
             num_missed *= not model._join.steps_along(model)
             model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
-        if ledger.somebody_missed_a_step or ledger.ran_after_last_step:
+        if ledger.somebody_may_lag:
             self._follow_frozen(model._join)
         if model._reducer.is_sharded:
-            if ledger.somebody_missed_a_step or ledger.ran_after_last_step:
+            if ledger.somebody_may_lag:
                 self._take_written(model._join)
         elif ledger.somebody_missed_a_step:
             self._follow_scaler(model._join)
             model._reducer.take_means_of(model._join.newest_rank(ledger.last_live))
             state += model.module.parameters()
         # A step brings the buffers of its newest rank, but none follows the last passes.
-        if (
-            ledger.somebody_missed_a_step
-            or ledger.ran_after_last_step
-            or not model.broadcast_buffers
-        ):
+        if ledger.somebody_may_lag or not model.broadcast_buffers:
             state += model.module.buffers()
         if state:
             root = model._join.newest_rank(ledger.last_live)

@@ -111,6 +111,12 @@ class JoinLedger:
     def somebody_missed_a_step(self) -> bool:
         return self.began_earlier or min(self.steps_taken) < max(self.steps_taken)
 
+    @property
+    def somebody_may_lag(self) -> bool:
+        """Whether some rank may lack what the loop's body has done last on others, which have taken
+        a step more, or run passes after the last one."""
+        return self.somebody_missed_a_step or self.ran_after_last_step
+
     def may_have_written_alone(self, *, is_sharded: bool) -> bool:
         """Whether a rank may have run the body more often than others with no step that followed:
         what it has written to parameters then has come to no other rank. is_sharded: each step

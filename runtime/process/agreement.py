@@ -52,7 +52,7 @@ class Note(enum.IntEnum):
     PERTURBS = 10
     """It has changed the parameters between the passes of a sharded step (held_gradients.py)."""
     ZEROES = 11
-    """It has data for a sharded step, and has cleared gradients to zeros the last time."""
+    """It has data, and has cleared gradients to zeros the last time."""
     COMPARES = 12
     """It has data, and wants the ranks with data to compare their parameters in this step."""
 

@@ -546,7 +546,7 @@ class _OptimizerHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         join = self._optimizer._join
         assert join is not None
-        if join.ledger.somebody_missed_a_step or join.ledger.ran_after_last_step:
+        if join.ledger.somebody_may_lag:
             self._optimizer._engine.leave_join(join)
 
 

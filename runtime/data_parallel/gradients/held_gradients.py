@@ -185,12 +185,15 @@ class HeldGradients:
     def mark_zeros(self) -> None:
         """Gradients that were cleared to zeros are held too, so that a second clear shows: another
         rank may hold what that one clears."""
-        parameters = self._gradients.parameters
-        for number in {*range(len(parameters))} - self._held:
-            gradient = parameters[number].grad
-            # On a GPU the host would have to wait.
-            if gradient is not None and gradient.device.type == "cpu" and self._is_blank(number):
-                self._hold_zeros(number)
+        # On a GPU the host would have to wait.
+        self._hold_zeros(
+            number
+            for number, parameter in enumerate(self._gradients.parameters)
+            if number not in self._held
+            and parameter.grad is not None
+            and parameter.grad.device.type == "cpu"
+            and self._is_blank(number)
+        )
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -251,25 +254,27 @@ class HeldGradients:
         if not self._others_clear_to_zeros:
             self._gradients.drop()
             return
-        for number, is_held in enumerate(self._gradients.usage()):
-            if is_held:
-                self._hold_zeros(number)
+        usage = enumerate(self._gradients.usage())
+        self._hold_zeros(number for number, is_held in usage if is_held)
 
     def hold_zeros(self, numbers: Iterable[int]) -> None:
         """Where this rank holds no gradient of these parameters."""
-        for number in numbers:
-            parameter = self._gradients.parameters[number]
-            if parameter.grad is None and parameter.requires_grad:
-                self._hold_zeros(number)
+        parameters = self._gradients.parameters
+        self._hold_zeros(
+            number
+            for number in numbers
+            if parameters[number].grad is None and parameters[number].requires_grad
+        )
 
-    def _hold_zeros(self, number: int) -> None:
+    def _hold_zeros(self, numbers: Iterable[int]) -> None:
         """Negative ones: they change no sum, and when the program clears them to zeros, it shows
-        as if they had been a gradient."""
-        self._gradients.parameters[number].grad = gradient = self._gradients.given(number)
-        gradient.fill_(-0.0)
-        self._held.add(number)
-        self._zeros.add(number)
-        self._witness = number if self._witness is None else self._witness
+        as if they had been gradients."""
+        for number in numbers:
+            self._gradients.parameters[number].grad = gradient = self._gradients.given(number)
+            gradient.fill_(-0.0)
+            self._held.add(number)
+            self._zeros.add(number)
+            self._witness = number if self._witness is None else self._witness
         self.note_writes()
 
     def _is_blank(self, number: int, *, only_ours: bool = False) -> bool:

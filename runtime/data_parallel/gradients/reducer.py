@@ -655,8 +655,7 @@ class Reducer:
         others have changed theirs since."""
         standings, rank = agreement.standings, self.group.rank
         # Edited on the last ranks only, the leftovers of the others belong to nothing any more.
-        is_alike = self._had_data or len({one.edits for one in standings}) == 1
-        if belongs(standings, rank) and is_alike:
+        if belongs(standings, rank) and self._knows_edits(standings):
             if self.has_leftover:
                 self._fill(self._aside)
             else:
@@ -672,6 +671,10 @@ class Reducer:
         # The step is applied as a whole. Objects of one that was not are refused by later runs.
         if self.ends_steps:
             between_runs().end_applying()
+
+    def _knows_edits(self, standings: Sequence[LeftoverVote]) -> bool:
+        """No rank had data: whether this one has changed its gradients as the last ones have."""
+        return self._had_data or len({one.edits for one in standings}) == 1
 
     def _stand_in(self, agreement: Agreement) -> None:
         """No rank had data. Ranks that have run out of it just now may continue to hold gradients:
@@ -962,8 +965,8 @@ class Reducer:
             # The next step has the passes that had none, on whichever rank.
             self.num_in_step = int(has_several)
             self.sends_late = self.sends_late or has_several
-        is_alike = self._had_data or len({one.edits for one in standings}) == 1
-        self.held.begin(agreement, knows_edits=bool(agreement.live) or is_alike)
+        knows_edits = bool(agreement.live) or self._knows_edits(standings)
+        self.held.begin(agreement, knows_edits=knows_edits)
         self.held.note_writes()
         # A body may step before its first pass, by what an epoch has left: the writes are ours.
         for bucket in self.buckets:
