@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Where PYTHONDONTWRITEBYTECODE is set, each worker would compile all of it: 0.4 s.
-COMPILED := $(BIN)/python -m compileall -q actors collectives runtime chorusline tests
+# Where PYTHONDONTWRITEBYTECODE is set, each worker, and each process of pytest, would compile it all.
+COMPILED := $(BIN)/python -m tests.compiled
 INSTALLED := .venv/installed
 DIST ?= dist
 # Of three processes one has a Ray cluster (tests/selection.py). 0: one test after another.
@@ -23,6 +23,7 @@ test: $(INSTALLED)  ## the whole test suite but for what is marked slow
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
 
 test-fast: $(INSTALLED)  ## in seconds: decisions, names, and ranks on shared memory; no Ray
+	$(COMPILED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m fast $(ARGS)
 
 test-slow: $(INSTALLED)  ## the tests that take longer than the suite allows, and more drawn examples
