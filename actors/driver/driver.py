@@ -318,7 +318,7 @@ class Driver(StoreActor):
         self._note_lost(self._membership.without_rank(who))
         running = [one for one, state in members if state is messages.MemberState.RUNNING]
         ids = [one.worker_id for one in running if one.worker_id in self._workers]
-        said = await self.readiness(run, ids)
+        said = await self.readiness(run, ids, for_departure=True)
         # NOT_YET of one rank decides it. Where all would run again or admit, no rank need be held.
         is_sure = Readiness.PARKS not in said or Readiness.NOT_YET in said
         if not is_sure and self._holds[who] < MAX_ATTEMPTS:
@@ -327,7 +327,7 @@ class Driver(StoreActor):
             leave = {one.worker_id for one in running if who in (one.worker_id, one.node_id)}
             held = [self._workers[one].hold.remote(run) for one in ids if one in leave]
             await first_answer(held, _STEP_S)
-            said = await self.readiness(run, ids)
+            said = await self.readiness(run, ids, for_departure=True)
         can_end = Readiness.NOT_YET not in said
         self._report(run, events.Leaving(who, why, can_end, self._num_ready))
 
@@ -372,10 +372,13 @@ class Driver(StoreActor):
         words = tuple(said.get(info.seat, "is gone") for info, _ in seen.members)
         return messages.Survey(seen, words)
 
-    async def readiness(self, run: int, worker_ids: Iterable[str]) -> list[Readiness]:
-        """What would become of these ranks if their generation were ended now."""
+    async def readiness(
+        self, run: int, worker_ids: Iterable[str], *, for_departure: bool = False
+    ) -> list[Readiness]:
+        """What would become of these ranks if their generation were ended now. for_departure: so
+        that some of them leave."""
         calls = {
-            worker_id: self._workers[worker_id].readiness.remote(run)
+            worker_id: self._workers[worker_id].readiness.remote(run, for_departure)
             for worker_id in worker_ids
             if worker_id in self._workers
         }

@@ -24,11 +24,13 @@ class Readiness(enum.Enum):
     """As above, and it continues where it is when a worker comes after its dry run."""
 
     PARKS = "parks"
-    """It cannot run again, and waits in its next step of a sharded optimizer."""
+    """It cannot run again, or would not let a rank leave that has to hand over; and it waits in its
+    next step of a sharded optimizer."""
 
     NOT_YET = "not yet"
-    """It could not continue: it has not registered what has to survive, perhaps not yet; or, if
-    that will not be, no step of a sharded optimizer may come any more."""
+    """It could not continue, or the rank could not leave: what has to survive is not registered,
+    perhaps not yet; or, if that will not be or does not help, no step of a sharded optimizer may
+    come any more."""
 
 
 @dataclass(frozen=True, slots=True)

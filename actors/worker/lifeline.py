@@ -96,8 +96,9 @@ class Lifeline:
         self._status = status or RunStatus()
         self._changes = GenerationChanges(assignment.world_size)
         self.last_resumption = resumption
-        self.readiness: Callable[[], Readiness] = _not_yet
-        """Set by the run's program, as is `arrivals`. For any thread."""
+        self.readiness: Callable[[bool], Readiness] = _not_yet
+        """Whether the generation could be ended, by whether ranks would leave then. Set by the
+        run's program, as is `arrivals`. For any thread."""
         self.missing: Callable[[], str] = str
         """As `readiness`: why the function cannot run again with a worker that comes; empty if it
         can."""
@@ -309,5 +310,5 @@ class Lifeline:
         return GroupAborted(self.generation, [], f"{type(error).__name__}: {error}")
 
 
-def _not_yet() -> Readiness:
+def _not_yet(for_departure: bool) -> Readiness:
     return Readiness.NOT_YET

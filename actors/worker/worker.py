@@ -474,13 +474,14 @@ class Worker:
     # ── Control loop: another worker comes to the run (messages/admission.py) ─────────────────────
 
     @ray.method(concurrency_group="control")
-    async def readiness(self, run: int) -> Readiness:
-        """Whether the generation could be ended now without need, as far as this rank knows."""
+    async def readiness(self, run: int, for_departure: bool) -> Readiness:
+        """Whether the generation could be ended now without need, as far as this rank knows.
+        for_departure: so that ranks leave."""
         here = self._in_run(run)
         if here is None or here.lifeline is None:
             return Readiness.NOT_YET
         try:
-            return here.lifeline.readiness()
+            return here.lifeline.readiness(for_departure)
         except RuntimeError:  # The training thread has changed what was looked through.
             return Readiness.NOT_YET
 

@@ -167,15 +167,23 @@ class RankState:
         """Whether the function would run again if it were left now, as far as this rank knows."""
         return not self._missing(facts, where)
 
-    def readiness(self, facts: Facts, *, admits: bool = False) -> Readiness:
+    def readiness(
+        self, facts: Facts, *, admits: bool = False, for_departure: bool = False
+    ) -> Readiness:
         """What would become of the function if its generation were ended now, for no need.
-        admits: as in Frozen."""
-        # The better answer first: to admit a worker costs no function a second beginning.
-        if admits and not facts.missing:
-            return Readiness.ADMITS
-        # Kept state is of registered objects, so leaving the function once more loses none of it.
-        if self.has_kept or not facts.missing:
-            return Readiness.RUNS_AGAIN
+
+        admits: as in Frozen.
+        for_departure: so that ranks leave.
+        """
+        # What has no copy is handed over in a step only: a function that begins again lets nobody
+        # leave, and would do so for each notice that comes after its last step.
+        if not (for_departure and self._spare(facts) == 0):
+            # The better answer first: to admit a worker costs no function a second beginning.
+            if admits and not facts.missing:
+                return Readiness.ADMITS
+            # Kept state is of registered objects, so leaving the function once more loses none.
+            if self.has_kept or not facts.missing:
+                return Readiness.RUNS_AGAIN
         is_sharded = facts.spare is not None and not facts.has_plain_steps
         has_steps = is_sharded and not facts.follows_groups and not facts.is_behind_loop
         # Such a function comes to a step of its own, and waits in it. After its loops it may meet

@@ -73,8 +73,8 @@ class Recovery:
         self.from_the_top = FromTheTop(lifeline, self._state, self._objects)
         self.arrivals = Arrivals(lifeline, self._objects, self._cross, self._be_admitted)
         lifeline.arrivals = self.arrivals
-        lifeline.readiness = lambda: self._state.readiness(
-            self._objects.facts(), admits=self.arrivals.admits
+        lifeline.readiness = lambda for_departure: self._state.readiness(
+            self._objects.facts(), admits=self.arrivals.admits, for_departure=for_departure
         )
         lifeline.missing = lambda: self._objects.facts().missing
 

@@ -144,6 +144,32 @@ async def test_a_worker_that_is_told_to_end_leaves_before_a_step_and_not_behind_
     assert told == [(num_steps, world_size)] * world_size
 
 
+def told_in_the_last_step(ctx: cl.Context, folder: Path) -> tuple[int, int]:
+    """It can begin again, and only the rank that leaves has its shard."""
+    with (folder / f"{ctx.rank}").open("a") as beginnings:
+        beginnings.write("begun ")
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1)))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.01)
+    ctx.register("optim", optim)
+    for step in ctx.steps(torch.ones(18, 1), 6, 1, epoch=0):
+        if (ctx.rank, step.number) == (1, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        for batch in step:
+            model(batch).sum().backward()
+        optim.step()
+        optim.zero_grad()
+    time.sleep(1.5)  # By then it was told three times.
+    optim.consolidate_state_dict(0)
+    return optim.num_steps, ctx.world_size
+
+
+async def test_a_notice_does_not_begin_a_function_again_that_has_no_step_left_to_hand_over_in(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    assert await session.run(told_in_the_last_step, folder=tmp_path) == [(3, 3)] * 3
+    assert [(tmp_path / f"{rank}").read_text() for rank in range(3)] == ["begun "] * 3
+
+
 HEARING = """
 import os, signal, sys, threading
 from chorusline.actors.worker.sigterm import hear_sigterm

@@ -373,6 +373,19 @@ def test_a_rank_is_ready_for_the_end_of_its_generation_when_it_could_go_on() -> 
     assert again(5).readiness(nothing) is Readiness.RUNS_AGAIN, "all that it needs is kept"
 
 
+def test_what_has_no_copy_is_handed_over_before_a_rank_leaves_and_only_in_a_step() -> None:
+    state = RankState(0)
+    registered, behind = facts(spare=0), facts(spare=0, is_behind_loop=True)
+    assert state.readiness(registered, for_departure=True) is Readiness.NOT_YET
+    state.step_counts()
+    assert state.readiness(registered, for_departure=True) is Readiness.PARKS
+    assert state.readiness(behind, for_departure=True) is Readiness.NOT_YET
+    assert state.readiness(behind) is Readiness.RUNS_AGAIN, "where a worker comes"
+    copied = facts(spare=1, is_behind_loop=True)
+    assert state.readiness(copied, for_departure=True) is Readiness.RUNS_AGAIN
+    assert again(5).readiness(registered, for_departure=True) is Readiness.NOT_YET
+
+
 def test_a_newcomer_that_loses_a_peer_before_its_first_call_has_nothing_to_keep() -> None:
     """It met the others, and one of them died before the function was called here."""
     newcomer = RankState(0)
