@@ -32,15 +32,22 @@ _OF_RAY_DATA = {"_StatsActor", "_AutoscalingCoordinatorActor"}  # It has them st
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A local cluster, started once: it takes seconds. Its workers are forked."""
-    with forked_workers():
-        ray.init(
-            address="local",
-            num_cpus=NUM_CPUS,
-            num_gpus=NUM_GPUS,
-            include_dashboard=False,
-            log_to_driver=False,
-        )
+    """A local cluster, started once: it takes seconds. Its workers are forked.
+
+    Ray looks at all its log files ten times a second, for drivers that print them, and at all its
+    processes every five seconds, for a dashboard: 90 s of a CPU in a run of the suite, and nobody
+    is told.
+    """
+    with forked_workers(include_log_monitor=False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("REPORTER_UPDATE_INTERVAL_MS", "86400000")
+            ray.init(
+                address="local",
+                num_cpus=NUM_CPUS,
+                num_gpus=NUM_GPUS,
+                include_dashboard=False,
+                log_to_driver=False,
+            )
         yield
         ray.shutdown()
 

@@ -65,26 +65,26 @@ def python(*, is_forked: bool = True) -> tuple[list[str | Path], dict[str, str]]
 
 
 @contextlib.contextmanager
-def forked_workers() -> Iterator[None]:
-    """Clusters that start in this block fork their workers."""
+def forked_workers(**options: Any) -> Iterator[None]:
+    """Clusters that start in this block fork their workers. options: of RayParams, for them."""
     if os.environ.get(OFF) == "1":
         yield
         return
     folder = servers()
-    ray_is_told()
+    ray_is_told(**options)
     yield
     with contextlib.suppress(FileNotFoundError):
         starts.update((Path(folder) / "starts").read_text().split())
 
 
-def ray_is_told() -> None:
-    """Nodes that this process starts use the launcher, where there are servers."""
+def ray_is_told(**more: Any) -> None:
+    """Nodes that this process starts use the launcher, where there are servers. more: options."""
     plain = RayParams.__init__
 
     @functools.wraps(plain)
     def init(self: RayParams, *arguments: Any, **options: Any) -> None:
         if SERVERS in os.environ:
-            options.setdefault("setup_worker_path", str(_HERE / "launcher.py"))
+            options = {"setup_worker_path": str(_HERE / "launcher.py"), **more, **options}
         plain(self, *arguments, **options)
 
     RayParams.__init__ = init
