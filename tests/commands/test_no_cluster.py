@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from chorusline.runtime.session.connecting import no_cluster
+from tests.harness.forked_workers import python
 
 COMMANDS = {
     "run --detach": ("chorusline", "run", "train.py:train", "--detach"),
@@ -149,9 +150,10 @@ def test_only_a_program_that_could_start_a_cluster_hears_that_it_could() -> None
 
 def test_a_ray_that_cannot_start_is_one_line_with_what_to_try() -> None:
     program = "import chorusline as cl\ncl.run(print, num_workers=1)"
+    command, variables = python()
     ended = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "RAY_TMPDIR": "/proc/nowhere", "RAY_ADDRESS": ""},
+        [*command, "-c", program],
+        env={**os.environ, "RAY_TMPDIR": "/proc/nowhere", "RAY_ADDRESS": "", **variables},
         capture_output=True,
         text=True,
         timeout=120,

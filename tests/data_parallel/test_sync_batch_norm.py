@@ -115,7 +115,7 @@ def assert_same(state, expected):
 
 
 @combinations(
-    2,
+    4,
     lengths=[(5, 9), (3, 0, 7), (4, 4), (7, 2, 5)],
     sharded=[True, False],
     accumulate=[1, 2],
@@ -363,10 +363,11 @@ def test_early_termination_raises_on_all_ranks_before_any_statistics(ranks_of, l
         assert steps == 2 and "exhausted inputs: rank 1" in told
 
 
-def train_on_gpu(rank):
-    """Uneven, with accumulation, with and without looking ahead; sharded and not."""
+def train_on_gpu(rank, ways):
+    """Uneven, with accumulation. ways: whether the optimizer is sharded, and whether ranks look
+    ahead."""
     with rank.group(timeout_s=60) as group:
-        for sharded, looks_ahead in itertools.product((True, False), repeat=2):
+        for sharded, looks_ahead in ways:
             lengths = (5, 3, 2, 1)[: group.size]
             state = train(group, lengths, sharded, 2, looks_ahead)
             assert_same(state, reference(lengths, 2))
@@ -374,4 +375,7 @@ def train_on_gpu(rank):
 
 @pytest.mark.parametrize("gpus", gpus_of(2))
 def test_statistics_on_gpus_are_those_of_the_ranks_that_have_data(gpus, tmp_path):
-    gpus.run(train_on_gpu, tmp_path)
+    ways = itertools.product((True, False), repeat=2)
+    # Stand-ins take half of them, by seed: in either half each value is.
+    taken = [way for way in ways if gpus.seed is None or (sum(way) + gpus.seed) % 2 == 0]
+    gpus.run(train_on_gpu, tmp_path, taken)

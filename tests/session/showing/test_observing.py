@@ -223,6 +223,7 @@ def train(ctx, over):
         model(torch.ones(2, 64)).sum().backward()
         optim.step(); optim.zero_grad()
         ctx.report(loss=0.25, top={"one": 0.5}, note="no number")
+        time.sleep(0.02)
 
 def scraped():
     port = ray.nodes()[0]["MetricsExportPort"]
