@@ -97,8 +97,10 @@ class Nodes:
     async def granting(self, wishes: Path) -> AsyncIterator[None]:
         """While the body runs, do with the nodes what its workers ask for.
 
-        A drained node ends when its time is over, and another comes in its place.
+        A drained node ends when its time is over, and another comes in its place. What was asked
+        for before was granted in an earlier run.
         """
+        granted = sum(1 for _ in entries_of(wishes))
 
         async def grant(what: str, node_id: str) -> None:
             if what == "remove":
@@ -107,8 +109,8 @@ class Nodes:
             self.add()
 
         async def look() -> None:
+            nonlocal granted
             async with asyncio.TaskGroup() as tasks:
-                granted = 0
                 while True:
                     for wish in itertools.islice(entries_of(wishes), granted, None):
                         tasks.create_task(grant(*wish), name="grant")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import pickle
@@ -12,7 +13,7 @@ import torch
 
 import chorusline as cl
 from benchmarks.faults import chaos_kinds, chaos_outside, chaos_training
-from benchmarks.faults.chaos import play
+from benchmarks.faults.chaos import Nodes, play
 from benchmarks.faults.chaos_faults import (
     BATCH,
     ENDS_A_WORKER,
@@ -22,6 +23,7 @@ from benchmarks.faults.chaos_faults import (
     PHASES,
     Fault,
     Plan,
+    append,
     draw,
 )
 from benchmarks.faults.chaos_training import Told, complaints
@@ -41,6 +43,26 @@ def test_a_seed_draws_the_same_faults_again() -> None:
         fault.kind for seed in range(99) for fault in draw(seed, has_nodes=False).faults
     }
     assert without_nodes == {"kill", "stop", "driver"}
+
+
+class Added(Nodes):
+    """Nodes that are only counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+
+async def test_what_a_run_has_asked_for_is_not_granted_in_the_next_one(tmp_path: Path) -> None:
+    nodes, wishes = Added(), tmp_path / "wishes"
+    for number in (1, 2):
+        async with nodes.granting(wishes), asyncio.timeout(30):
+            append(wishes, ("add", ""))
+            while nodes.count < number:
+                await asyncio.sleep(0.05)
+    assert nodes.count == 2
 
 
 @pytest.mark.slow
