@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,3 +83,33 @@ def plain(value: Any) -> Any:
         return value
     numbers = [number_of(one) if is_number(one) else one for one in entries(value)]
     return numbers if isinstance(value, tuple | list) or len(numbers) > 1 else numbers[0]
+
+
+def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float]:
+    """The numbers among the options `names` of all parameter groups; tuples and lists entry by
+    entry."""
+    return [
+        number_of(entry)
+        for options in groups
+        for name in names
+        for entry in entries(options.get(name))
+        if is_number(entry)
+    ]
+
+
+def set_numbers(
+    groups: Sequence[dict[str, Any]], names: Sequence[str], numbers: Sequence[float]
+) -> None:
+    """Write the numbers that `numbers_of` read on another rank; each option keeps its type."""
+    values = iter(numbers)
+    for options in groups:
+        for name in names:
+            value = options[name]
+            own = entries(value)
+            given = [like(entry, next(values)) if is_number(entry) else entry for entry in own]
+            if all(new is old for new, old in zip(given, own, strict=True)):
+                continue
+            if type(value) in (tuple, list):
+                options[name] = type(value)(given)
+            else:  # An array of theirs, as one of float32, would round.
+                options[name] = given[0] if len(given) == 1 else tuple(given)

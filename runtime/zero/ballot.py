@@ -30,7 +30,7 @@ from ..process.agreement import (
     standings_in,
 )
 from ..process.leftovers import LeftoverVote, sends_again
-from ..process.option_numbers import entries, is_number, like, number_of
+from ..process.option_numbers import entries, is_number
 from .shards.exact_norm import total_of
 
 _STEP, _STEP_SQUARED, _SQUARED_NORM, _PER_RANK = range(4)
@@ -222,18 +222,6 @@ OF_THE_STEP = ("max_norm", *GROWTH)
 """The last of the numbers that travel; 0 stands for None."""
 
 
-def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[float]:
-    """The numbers among the options `names` of all parameter groups; tuples and lists entry by
-    entry."""
-    return [
-        number_of(entry)
-        for options in groups
-        for name in names
-        for entry in entries(options.get(name))
-        if is_number(entry)
-    ]
-
-
 def labels_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
     """For each of the `numbers_of`, the option that it is of, as messages name it."""
     return [
@@ -281,21 +269,3 @@ def check_same_options(
                 "run the loop's body: list a schedule in Join(..., step_along=[schedule]), and one "
                 "that the body steps with an argument as a function that the body calls, too.",
             )
-
-
-def set_numbers(
-    groups: Sequence[dict[str, Any]], names: Sequence[str], numbers: Sequence[float]
-) -> None:
-    """Write the numbers that `numbers_of` read on another rank; each option keeps its type."""
-    values = iter(numbers)
-    for options in groups:
-        for name in names:
-            value = options[name]
-            own = entries(value)
-            given = [like(entry, next(values)) if is_number(entry) else entry for entry in own]
-            if all(new is old for new, old in zip(given, own, strict=True)):
-                continue
-            if type(value) in (tuple, list):
-                options[name] = type(value)(given)
-            else:  # An array of theirs, as one of float32, would round.
-                options[name] = given[0] if len(given) == 1 else tuple(given)

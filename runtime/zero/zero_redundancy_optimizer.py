@@ -67,7 +67,7 @@ from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement, Note, Vote
 from ..process.between_runs import between_runs
 from ..process.leftovers import LeftoverVote
-from ..process.option_numbers import float_of
+from ..process.option_numbers import float_of, numbers_of, set_numbers
 from ..process.running import Survival, current_group, recovery_of
 from ..process.step_boundary import boundary
 from .ballot import (
@@ -78,8 +78,6 @@ from .ballot import (
     ShardedVote,
     check_same_options,
     labels_of,
-    numbers_of,
-    set_numbers,
 )
 from .digests.digest_checks import Correction, DigestChecks
 from .digests.digests import ordered_digest
