@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..process.agreement import Agreement
+from ..process.leftovers import newest_ranks
 from .error_notes import GOES_ON
 from .pass_pattern import PassPattern
 
@@ -15,8 +16,8 @@ class JoinLedger:
     live: this rank has data for the current step.
     has_next: this rank may take another step; without data it does if a loss has given it samples.
     last_live: the ranks with data in the last step that any rank took; at the end, those that have
-        run passes after it, if any have.
-    ran_after_last_step: whether any have.
+        run the most passes after it, if any have run one.
+    ran_after_last_step: whether any has.
     steps_taken: by rank, the number of steps.
     """
 
@@ -103,9 +104,8 @@ class JoinLedger:
             # Outside an iteration, and without data, no step belongs to a batch of this rank.
             if is_step and self.batch is not None and (self.has_next or self._is_last_batch):
                 self.pattern.of_batch += 1
-        # No rank had data: those that ran the body once more know best what it has done.
-        elif ran := [rank for rank, one in enumerate(agreement.standings) if one.passes]:
-            self.last_live, self.ran_after_last_step = tuple(ran), True
+        elif ran := newest_ranks(agreement.standings):
+            self.last_live, self.ran_after_last_step = ran, True
 
     @property
     def somebody_missed_a_step(self) -> bool:

@@ -94,6 +94,15 @@ def _read(number: float, passes: float, cleared_at: float) -> LeftoverVote:
     )
 
 
+def newest_ranks(standings: Sequence[LeftoverVote]) -> tuple[int, ...]:
+    """The ranks with data; where none has, those that ran the body most often since the last step,
+    which know best what it has done. Empty where no rank has run a pass since."""
+    if live := tuple(rank for rank, one in enumerate(standings) if one.is_live):
+        return live
+    most = max((one.passes for one in standings), default=0)
+    return tuple(rank for rank, one in enumerate(standings) if one.passes == most > 0)
+
+
 def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
     """Whether what `rank`, which has no data, holds is not cleared yet: then it is part of the
     step, if some rank has data.
@@ -115,7 +124,7 @@ def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
     if cleared:
         kept = [number for number in live if number not in cleared]
         raise RuntimeError(
-            f"rank {rank} has run out of data, and holds gradients that no step has used. Since "
+            f"rank {rank} has run out of data, and still holds gradients of its batches. Since "
             f"its last batch, {name_ranks(cleared, 'has', 'have')} cleared the gradients, and "
             f"{name_ranks(kept, 'has', 'have')} not, so it is not known whether these gradients "
             "are part of the step. Call zero_grad() in the same places of the loop's body on all "
@@ -129,7 +138,7 @@ def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
 
 def _why_not_edited(rank: int, who: str) -> str:
     return (
-        f"rank {rank} has run out of data, and holds gradients that no step has used. Since then "
+        f"rank {rank} has run out of data, and still holds gradients of its batches. Since then "
         f"{who} changed some gradients between two backward passes, and the same change cannot be "
         "made on a rank without data. Clear all gradients of the model (zero_grad()), or change "
         "them after the last pass of a step"

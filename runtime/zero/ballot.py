@@ -29,7 +29,7 @@ from ..process.agreement import (
     read_agreement,
     standings_in,
 )
-from ..process.leftovers import LeftoverVote, sends_again
+from ..process.leftovers import LeftoverVote, newest_ranks, sends_again
 from ..process.option_numbers import entries, is_number
 from .shards.exact_norm import total_of
 
@@ -179,12 +179,17 @@ class Ballot:
         standings = standings_in(seen[self._vote_at :], self._group.size)
         is_live = any(one.is_live for one in standings)
         has_more = is_live and self.says(Note.HAS_MORE, seen)
-        return standings if has_more or sends_again(standings) else None
+        # Asked first: it raises the same error on all ranks.
+        return standings if sends_again(standings) or has_more else None
 
     def live(self, seen: Sequence[float]) -> tuple[int, ...]:
         """The ranks with data."""
         standings = standings_in(seen[self._vote_at :], self._group.size)
         return tuple(rank for rank, one in enumerate(standings) if one.is_live)
+
+    def newest(self, seen: Sequence[float]) -> tuple[int, ...]:
+        """The ranks with data, or those that have run the body most often since the last step."""
+        return newest_ranks(standings_in(seen[self._vote_at :], self._group.size))
 
     def max_norms(self, seen: Sequence[float]) -> list[tuple[float, bool]]:
         """By rank, its max_norm, and whether it has data."""

@@ -895,7 +895,7 @@ class OptimizerEngine:
             join = self.optimizer._join
             last_live = join.ledger.last_live if join is not None else ()
             told = all_gather_object(self.group, self.state_changes.own)
-            live = self._ballot.live(payload) or last_live
+            live = self._ballot.newest(payload) or last_live
             self.state_changes.take(told, live, self.group)
             self._tells_changes = False
             payload = self._hold_ballot(is_live)
