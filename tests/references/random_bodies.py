@@ -22,14 +22,23 @@ CLEARS = (
     *("optimizer", "optimizer, to zeros", "model", "module"),
     *("by hand", "by hand, to zeros", "by hand, zeros in .data", "by hand, zeros by a product"),
 )
-WRITES = ("weights", "weights, replaced", "rate", "state")
-"""What a body writes beside gradients: the weights, in place or as new tensors, the learning rate,
-and the state of the optimizer, which it drops."""
+PARTIAL_CLEARS = ("one parameter", "one parameter, to zeros", "one layer", "one layer, to zeros")
+PARTIAL_PASSES = ("pass without the branch", "pass without the branch on odd ranks")
+OPTIONS = {"rate": ("lr", 0.01), "decay": ("weight_decay", 0.1), "momentum": ("momentum", 0.3)}
+"""Of an option that a body writes, by batch, its name and the unit of its values."""
+WRITES = ("weights", "weights, replaced", *OPTIONS, "max_norm", "state")
+"""What a body writes beside gradients: the weights, in place or as new tensors, options, the norm
+to which a sharded optimizer clips, and the state of the optimizer, which it drops."""
+FREEZES = ("freeze the branch", "unfreeze the branch", "freeze the first", "unfreeze the first")
+EDITS = ("scaled", "clipped")
+"""What a body does to the gradients before a step."""
+COLLECTIVE = "collective"
+"""A sum over the ranks that have the batch, on the group that the Join follows."""
 
 
 @dataclass(frozen=True)
 class Act:
-    """kind: "pass", "pass in no_sync", "pass through both", "step", or one of CLEARS or WRITES.
+    """kind: "pass", "pass in no_sync", "pass through both", "step", or one of those above.
     model: the number of the model, 0 or 1. every, at: in which batches."""
 
     kind: str
@@ -53,7 +62,7 @@ def steps_of(body: Sequence[Act], num_batches: int, epochs: int) -> set[Place]:
         for number, act in enumerate(body):
             if not act.is_done_in(batch):
                 continue
-            if act.kind == "pass":
+            if act.kind == "pass" or act.kind in PARTIAL_PASSES:
                 sent.add(act.model)
             elif act.kind == "pass through both":
                 sent = {0, 1}
@@ -65,12 +74,25 @@ def steps_of(body: Sequence[Act], num_batches: int, epochs: int) -> set[Place]:
     return found
 
 
+class Net(torch.nn.Sequential):
+    """Three layers, of which the second is a branch that a pass need not use."""
+
+    def __init__(self) -> None:
+        super().__init__(*(torch.nn.Linear(*size) for size in ((3, 4), (4, 4), (4, 3))))
+
+    def forward(self, x: torch.Tensor, uses_branch: bool = True) -> torch.Tensor:
+        first, branch, last = self
+        x = first(x)
+        out: torch.Tensor = last(x + branch(x).sin() if uses_branch else x)
+        return out
+
+
 class Model:
     """A small network, and its optimizer; alone, or on one of several ranks."""
 
     def __init__(self, number: int, momentum: float, group: Any = None, way: str = "") -> None:
         generator = torch.Generator().manual_seed(number + 5)
-        self.net: Any = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3)).double()
+        self.net: Any = Net().double()
         with torch.no_grad():
             for parameter in self.net.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator).double() / 2)
@@ -84,6 +106,7 @@ class Model:
             )
         else:
             self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=momentum)
+        self.max_norm: float | None = None
         self.num_steps = 0
         self.average = torch.zeros(4, 3).double()
 
@@ -104,8 +127,13 @@ class Model:
 
     @torch.no_grad()
     def write(self, what: str, batch: int) -> None:
-        if what == "rate":
-            self.optimizer.param_groups[0]["lr"] = 0.01 * (1 + batch % 3)
+        if what in OPTIONS:
+            name, unit = OPTIONS[what]
+            self.optimizer.param_groups[0][name] = unit * (1 + batch % 3)
+        elif what == "max_norm":
+            norm = (0.1, None, 0.3)[batch % 3]
+            clips = isinstance(self.optimizer, cl.ZeroRedundancyOptimizer)
+            (self.optimizer if clips else self).max_norm = norm
         elif what == "state":
             self.optimizer.state.clear()
         for parameter in self.module.parameters() if what.startswith("weights") else ():
@@ -114,13 +142,32 @@ class Model:
             else:
                 parameter.clamp_(-0.3, 0.4)
 
+    def step(self) -> None:
+        """Gradients that stay after the step are not clipped."""
+        kept = [(p, p.grad.clone()) for p in self.module.parameters() if p.grad is not None]
+        if self.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_norm)
+        self.optimizer.step()
+        for parameter, gradient in kept if self.max_norm is not None else ():
+            parameter.grad.copy_(gradient)
+        self.num_steps += 1
+
+    def edit(self, how: str) -> None:
+        if how == "clipped":
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), 0.1)
+        for parameter in self.module.parameters() if how == "scaled" else ():
+            if parameter.grad is not None:
+                parameter.grad *= 0.5
+
     def clear(self, how: str) -> None:
         if how.startswith("optimizer"):
             self.optimizer.zero_grad(set_to_none="zeros" not in how)
         elif how in ("model", "module"):
             (self.net if how == "model" else self.module).zero_grad()
         else:
-            for parameter in self.net.parameters():
+            one_layer = [*self.module[1 if "layer" in how else 2].parameters()]
+            some = one_layer[: 1 if "parameter" in how else None]
+            for parameter in some if how in PARTIAL_CLEARS else self.net.parameters():
                 if "zeros" not in how:
                     parameter.grad = None
                 elif parameter.grad is not None and "product" in how:
@@ -139,31 +186,50 @@ def data_of(rank: int, batch: int, number: int) -> torch.Tensor:
     return torch.randn(2, 3, generator=generator, dtype=torch.float64)
 
 
-def loss_of(models: Sequence[Model], act: Act, data: torch.Tensor) -> torch.Tensor:
+def loss_of(models: Sequence[Model], act: Act, data: torch.Tensor, rank: int) -> torch.Tensor:
     first, *others = [models[act.model], *models]
     if act.kind == "pass through both":
         for other in others:
             if other is not first:
                 return other.net(first.net(data)).sin().mean()
-    return first.net(data).sin().mean() / 2
+    leaves_out = act.kind in PARTIAL_PASSES and ("odd" not in act.kind or rank % 2 == 1)
+    return first.net(data, not leaves_out).sin().mean() / 2
 
 
 def _act(
-    models: Sequence[Model], act: Act, batch: int, passes: Sequence[tuple[torch.Tensor, float]]
+    models: Sequence[Model], act: Act, place: Place, ranks: Sequence[int], divisor: float
 ) -> None:
-    """batch: its number. passes: the batches, and what the loss of each is divided by."""
+    """ranks: whose passes are run. divisor: of their losses."""
     model = models[act.model]
+    epoch, batch, number = place
     if act.kind == "step":
-        model.optimizer.step()
-        model.num_steps += 1
+        model.step()
     elif act.kind in WRITES:
         model.write(act.kind, batch)
+    elif act.kind in EDITS:
+        model.edit(act.kind)
+    elif act.kind in FREEZES:
+        layer = model.module[1 if "branch" in act.kind else 0]
+        layer.requires_grad_("unfreeze" in act.kind)
     elif "pass" not in act.kind:
         model.clear(act.kind)
-    for data, divisor in passes if "pass" in act.kind else ():
+    for rank in ranks if "pass" in act.kind else ():
+        data = data_of(rank, batch + 7 * epoch, number)
         is_quiet = "no_sync" in act.kind and model.net is not model.module
         with model.net.no_sync() if is_quiet else contextlib.nullcontext():
-            (loss_of(models, act, data) / divisor).backward()
+            (loss_of(models, act, data, rank) / divisor).backward()
+
+
+def live_in(lengths: Sequence[int], epoch: int, batch: int) -> list[int]:
+    numbers = enumerate(of_epoch(lengths, epoch))
+    return [rank for rank, length in numbers if length > batch]
+
+
+def _sum_up(group: cl.Group, lengths: Sequence[int], epoch: int, batch: int) -> None:
+    total = torch.tensor([float(group.rank + 1 + batch)])
+    group.all_reduce(total).wait()
+    expected = sum(rank + 1 + batch for rank in live_in(lengths, epoch, batch))
+    assert total.item() == expected, (epoch, batch, total, expected)
 
 
 def in_one_process(
@@ -180,13 +246,11 @@ def in_one_process(
     steps = steps_of(body, max(lengths), epochs)
     for epoch in range(epochs):
         for batch in range(max(lengths)):
-            numbers = enumerate(of_epoch(lengths, epoch))
-            live = [rank for rank, length in numbers if length > batch]
             for number, act in enumerate(body):
                 place = epoch, batch, number
-                if act.is_done_in(batch) and (act.kind != "step" or place in steps):
-                    data = [data_of(rank, batch + 7 * epoch, number) for rank in live]
-                    _act(models, act, batch, [(one, float(len(lengths))) for one in data])
+                is_done = act.is_done_in(batch) and act.kind != COLLECTIVE
+                if is_done and (act.kind != "step" or place in steps):
+                    _act(models, act, place, live_in(lengths, epoch, batch), len(lengths))
     return values_of(models)
 
 
@@ -210,7 +274,8 @@ def on_ranks(
     follows: bool = False,
     hooks: bool = False,
 ) -> Any:
-    """way: "zero"; "plain", where joined ranks step nothing; or "along", where they step along.
+    """way: "zero"; "plain", where joined ranks step nothing; or "along", where they step along what
+    the body calls to step.
     follows: whether the Join has a group to follow. Returns the parameters and the numbers of
     steps, or an error."""
     with another_group(group) as own:
@@ -229,9 +294,10 @@ def on_ranks(
                     for batch in range(of_epoch(lengths, epoch)[own.rank]):
                         for number, act in enumerate(body):
                             place = epoch, batch, number
-                            if act.is_done_in(batch) and (act.kind != "step" or place in steps):
-                                data = data_of(own.rank, batch + 7 * epoch, number)
-                                _act(models, act, batch, [(data, 1.0)])
+                            if act.is_done_in(batch) and act.kind == COLLECTIVE:
+                                _sum_up(beside[0], lengths, epoch, batch)
+                            elif act.is_done_in(batch) and (act.kind != "step" or place in steps):
+                                _act(models, act, place, [own.rank], 1)
         except (RuntimeError, cl.CollectiveError) as error:
             return f"{type(error).__name__}: {error}"
         if way == "zero":

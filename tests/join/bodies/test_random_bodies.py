@@ -9,7 +9,18 @@ import torch
 from hypothesis import given, strategies as st
 
 from tests.harness.combinations import combinations
-from tests.references.random_bodies import CLEARS, WRITES, Act, in_one_process, on_ranks
+from tests.references.random_bodies import (
+    CLEARS,
+    COLLECTIVE,
+    EDITS,
+    FREEZES,
+    PARTIAL_CLEARS,
+    PARTIAL_PASSES,
+    WRITES,
+    Act,
+    in_one_process,
+    on_ranks,
+)
 
 PASS, QUIET, BOTH, STEP, CLEAR = "pass", "pass in no_sync", "pass through both", "step", "optimizer"
 
@@ -21,6 +32,7 @@ REFUSED = (
     # Where a hook of a rank without data may have read what the body had not written yet there.
     "the loop's body has written parameter",
 )
+PLAIN_WRITES = [written for written in WRITES if written != "max_norm"]
 REFUSED_ALONG = (
     # What the body writes beside the optimizer, which alone is in step_along.
     "parameter 0.weight differs between rank",
@@ -156,7 +168,7 @@ def test_any_body_over_any_lengths_is_exact_with_a_plain_optimizer(
 @given(
     acts([QUIET, *CLEARS], [0], 4),
     acts(CLEARS, [0], 2),
-    st.none() | st.sampled_from(WRITES),
+    st.none() | st.sampled_from(PLAIN_WRITES),
     LENGTHS,
     st.integers(1, 3),
 )
@@ -184,6 +196,30 @@ def test_what_any_body_and_its_hooks_write_is_that_of_one_process(
     # A Join in which no rank takes a step does not know which of them has had data.
     body = [Act(PASS), Act(STEP), Act(CLEAR), *body]
     check(ranks_of, body, lengths, "zero", epochs=epochs, momentum=0.9, hooks=hooks)
+
+
+PARTS = [PASS, *PARTIAL_PASSES, *PARTIAL_PASSES, *PARTIAL_CLEARS, *FREEZES]
+
+
+@given(acts([*PARTS, STEP, STEP, STEP, CLEAR, "decay", "max_norm"], [0], 8), LENGTHS)
+def test_any_use_of_parts_of_a_model_is_exact_where_the_optimizer_is_sharded(
+    ranks_of, body, lengths
+):
+    # A change of what is frozen in a batch without a pass is known to no other rank.
+    check(ranks_of, [Act(PARTIAL_PASSES[0]), *body], lengths, "zero", epochs=3, momentum=0.9)
+
+
+@given(
+    acts([*PARTS, CLEAR, *EDITS], [0], 6),
+    LENGTHS,
+    st.integers(1, 3),
+)
+def test_any_use_of_parts_of_a_model_is_exact_with_a_plain_optimizer(
+    ranks_of, body, lengths, every
+):
+    # A batch without a pass tells no other rank what it has changed.
+    body = [Act(PARTIAL_PASSES[1]), *body, Act(STEP, 0, every)]
+    check(ranks_of, body, lengths, "plain", epochs=3)
 
 
 @st.composite
@@ -225,7 +261,11 @@ def test_where_a_group_is_followed_models_come_in_any_order(ranks_of, lengths, b
 
 
 @given(
-    acts([PASS, PASS, BOTH, STEP, STEP, *CLEARS[:3]], [0, 1], 8),
+    acts(
+        [PASS, PASS, BOTH, STEP, STEP, STEP, *CLEARS[:3], *PARTIAL_PASSES, *FREEZES, COLLECTIVE],
+        [0, 1],
+        8,
+    ),
     LENGTHS,
     st.sampled_from(["zero", "plain"]),
 )
