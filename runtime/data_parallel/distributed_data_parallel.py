@@ -35,7 +35,7 @@ from ..join.join_hook import JoinHook
 from ..join.pass_pattern import PassPattern
 from ..process.agreement import Agreement, Note
 from ..process.between_runs import between_runs
-from ..process.option_numbers import weight_of
+from ..process.option_numbers import numbers_of, set_numbers, weight_of
 from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary
 from .buffers import Buffers
@@ -557,7 +557,11 @@ class _ModelHook(JoinHook):
             num_missed = max(ledger.steps_taken) - ledger.steps_taken[model.group.rank]
             # A rank that steps along takes the steps of the others, or is told that it does not.
             num_missed *= not model._join.steps_along(model)
-            model._reducer.local_steps.leave_join(num_missed, model._engine.optimizers())
+            steps = model._reducer.local_steps
+            if ledger.somebody_missed_a_step:
+                follows = num_missed > 0 and not steps.has_stepped_along
+                self._follow_options(model._join, follows=follows)
+            steps.leave_join(num_missed, model._engine.optimizers())
         if ledger.somebody_may_lag:
             self._follow_frozen(model._join)
         if model._reducer.is_sharded:
@@ -700,6 +704,23 @@ class _ModelHook(JoinHook):
                 newest = flags[join.newest_rank(live)]
                 for parameter, is_trained in zip(parameters, newest, strict=True):
                     parameter.requires_grad_(bool(is_trained))
+
+    def _follow_options(self, join: JoinEngine, *, follows: bool) -> None:
+        """A rank that missed steps of plain optimizers takes over the options that the body of the
+        others has set since, as those of a sharded one. follows: whether this rank is one."""
+        model, numbers = self._model, {id(p): n for n, p in enumerate(self._model.parameters())}
+        own: dict[Any, tuple[torch.optim.Optimizer, list[float]]] = {}
+        for one in model._engine.optimizers():
+            groups = [[numbers.get(id(p), -1) for p in each["params"]] for each in one.param_groups]
+            key = type(one).__name__, repr(groups)
+            own[key] = one, numbers_of(one.param_groups, sorted(one.defaults))
+        told = {key: options for key, (_, options) in own.items()}
+        newest = all_gather_object(model.group, told)[join.newest_rank(join.ledger.last_live)]
+        for key, (one, options) in own.items() if follows else ():
+            given = newest.get(key, options)
+            # Another number of numbers is named by the vote of the next pass.
+            if len(given) == len(options):
+                set_numbers(one.param_groups, sorted(one.defaults), given)
 
     def _follow_scaler(self, join: JoinEngine) -> None:
         """A rank that missed steps has the GradScaler of a rank that took them from now on: the

@@ -123,6 +123,14 @@ def test_what_the_last_batch_writes_is_there_in_the_next_epoch(ranks_of, lengths
     check(ranks_of, body, lengths, "zero", momentum=0.9)
 
 
+@combinations(2, lengths=[(2, 1), (1, 3), (4, 2, 1)], written=["rate", "decay"])
+def test_a_plain_optimizer_that_missed_steps_has_the_options_of_the_others(
+    ranks_of, lengths, written
+):
+    body = [Act(PASS), Act(STEP), Act(CLEAR), Act(written)]
+    check(ranks_of, body, lengths, "plain", epochs=3, refused=())
+
+
 @combinations(1, lengths=[(5, 4), (4, 2, 5)], written=["weights, replaced", "state"])
 def test_where_ranks_run_on_after_the_last_step_the_one_with_most_batches_counts(
     ranks_of, lengths, written
@@ -210,8 +218,9 @@ def test_any_use_of_parts_of_a_model_is_exact_where_the_optimizer_is_sharded(
 
 
 @given(
-    acts([*PARTS, CLEAR, *EDITS], [0], 6),
-    LENGTHS,
+    acts([*PARTS, CLEAR, *EDITS, "rate", "decay"], [0], 6),
+    # A rank without any batch has an optimizer that nobody has seen.
+    st.lists(st.integers(1, 4), min_size=2, max_size=3).map(tuple),
     st.integers(1, 3),
 )
 def test_any_use_of_parts_of_a_model_is_exact_with_a_plain_optimizer(
