@@ -167,7 +167,8 @@ class LocalSteps:
         keeps_options: bool,
     ) -> None:
         """An optimizer has stepped. groups, unsent: as in `_Steps`. has_joined: this rank has no
-        data. keeps_options: a rank without data may be compared with this one."""
+        data. keeps_options: a rank without data may be compared with this one: in a Join also a
+            rank that lists nothing in step_along, by the steps of its last batch."""
         self.has_stepped_along |= has_joined and bool(_tensors_of(optimizer))
         if self._num_missed:
             self._warn_of_old(optimizer)

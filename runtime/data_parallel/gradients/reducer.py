@@ -1019,7 +1019,7 @@ class Reducer:
             groups,
             unsent=self.has_leftover,
             has_joined=boundary().steps.has_joined,
-            keeps_options=self._steps_along(),
+            keeps_options=self._is_uneven(),
         )
 
     # -- from one generation to the next -------------------------------------------------------

@@ -123,11 +123,14 @@ def test_what_the_last_batch_writes_is_there_in_the_next_epoch(ranks_of, lengths
     check(ranks_of, body, lengths, "zero", momentum=0.9)
 
 
-@combinations(2, lengths=[(2, 1), (1, 3), (4, 2, 1)], written=["rate", "decay"])
+@combinations(
+    3, lengths=[(2, 1), (1, 3), (4, 2, 1)], written=["rate", "decay"], at=["begin", "end"]
+)
 def test_a_plain_optimizer_that_missed_steps_has_the_options_of_the_others(
-    ranks_of, lengths, written
+    ranks_of, lengths, written, at
 ):
-    body = [Act(PASS), Act(STEP), Act(CLEAR), Act(written)]
+    body = [Act(PASS), Act(STEP), Act(CLEAR)]
+    body.insert(0 if at == "begin" else 3, Act(written))
     check(ranks_of, body, lengths, "plain", epochs=3, refused=())
 
 
