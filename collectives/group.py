@@ -1511,19 +1511,20 @@ class Group:
                 "a replayed graph would run it without the deadlines and the errors of its "
                 "group; capture the computation only, and issue collectives between replays",
             )
-        block = self._block_here()
-        # Inside a coalescing block an operation has what the block has.
-        usual_s = self.timeout_s if block is None else block.operation.timeout_s
-        return usual_s if timeout_s is None else checked_seconds(timeout_s)
+        if timeout_s is not None:
+            return checked_seconds(timeout_s)
+        if self._coalesced is None or (block := self._block_here()) is None:
+            return self.timeout_s
+        return block.operation.timeout_s  # An operation has what its block has.
 
     def _issued(self, work: Work, output: Any = None) -> Work:
         """The work for the caller: `work`, or that of the coalesced block that is open.
 
         output: what the work's `result()` returns.
         """
-        block = self._block_here()
-        if block is None:
-            return work._giving(output)
+        if self._coalesced is None or (block := self._block_here()) is None:
+            work._output = output
+            return work
         block.add(work)
         return block
 
@@ -1587,8 +1588,10 @@ class Group:
         """The reduction that travels, from a cache for pairs of op and dtype already checked."""
         known = (op, tensor.dtype)
         # torch's ReduceOp equals ours of the same number, which is another reduction.
-        if factor is None and op.__class__ is ReduceOp and known in self._wire_ops:
-            return self._wire_ops[known]
+        if factor is None and op.__class__ is ReduceOp:
+            known_op = self._wire_ops.get(known)
+            if known_op is not None:
+                return known_op
         wire_op = checked_op(name, op, factor, tensor.dtype, self.backend)
         # A transport may have fewer than the contract: refused here, before other ranks wait.
         remedy = self._communicator.lacks(wire_op, travelling_dtype(tensor.dtype))

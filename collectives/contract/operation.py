@@ -128,7 +128,7 @@ _SENDS = (Kind.SEND, Kind.SEND_OBJECT_LIST)
 _RECEIVES = (Kind.RECV, Kind.RECV_OBJECT_LIST)
 
 
-@dataclass(slots=True)
+@dataclass
 class Operation:
     """A collective as it was issued, and its state.
 
@@ -160,17 +160,17 @@ class Operation:
     detail: int
     timeout_s: float
     issued_at: float = field(default_factory=time.monotonic)
-    state: State = State.ISSUED
-    ended_at: float | None = None
-    caller: CodeType | None = None
-    caller_at: int = -1
-    span: Span | None = None
-    shapes: tuple[tuple[int, ...], ...] = ()
-
     peer: int = ANY_RANK
     tag: int = 0
     finish: Finish | None = None
-    relied_on: bool = False
+
+    state: State = field(default=State.ISSUED, init=False)
+    ended_at: float | None = field(default=None, init=False)
+    caller: CodeType | None = field(default=None, init=False)
+    caller_at: int = field(default=-1, init=False)
+    span: Span | None = field(default=None, init=False)
+    shapes: tuple[tuple[int, ...], ...] = field(default=(), init=False)
+    relied_on: bool = field(default=False, init=False)
 
     def end(self, failure: object | None) -> None:
         """Record the end; the transport calls it once, with the error if there is one."""

@@ -53,11 +53,13 @@ class Work(ABC):
     the transport while it runs callbacks.
     """
 
+    # Of the class until they are set, which takes time: most works end without.
+    _output: Any = None
+    _future: torch.futures.Future[Any] | None = None  # None: unless it was asked for
+    _future_taken = False  # whether a thread settles the future, or has done so
+
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
-        self._output: Any = None
-        self._future: torch.futures.Future[Any] | None = None  # None: unless it was asked for
-        self._future_taken = False  # whether a thread settles the future, or has done so
 
     @property
     def source_rank(self) -> int:
@@ -189,11 +191,6 @@ class Work(ABC):
                 self._end_generation(f"the task that awaited {self.operation} was cancelled")
             raise
 
-    def _giving(self, output: Any) -> Work:
-        """This work, with `output` as its result after success."""
-        self._output = output
-        return self
-
     def _settle_future(self) -> None:
         """Complete the future, or wait until another thread has. The work must have ended."""
         future = self._future
@@ -255,14 +252,15 @@ class SettledWork(Work):
     lock: guards done, failure and callbacks. `done` may be read without the lock.
     """
 
+    done = False
+    failure: CollectiveError | None = None  # None: in flight, or done
+    callbacks: tuple[Callable[[], None], ...] = ()
+
     def __init__(
         self, operation: Operation, lock: contextlib.AbstractContextManager[object]
     ) -> None:
         super().__init__(operation)
         self._lock = lock
-        self.done = False
-        self.failure: CollectiveError | None = None  # None: in flight, or done
-        self.callbacks: list[Callable[[], None]] = []
 
     def settle(self, failure: CollectiveError | None) -> None:
         """End the work, with the lock held. The caller calls `call_back` after releasing it."""
@@ -274,7 +272,7 @@ class SettledWork(Work):
     def call_back(self) -> None:
         """Run the callbacks, without any lock: they may query works, issue and wait for them."""
         # Taken out: a callback that adds another one is called by that at once.
-        callbacks, self.callbacks = self.callbacks, []
+        callbacks, self.callbacks = self.callbacks, ()
         for callback in callbacks:
             callback()
 
@@ -287,7 +285,7 @@ class SettledWork(Work):
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         with self._lock:
             if not self.done:
-                self.callbacks.append(callback)
+                self.callbacks += (callback,)
                 return
         callback()
 

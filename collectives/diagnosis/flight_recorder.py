@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from ..contract.call_site import is_users_file, line_of, users_frame
+from ..contract.call_site import line_of, users_frame
 from ..contract.errors import name_ranks
 from ..contract.operation import DTYPE_BYTES, Operation, State, named
 
@@ -115,8 +115,7 @@ class FlightRecorder:
 
     def record(self, operation: Operation, frame: FrameType) -> None:
         """Record `operation`. frame: where the search for the user's frame begins, outwards."""
-        if not is_users_file[frame.f_code.co_filename]:
-            frame = users_frame(frame)
+        frame = users_frame(frame)
         operation.caller = frame.f_code
         operation.caller_at = frame.f_lasti
         self._operations.append(operation)

@@ -105,7 +105,7 @@ class ScriptedWork(SettledWork):
         try:
             following = next(self._script)
         except StopIteration as ended:
-            self._giving(ended.value)
+            self._output = ended.value
             self._end(None)
             return
         except CollectiveError as error:
@@ -235,12 +235,10 @@ class ObjectMessages:
             -1,
             whole.timeout_s,
             whole.issued_at,
-            caller=whole.caller,
-            caller_at=whole.caller_at,
-            peer=peer,
-            tag=tag if self._communicator.has_tags else 0,
+            peer,
+            tag if self._communicator.has_tags else 0,
         )
-        part.whole = whole
+        part.whole, part.caller, part.caller_at = whole, whole.caller, whole.caller_at
         return part
 
     def _mismatch(self, operation: Operation, count: int) -> CollectiveMismatch:

@@ -167,16 +167,19 @@ def _running_backwards(array: Any) -> torch.Tensor:
 # -- how tensors travel --------------------------------------------------------------------------
 
 
+def _is_flat(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` travels as it is, as most often. It is asked first, because a view takes as
+    long as the copy of a small tensor."""
+    return tensor.stride() == (1,) and tensor.dtype in _AS_THEY_ARE and not tensor.is_neg()
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the memory of `tensor` holds exactly its elements, in order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a plain tensor as (n,) real numbers; most often `tensor` itself, because a view
-    costs as much time as the copy of a small tensor."""
-    if tensor.dim() == 1 and tensor.dtype in _AS_THEY_ARE and tensor.stride(0) == 1:
-        return tensor
+    """The memory of a plain tensor as (n,) real numbers."""
     if tensor.is_complex():
         return torch.view_as_real(tensor).view(-1)
     flat = tensor.view(-1)
@@ -187,6 +190,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
     """(n,) for a transport to read: the memory of `tensor` if it is plain, else a copy."""
+    if _is_flat(tensor):
+        return tensor
     if not is_plain(tensor):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return _flat(tensor)
@@ -196,6 +201,8 @@ def written(
     tensor: torch.Tensor, finishers: list[Finisher], *, also_read: bool = False
 ) -> torch.Tensor:
     """(n,) for a transport to write. Adds to `finishers` the copies back to `tensor`, if any."""
+    if _is_flat(tensor):
+        return tensor
     if is_plain(tensor):
         return _flat(tensor)
     staged = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
