@@ -58,8 +58,7 @@ class SharedMemoryCommunicator(Communicator):
         self._lane = Lane(segment)
         compiled = self._lane.compiled
         self._task = _no_task if compiled is None else compiled.task
-        nothing = torch.empty(0)
-        self._no_data = self._task(Kind.BARRIER, 1, nothing, nothing, 0, 0)
+        self._nothing = torch.empty(0)
         self._sharing = Sharing(segment)
         self._messages = Messages(segment)
         self._closed = False
@@ -69,14 +68,13 @@ class SharedMemoryCommunicator(Communicator):
     def all_reduce(self, operation: Operation, tensor: torch.Tensor, op: ReduceOp) -> Work:
         # Small ones wait for their ticks, and not for additions: one tick is best.
         if tensor.nbytes <= DIRECT_BYTES:
-            task = self._task(Kind.ALL_REDUCE, 1, tensor, tensor, tensor.numel(), 0, op)
+            task = self._task(operation, Kind.ALL_REDUCE, 1, tensor, tensor, 0, op)
             return self._issue(operation, 1, self._all_reduce_directly, tensor, op, task=task)
         # Half of a slot is for what comes in, half for what is reduced: one tick serves two chunks.
         part = self._chunk_elements(tensor, self._segment.slot_bytes // 2 // self.size)
         chunks = -(-tensor.numel() // (part * self.size))
         if tensor.nbytes <= IN_PLACE_BYTES:
-            count = tensor.numel()
-            task = self._task(Kind.ALL_REDUCE, chunks + 1, tensor, tensor, count, part, op)
+            task = self._task(operation, Kind.ALL_REDUCE, chunks + 1, tensor, tensor, part, op)
             body = self._all_reduce_in_parts
             return self._issue(operation, chunks + 1, body, tensor, op, part, task=task)
         return self._share(
@@ -93,8 +91,7 @@ class SharedMemoryCommunicator(Communicator):
         chunk = self._chunk_elements(input, self._segment.slot_bytes // self.size)
         chunks = max(1, -(-output.numel() // chunk))
         if input.nbytes <= IN_PLACE_BYTES:
-            count = output.numel()
-            task = self._task(Kind.REDUCE_SCATTER, chunks, output, input, count, chunk, op)
+            task = self._task(operation, Kind.REDUCE_SCATTER, chunks, output, input, chunk, op)
             body = self._reduce_scatter
             return self._issue(operation, chunks, body, output, input, op, chunk, task=task)
         return self._share(
@@ -109,7 +106,7 @@ class SharedMemoryCommunicator(Communicator):
         chunk = self._chunk_elements(input, self._segment.slot_bytes)
         chunks = max(1, -(-input.numel() // chunk))
         if output.nbytes <= IN_PLACE_BYTES:
-            task = self._task(Kind.ALL_GATHER, chunks, output, input, input.numel(), chunk)
+            task = self._task(operation, Kind.ALL_GATHER, chunks, output, input, chunk)
             body = self._all_gather
             return self._issue(operation, chunks, body, output, input, chunk, task=task)
         return self._share(
@@ -123,14 +120,13 @@ class SharedMemoryCommunicator(Communicator):
     def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
         chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
         chunks = max(1, -(-tensor.numel() // chunk))
-        count = tensor.numel()
-        task = self._task(Kind.BROADCAST, chunks, tensor, tensor, count, chunk, None, root)
+        task = self._task(operation, Kind.BROADCAST, chunks, tensor, tensor, chunk, None, root)
         return self._issue(operation, chunks, self._broadcast, tensor, root, chunk, task=task)
 
     def reduce(self, operation: Operation, tensor: torch.Tensor, root: int, op: ReduceOp) -> Work:
         chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
         chunks = max(1, -(-tensor.numel() // chunk))
-        task = self._task(Kind.REDUCE, chunks, tensor, tensor, tensor.numel(), chunk, op, root)
+        task = self._task(operation, Kind.REDUCE, chunks, tensor, tensor, chunk, op, root)
         return self._issue(operation, chunks, self._reduce, tensor, root, op, chunk, task=task)
 
     def exchange(
@@ -140,7 +136,8 @@ class SharedMemoryCommunicator(Communicator):
         return self._issue(operation, 0, self._exchange, operation, outputs, inputs)
 
     def barrier(self, operation: Operation) -> Work:
-        return self._issue(operation, 1, self._barrier, task=self._no_data)
+        task = self._task(operation, Kind.BARRIER, 1, self._nothing, self._nothing, 0)
+        return self._issue(operation, 1, self._barrier, task=task)
 
     def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
         return self._messages.send(operation, tensor)

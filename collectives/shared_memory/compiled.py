@@ -26,13 +26,19 @@ from .segment import SharedSegment, what_of
 DONE, ABORTED, MISMATCH = 0, -1, -2
 """What `advance` returns besides a tick."""
 
-Task = tuple[int, ...]
-"""An operation's ticks, and what comes after them in `struct task` up to the chunk."""
+_NO_WAIT, _PAUSE, _YIELD = range(3)
+"""How long it waits for a tick."""
+
+Task = tuple[bytes, bool, int, int]
+"""What is the same in all operations of a signature, as in `struct task`; whether such an operation
+takes less time than other threads notice; where its input and its output are."""
 
 _QUICK_BYTES = 64 << 10
+_MOST_KNOWN = 512
 
 _PLACE = struct.Struct("=14q")
-_TASK = struct.Struct(f"=16q{SITE_BYTES}s")
+_SAME = struct.Struct("=11q")
+_TASK = struct.Struct(f"={_SAME.size}s5q{SITE_BYTES}s")
 
 
 class Library(NamedTuple):
@@ -41,11 +47,6 @@ class Library(NamedTuple):
     advance: Any
     advance_quickly: Any
     can_add: Any
-
-
-def quick(task: Task) -> bool:
-    """Whether it takes less time than other threads notice."""
-    return task[-2] * task[3] <= _QUICK_BYTES
 
 
 @functools.cache
@@ -66,7 +67,6 @@ def library() -> Library | None:
             continue
         for advance in found[:2]:
             advance.restype = ctypes.c_int64
-            advance.argtypes = (ctypes.c_void_p, ctypes.c_int)
         found.can_add.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
         return found
     return None
@@ -92,43 +92,53 @@ class Compiled:
         self._place_at = ctypes.addressof(self._place)
         task = ctypes.create_string_buffer(_TASK.size)
         self._task = memoryview(task)
-        self._task_at = ctypes.addressof(task)
+        self._task_at = ctypes.byref(task)
         self._advance = found.advance
         self._advance_quickly = found.advance_quickly
         self._can_add = functools.cache(found.can_add)
+        self._same: dict[tuple[int, ...], tuple[bytes, bool]] = {}  # the first two of a `Task`
 
     def task(
         self,
+        operation: Operation,
         kind: Kind,
         ticks: int,
         output: torch.Tensor,
         input: torch.Tensor,
-        count: int,
         chunk: int,
         op: ReduceOp | None = None,
         root: int = -1,
     ) -> Task | None:
-        """None if C does not have it. count: elements of the smaller tensor. chunk: elements of a
-        tick, or of one rank's part in an all_reduce of several ticks. op: None where nothing is
-        added."""
-        dtype = DTYPE_INDEX[input.dtype]
+        """None if C does not have it. kind: the algorithm. chunk: elements of a tick, or a rank's
+        in an all_reduce of several ticks. op: None where nothing is added."""
+        numel = operation.numel
+        key = kind, input.numel(), operation.kind, operation.dtype, operation.detail, numel
+        same = self._same.get(key)
+        if same is None:
+            dtype, width = DTYPE_INDEX[input.dtype], input.itemsize
+            if op is not None and not self._can_add(dtype, op, self._size):
+                return None
+            if len(self._same) >= _MOST_KNOWN:  # Ever new sizes must not pile up.
+                self._same.clear()
+            count = min(input.numel(), output.numel())
+            reduction = -1 if op is None else op
+            packed = _SAME.pack(
+                *(self._place_at, ticks, kind, dtype, width, reduction, root, count, chunk),
+                *(what_of(operation), numel + 1),
+            )
+            same = self._same[key] = packed, ticks == 1 and count * width <= _QUICK_BYTES
         place = input.data_ptr()
-        to = place if output is input else output.data_ptr()
-        if op is None:
-            return ticks, kind, dtype, input.itemsize, -1, root, place, to, count, chunk
-        if not self._can_add(dtype, op, self._size):
-            return None
-        return ticks, kind, dtype, input.itemsize, op, root, place, to, count, chunk
+        return *same, place, place if output is input else output.data_ptr()
 
     def begin(self, task: Task, operation: Operation, first_tick: int) -> None:
-        signed = operation.sequence, what_of(operation), operation.numel + 1
+        same, _, place, to = task
         site = operation.padded_site()
-        _TASK.pack_into(self._task, 0, self._place_at, first_tick, 0, *task, *signed, site)
+        _TASK.pack_into(self._task, 0, same, first_tick, 0, operation.sequence, place, to, site)
 
     def advance(self, spin: bool) -> int:
         """Do what can be done of the operation that has begun; see ticks.c."""
-        return self._advance(self._task_at, spin)  # type: ignore[no-any-return]
+        return self._advance(self._task_at, _YIELD if spin else _NO_WAIT)  # type: ignore[no-any-return]
 
     def advance_quickly(self) -> int:
-        """The same for little data, without a moment's wait."""
-        return self._advance_quickly(self._task_at, False)  # type: ignore[no-any-return]
+        """The same for little data, for whose ranks it waits a microsecond or two."""
+        return self._advance_quickly(self._task_at, _PAUSE)  # type: ignore[no-any-return]

@@ -38,7 +38,8 @@ class MessageWork(DrivenWork):
     """A send or recv. content: (nbytes,) uint8, the caller's memory. moved: bytes moved so far."""
 
     def __init__(self, messages: Messages, operation: Operation, tensor: torch.Tensor) -> None:
-        super().__init__(operation, messages)
+        super().__init__(operation, messages.lock)
+        self._queue = messages
         self.content = tensor.view(torch.uint8)
         self.moved = -1  # the header has not been moved yet
 

@@ -22,6 +22,7 @@ enum { SUM = 0, AVG = 4 };                                                      
 enum { DONE = 0, ABORTED = -1, MISMATCH = -2 };  /* What `advance` returns besides a tick. */
 enum { MOST_RANKS = 256, TILE = 2048, LINE = 64 };
 enum { YIELDS_NS = 200000, PAUSES = 100 };
+enum { NO_WAIT, PAUSE, YIELD };  /* How long `advance` waits for a tick: YIELD after PAUSE. */
 
 /* What a rank has for as long as its group lives. The second line: words, as in layout.py. */
 struct place {
@@ -29,13 +30,13 @@ struct place {
     i64 abort_word, blocks, block_words, tick, sleeps_on, signature;
 };
 
-/* One operation. count: elements of `in`, or of `out` if that is smaller. chunk: elements of a tick. */
+/* One operation; the first two lines are the same in all of its signature. count: elements of `in`, or
+   of `out` if that is smaller. chunk: elements of a tick. */
 struct task {
     const struct place *place;
-    i64 first, step, ticks;
-    i64 kind, dtype, width, op, root;
+    i64 ticks, kind, dtype, width, op, root, count, chunk, what, numel;
+    i64 first, step, sequence;
     char *in, *out;
-    i64 count, chunk, sequence, what, numel;
     char site[];
 };
 
@@ -140,16 +141,16 @@ static i64 now_ns(void) {
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-static int reached_soon(const struct place *p, i64 tick, int spin) {
+static int reached_soon(const struct place *p, i64 tick, int wait) {
     if (reached(p, tick)) return 1;
-    if (!spin) return 0;
     /* With fewer cores than ranks, the late rank may need this one. */
-    for (int i = 0; p->has_cores && i < PAUSES; i++) {
+    for (int i = 0; wait >= PAUSE && p->has_cores && i < PAUSES; i++) {
 #ifdef __x86_64__
         __builtin_ia32_pause();
 #endif
         if (reached(p, tick)) return 1;
     }
+    if (wait < YIELD) return 0;
     for (i64 until = now_ns() + YIELDS_NS; now_ns() < until;) {
         sched_yield();
         if (reached(p, tick)) return 1;
@@ -276,12 +277,12 @@ static void after(const struct task *t, i64 k) {
 
 /* Do what can be done. Returns DONE; the tick that ranks are late for; ABORTED if the generation has
    ended, and either they are late or this rank has not taken part; or MISMATCH, before any tensor is
-   written. spin: whether to wait for a moment. */
-i64 advance(struct task *t, int spin) {
+   written. wait: NO_WAIT, PAUSE or YIELD. */
+i64 advance(struct task *t, int wait) {
     const struct place *p = t->place;
     for (;; t->step++) {
         i64 tick = t->first + t->step - 1;
-        int late = !reached_soon(p, tick, spin);
+        int late = !reached_soon(p, tick, wait);
         if ((late || t->step == 0) && atomic_load(word(p, p->abort_word))) return ABORTED;
         if (late) return tick;
         if (t->step == 0) {

@@ -38,7 +38,7 @@ from ..contract.errors import (
 from ..contract.modes import outside_modes
 from ..contract.operation import STARTED, Operation
 from ..contract.work import SettledWork
-from .compiled import ABORTED, DONE, Task, compiled, quick
+from .compiled import ABORTED, DONE, Task, compiled
 from .segment import SharedSegment
 from .wake_timer import WakeTimer
 
@@ -54,9 +54,7 @@ Body = Generator[int, None, None]
 class DrivenWork(SettledWork):
     """A work in a `DrivenQueue`, which settles it and calls it back."""
 
-    def __init__(self, operation: Operation, queue: DrivenQueue) -> None:
-        super().__init__(operation, queue.lock)
-        self._queue = queue
+    _queue: DrivenQueue
 
     def _block(self) -> None:
         if not self.done:
@@ -279,6 +277,11 @@ class LaneWork(DrivenWork):
     task: the same for compiled.py, which then runs it; None where `body` has to.
     """
 
+    _queue: Lane
+    body: Body | None = None  # None: before its turn, or a task
+    first_tick = 0  # before its turn
+    awaited_tick = 0  # the body continues when all ranks have published this tick
+
     def __init__(
         self,
         lane: Lane,
@@ -288,16 +291,12 @@ class LaneWork(DrivenWork):
         num_ticks: int,
         task: Task | None = None,
     ) -> None:
-        super().__init__(operation, lane)
-        self.lane = lane
+        super().__init__(operation, lane.lock)
+        self._queue = lane
         self.make_body = make_body
         self.arguments = arguments
         self.num_ticks = num_ticks
         self.task = task
-        self.is_quick = task is not None and num_ticks == 1 and quick(task)
-        self.body: Body | None = None  # None: before its turn, or a task
-        self.first_tick = 0  # before its turn
-        self.awaited_tick = 0  # the body continues when all ranks have published this tick
 
     def start(self, first_tick: int) -> None:
         self.first_tick = first_tick
@@ -312,7 +311,7 @@ class LaneWork(DrivenWork):
         return self.num_ticks > 0 and self.awaited_tick == self.first_tick + self.num_ticks - 1
 
     def _look(self) -> bool:
-        return self.done or self.lane.look(self)
+        return self.done or self._queue.look(self)
 
 
 class Lane(DrivenQueue):
@@ -327,35 +326,34 @@ class Lane(DrivenQueue):
 
     def submit(self, work: LaneWork) -> None:
         """Append `work` and run what needs no waiting."""
-        if not work.is_quick or work.operation.finish is not None or not self._run_alone(work):
+        if not self._run_alone(work):
             self._run_what_can(work)
         # A work that has published its last tick delays no rank; a waiter may drive it later.
         if not work.done and not work.has_said_all():
             self.call_background(WAKE_DELAY_S if work.num_ticks else _UNSURE_DELAY_S)
 
     def _run_alone(self, work: LaneWork) -> bool:
-        """As `_run_what_can(work)` for little data, with the lock taken once; False, and nothing
-        was done, if it cannot."""
-        compiled = self.compiled
-        assert compiled is not None and work.task is not None
+        """As `_run_what_can(work)` for little data in C, with the lock taken once; False, and
+        nothing was done, if it cannot."""
+        task, operation, compiled = work.task, work.operation, self.compiled
+        if compiled is None or task is None or not task[1] or operation.finish is not None:
+            return False
         try:
             with self.lock:
                 if self._driven or self._queue or self._end is not None:
                     return False
-                self._queue.append(work)
-                work.start(self._next_tick)
-                compiled.begin(work.task, work.operation, self._next_tick)
+                compiled.begin(task, operation, self._next_tick)
                 tick = compiled.advance_quickly()
                 if tick == DONE:
                     self._next_tick += 1
-                    self._queue.clear()
                     work.settle(None)  # It has no callbacks yet.
                     return True
-                work.awaited_tick = tick
+                self._queue.append(work)
+                work.first_tick, work.awaited_tick = self._next_tick, tick
                 if tick == work.first_tick:
-                    work.operation.state = STARTED
+                    operation.state = STARTED
         except BaseException as error:  # An interrupt: other ranks would wait for this one.
-            self.abort(self._interrupted(work.operation, error))
+            self.abort(self._interrupted(operation, error))
             raise
         if tick < 0:
             self._run_what_can()
