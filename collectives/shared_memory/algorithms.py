@@ -21,7 +21,7 @@ from ..contract.operation import Kind, Operation, ReduceOp
 from ..contract.work import Work
 from ..diagnosis.signature import pair_mismatch
 from .compiled import Task
-from .in_place import IN_PLACE_BYTES, InPlace, Sharing, Through
+from .in_place import IN_PLACE_BYTES, InPlace, Sharing
 from .messages import Messages
 from .segment import SharedSegment
 from .symmetric_memory import empty_symmetric
@@ -32,6 +32,10 @@ SLOT_BYTES = 2 << 20
 
 DIRECT_BYTES = 512 << 10
 """Up to here every rank reduces the whole tensor: one tick, but `size` times the additions."""
+
+_CHUNK_BYTES = 512 << 10
+"""A chunk of an all_reduce of more than IN_PLACE_BYTES: the one that is copied in, the one that is
+reduced and the one that is copied out stay in the processor's cache."""
 
 _ALIGNMENT = 64  # elements; parts that start on a cache line are added and copied faster
 
@@ -71,51 +75,39 @@ class SharedMemoryCommunicator(Communicator):
             task = self._task(operation, Kind.ALL_REDUCE, 1, tensor, tensor, 0, op)
             return self._issue(operation, 1, self._all_reduce_directly, tensor, op, task=task)
         # Half of a slot is for what comes in, half for what is reduced: one tick serves two chunks.
-        part = self._chunk_elements(tensor, self._segment.slot_bytes // 2 // self.size)
-        chunks = -(-tensor.numel() // (part * self.size))
+        room = self._segment.slot_bytes // 2
+        if tensor.nbytes > IN_PLACE_BYTES:
+            room = min(room, _CHUNK_BYTES)
+        part = self._chunk_elements(tensor, room // self.size)
+        ticks = -(-tensor.numel() // (part * self.size)) + 1
+        task = self._task(operation, Kind.ALL_REDUCE, ticks, tensor, tensor, part, op)
+        body = self._all_reduce_in_parts
         if tensor.nbytes <= IN_PLACE_BYTES:
-            task = self._task(operation, Kind.ALL_REDUCE, chunks + 1, tensor, tensor, part, op)
-            body = self._all_reduce_in_parts
-            return self._issue(operation, chunks + 1, body, tensor, op, part, task=task)
-        return self._share(
-            operation,
-            chunks + 1,
-            tensor,
-            lambda tick: self._all_reduce_in_parts(tick, tensor, op, part),
-            partial(self._sharing.all_reduce, op, self._even_part(tensor)),
-        )
+            return self._issue(operation, ticks, body, tensor, op, part, task=task)
+        in_place = partial(self._sharing.all_reduce, op, self._even_part(tensor))
+        return self._share(operation, ticks, tensor, in_place, task, body, tensor, op, part)
 
     def reduce_scatter(
         self, operation: Operation, output: torch.Tensor, input: torch.Tensor, op: ReduceOp
     ) -> Work:
         chunk = self._chunk_elements(input, self._segment.slot_bytes // self.size)
-        chunks = max(1, -(-output.numel() // chunk))
+        ticks = max(1, -(-output.numel() // chunk))
+        task = self._task(operation, Kind.REDUCE_SCATTER, ticks, output, input, chunk, op)
+        body, args = self._reduce_scatter, (output, input, op, chunk)
         if input.nbytes <= IN_PLACE_BYTES:
-            task = self._task(operation, Kind.REDUCE_SCATTER, chunks, output, input, chunk, op)
-            body = self._reduce_scatter
-            return self._issue(operation, chunks, body, output, input, op, chunk, task=task)
-        return self._share(
-            operation,
-            chunks,
-            input,
-            lambda tick: self._reduce_scatter(tick, output, input, op, chunk),
-            partial(self._sharing.reduce_scatter, output, op),
-        )
+            return self._issue(operation, ticks, body, *args, task=task)
+        in_place = partial(self._sharing.reduce_scatter, output, op)
+        return self._share(operation, ticks, input, in_place, task, body, *args)
 
     def all_gather(self, operation: Operation, output: torch.Tensor, input: torch.Tensor) -> Work:
         chunk = self._chunk_elements(input, self._segment.slot_bytes)
-        chunks = max(1, -(-input.numel() // chunk))
+        ticks = max(1, -(-input.numel() // chunk))
+        task = self._task(operation, Kind.ALL_GATHER, ticks, output, input, chunk)
+        body, args = self._all_gather, (output, input, chunk)
         if output.nbytes <= IN_PLACE_BYTES:
-            task = self._task(operation, Kind.ALL_GATHER, chunks, output, input, chunk)
-            body = self._all_gather
-            return self._issue(operation, chunks, body, output, input, chunk, task=task)
-        return self._share(
-            operation,
-            chunks,
-            input,
-            lambda tick: self._all_gather(tick, output, input, chunk),
-            partial(self._sharing.all_gather, output),
-        )
+            return self._issue(operation, ticks, body, *args, task=task)
+        in_place = partial(self._sharing.all_gather, output)
+        return self._share(operation, ticks, input, in_place, task, body, *args)
 
     def broadcast(self, operation: Operation, tensor: torch.Tensor, root: int) -> Work:
         chunk = self._chunk_elements(tensor, self._segment.slot_bytes)
@@ -371,10 +363,22 @@ class SharedMemoryCommunicator(Communicator):
         operation: Operation,
         num_ticks: int,
         tensor: torch.Tensor,
-        through: Through,
         in_place: InPlace,
+        task: Task | None,
+        body: Callable[..., Body],
+        *args: Any,
     ) -> Work:
-        """Issue an operation on tensors that may be symmetric. num_ticks: of `through`."""
+        """Issue an operation on tensors that may be symmetric. num_ticks, task, body: of the way
+        through the slots."""
+        if not self._sharing.pays:  # Nor on another rank, as all are on one host.
+            return self._issue(operation, num_ticks, body, *args, task=task)
+        compiled = self._lane.compiled
+
+        def through(tick: int) -> Body:
+            if compiled is None or task is None:
+                return body(tick, *args)
+            return compiled.body(tick, task, operation, num_ticks)
+
         choose = self._sharing.choose
         more = num_ticks + 2  # Those in which the ranks say what they have.
         return self._issue(operation, more, choose, tensor, through, in_place)

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 import struct
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +27,8 @@ from .segment import SharedSegment, what_of
 DONE, ABORTED, MISMATCH = 0, -1, -2
 """What `advance` returns besides a tick."""
 
-_NO_WAIT, _PAUSE, _YIELD = range(3)
-"""How long it waits for a tick."""
+_ONE_TICK, _NO_WAIT, _PAUSE, _YIELD = range(-1, 3)
+"""How long it waits for a tick; _ONE_TICK: it publishes one, and returns it."""
 
 Task = tuple[bytes, bool, int, int]
 """What is the same in all operations of a signature, as in `struct task`; whether such an operation
@@ -87,7 +88,7 @@ class Compiled:
             *(segment.sites_at, SITE_BYTES, segment.size <= (os.cpu_count() or 1)),
             *(ABORT_WORD, block_at(0), BLOCK_WORDS, TICK, SLEEPS_ON, SIGNATURE),
         )
-        self._size = segment.size
+        self._segment = segment
         self._place = ctypes.create_string_buffer(place)
         self._place_at = ctypes.addressof(self._place)
         task = ctypes.create_string_buffer(_TASK.size)
@@ -116,7 +117,7 @@ class Compiled:
         same = self._same.get(key)
         if same is None:
             dtype, width = DTYPE_INDEX[input.dtype], input.itemsize
-            if op is not None and not self._can_add(dtype, op, self._size):
+            if op is not None and not self._can_add(dtype, op, self._segment.size):
                 return None
             if len(self._same) >= _MOST_KNOWN:  # Ever new sizes must not pile up.
                 self._same.clear()
@@ -134,6 +135,22 @@ class Compiled:
         same, _, place, to = task
         site = operation.padded_site()
         _TASK.pack_into(self._task, 0, same, first_tick, 0, operation.sequence, place, to, site)
+
+    def body(
+        self, tick: int, task: Task, operation: Operation, num_ticks: int
+    ) -> Generator[int, bool, None]:
+        """`task` as a body of algorithms.py, for an operation that finds out in its first tick
+        whether this is its way. It is sent whether to spin."""
+        self.begin(task, operation, tick)
+        last = tick + num_ticks - 1
+        wait = _ONE_TICK
+        while (tick := self._advance(self._task_at, wait)) != DONE:
+            if tick == ABORTED:
+                self._segment.raise_failure()
+            if tick < 0:
+                self._segment.check_signatures(operation)
+            wait = _YIELD if (yield tick) else _NO_WAIT
+        yield last  # The lane counts on from what it got last.
 
     def advance(self, spin: bool) -> int:
         """Do what can be done of the operation that has begun; see ticks.c."""

@@ -22,7 +22,8 @@ enum { SUM = 0, AVG = 4 };                                                      
 enum { DONE = 0, ABORTED = -1, MISMATCH = -2 };  /* What `advance` returns besides a tick. */
 enum { MOST_RANKS = 256, TILE = 2048, LINE = 64 };
 enum { YIELDS_NS = 200000, PAUSES = 100 };
-enum { NO_WAIT, PAUSE, YIELD };  /* How long `advance` waits for a tick: YIELD after PAUSE. */
+/* How long `advance` waits for a tick: YIELD after PAUSE. ONE_TICK: it publishes one, and returns it. */
+enum { ONE_TICK = -1, NO_WAIT, PAUSE, YIELD };
 
 /* What a rank has for as long as its group lives. The second line: words, as in layout.py. */
 struct place {
@@ -277,7 +278,7 @@ static void after(const struct task *t, i64 k) {
 
 /* Do what can be done. Returns DONE; the tick that ranks are late for; ABORTED if the generation has
    ended, and either they are late or this rank has not taken part; or MISMATCH, before any tensor is
-   written. wait: NO_WAIT, PAUSE or YIELD. */
+   written. wait: as above. */
 i64 advance(struct task *t, int wait) {
     const struct place *p = t->place;
     for (;; t->step++) {
@@ -294,5 +295,6 @@ i64 advance(struct task *t, int wait) {
         if (t->step == t->ticks) return DONE;
         before(t, t->step);
         publish(p, tick + 1);
+        if (wait == ONE_TICK) return t->step++, tick + 1;
     }
 }

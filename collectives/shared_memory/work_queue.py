@@ -48,7 +48,8 @@ _LOOK_YIELDS = 8  # of the core, in one look; 0.4 us each on an idle core
 _LOOK_TICKS = 4  # works with more ticks are large: their copying would block an event loop
 FIRST_TICK = 2  # SharedSegment.meet used 1
 
-Body = Generator[int, None, None]
+Body = Generator[int, bool, None]
+"""It is sent whether this thread may spin, which only a body in C needs to know."""
 
 
 class DrivenWork(SettledWork):
@@ -441,9 +442,10 @@ class Lane(DrivenQueue):
         assert body is not None
         while True:
             tick = work.awaited_tick
+            started = tick >= work.first_tick
             if not segment.reached(tick) and not self._wait(work, block, spin):
                 return False
-            if tick < work.first_tick:
+            if not started:
                 # Ticks from before the generation's end must not let this work succeed.
                 segment.raise_failure()
                 work.operation.state = STARTED
@@ -451,7 +453,7 @@ class Lane(DrivenQueue):
             elif tick == work.first_tick:
                 segment.check_signatures(work.operation)
             try:
-                work.awaited_tick = next(body)
+                work.awaited_tick = body.send(block and spin) if started else next(body)
             except StopIteration:
                 return True
 
