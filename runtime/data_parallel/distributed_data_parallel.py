@@ -544,7 +544,7 @@ class _ModelHook(JoinHook):
         if model._reducer.is_sharded and last and model.group.rank not in last:
             model._reducer.leave_shadows()
         state: list[torch.Tensor] = []
-        if model._reducer.ends_steps and ledger.somebody_missed_a_step:
+        if ledger.somebody_missed_a_step and model._join.settles(model):
             self._settle(model._join)
         if ledger.somebody_missed_a_step:
             self._check_same_values(model._join)
@@ -749,8 +749,6 @@ class _ModelHook(JoinHook):
 
     def _settle(self, join: JoinEngine) -> None:
         """Learn from a rank that took the last step whether a step followed its last pass."""
-        if not join.has_followers:
-            return
         group, steps = self._model.group, self._model._reducer.local_steps
         stepped = bool(steps) or steps.were_skipped or not steps.have_been_seen
         has_stepped = torch.tensor([stepped], dtype=torch.int32, device=group.device)

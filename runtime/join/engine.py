@@ -228,11 +228,15 @@ class JoinEngine:
         channel = joinables[0]._channel()
         follows = bool(followed) or channel is not None
         self._needs_header = not follows and not all(carries)
-        # Several joinables may end the same step, and one of them counts it. With a header, the
-        # header counts the steps.
-        self._counts_steps = next(
-            (j for j in joinables if j._ends_step() and not self._needs_header), None
-        )
+        # Several joinables may end the same step: one of them says when, to those that step along.
+        self._ends_steps = next((j for j in joinables if j._ends_step()), None)
+        # It counts the steps as well, where no header does.
+        self._counts_steps = None if self._needs_header else self._ends_steps
+        self._announcing = {n for n, one in enumerate(joinables) if one._announces_hook()}
+        enders = {n for n in self._announcing if joinables[n]._ends_step()}
+        self._steps_after = self._waits_for = enders or self._announcing
+        """The joinables whose parts of a step have to come before a rank without data steps
+        along, and those that have not come yet."""
         self._models = [j for j in joinables if j._begins_passes()]
         self._pacemaker: Joinable | None = None  # the model that ran first; None: none has
         self._turn = 0  # the number of the joinable that stepped last, plus one
@@ -252,10 +256,10 @@ class JoinEngine:
         self.ledger = JoinLedger(
             self._group.size, bool(hook_arguments.get("divide_by_initial_world_size", True))
         )
-        if self._counts_steps is not None:
-            if self._counts_steps._pattern is None:
-                self._counts_steps._pattern = PassPattern()
-            self.ledger.pattern = self._counts_steps._pattern
+        if self._ends_steps is not None:
+            if self._ends_steps._pattern is None:
+                self._ends_steps._pattern = PassPattern()
+            self.ledger.pattern = self._ends_steps._pattern
         self._conductor = (
             Conductor(self._followed, self.ledger, self._begun, channel) if follows else None
         )
@@ -407,10 +411,13 @@ class JoinEngine:
             return
         self._hooks[number].main_hook()
         for behind in range(number + 1, len(self._hooks)):
-            if self._joinables[behind]._announces_hook():
-                return
+            if behind in self._announcing:
+                break
             self._hooks[behind].main_hook()
-        self._follow_step()
+        self._waits_for = self._waits_for - {number}  # The body may come to them in any order.
+        if not self._waits_for:
+            self._waits_for = self._steps_after
+            self._follow_step()
 
     def _follow_step(self) -> None:
         if self.last_step_live:  # In the blind step at the end no rank had data: nothing is due.
@@ -446,6 +453,11 @@ class JoinEngine:
     def steps_along(self, model: torch.nn.Module) -> bool:
         """Whether a joined rank steps an optimizer of this model."""
         return steps_any(self._step_along, model)
+
+    def settles(self, joinable: Joinable) -> bool:
+        """Whether `joinable` learns at the end of the Join, for all that steps along, whether a
+        step has followed its last pass."""
+        return bool(self._followers) and joinable is self._ends_steps
 
     def settle(self, has_stepped: bool) -> None:
         """The last pass of this Join is over on all ranks. has_stepped: whether the optimizer of a
@@ -542,6 +554,7 @@ class JoinEngine:
 
     def _begun(self, live: tuple[int, ...]) -> None:
         """A batch begins, for which these ranks have data."""
+        self._waits_for = self._steps_after
         if self._counts_steps is None:  # No joinable will record an agreement on a step.
             self.last_step_live = live
             self.ledger.record(Agreement(live, live, ()))
@@ -550,15 +563,14 @@ class JoinEngine:
 
     def record(self, joinable: Joinable, agreement: Agreement) -> None:
         """A step of `joinable` has ended with this agreement."""
-        is_step = joinable is self._counts_steps
         self._turn = (self._joinables.index(joinable) + 1) % len(self._joinables)
-        if is_step and agreement.live:
+        if joinable is self._ends_steps and agreement.live:
             was_expected = self.ledger.pattern.note(agreement.says(Note.UNSTEPPED) == 0)
             # Ranks without data have stepped along, or not, as the pattern let expect.
             if not was_expected and self._step_along and self.absent_ranks:
                 raise RuntimeError(self._why_not_skipped(self.absent_ranks))
         self.last_step_live = agreement.live
-        self.ledger.record(agreement, is_step=is_step)
+        self.ledger.record(agreement, is_step=joinable is self._counts_steps)
         self._tell_skew()
         self._raise_if_exhausted(agreement.live)
 

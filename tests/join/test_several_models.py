@@ -147,7 +147,7 @@ def one_pass_in_one_process(lengths, num_models, way, is_chain):
     return [p.detach() for model in models for p in model.parameters()]
 
 
-def one_pass_on_ranks(group, lengths, order, way, is_chain):
+def one_pass_on_ranks(group, lengths, order, way, is_chain, follows=False):
     with another_group(group) as own:
         models = [cl.DistributedDataParallel(each, own) for each in make_chain(len(order))]
         kind, along = OF_ONE_PASS[way][0], {}
@@ -164,8 +164,9 @@ def one_pass_on_ranks(group, lengths, order, way, is_chain):
         else:
             optimizers = [kind(model.parameters(), lr=LR) for model in models]
             along = {"step_along": optimizers} if "along" in way else {}
+        beside = [own.new_group(range(own.size))] if follows else []
         try:
-            with cl.Join(listed, skew_warning=None, **along):
+            with cl.Join(listed, skew_warning=None, groups=beside, **along):
                 for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
                     loss_through(models, batch, is_chain).backward()
                     for optimizer in optimizers:
@@ -197,3 +198,60 @@ def test_models_in_one_pass_are_listed_in_the_order_that_the_error_names(
                 assert isinstance(told, str), (way, order)
                 assert "list them in the order in which the body comes to them. A model" in told
                 assert "forward pass was last comes first, as in Join([decoder, enc" in told
+
+
+@pytest.mark.parametrize("is_chain", [True, False], ids=["in a row", "side by side"])
+def test_where_a_group_is_followed_models_in_one_pass_are_listed_in_any_order(ranks_of, is_chain):
+    lengths = (2, 4)
+    for way in OF_ONE_PASS:
+        expected = one_pass_in_one_process(lengths, 2, way, is_chain)
+        for order in ((0, 1), (1, 0)):
+            arguments = (lengths, order, way, is_chain, True)
+            for result in ranks_of(2).run(one_pass_on_ranks, *arguments):
+                assert not isinstance(result, str), (way, order, result)
+                assert largest_difference(result, expected) < 1e-12, (way, order)
+
+
+OF_EPOCHS = [(2, 2), (1, 3)]  # Batches by rank: the first loop shows that a step has two passes.
+
+
+def accumulate(models, data, longest, divisor, optimizers):
+    """A step for every two batches, and one for an odd batch at the end. data: the batches of each
+    rank that this process computes."""
+    for number in range(longest):
+        batches = [own[number] for own in data if number < len(own)]
+        if not batches:  # This rank has run out of data.
+            return
+        for optimizer in optimizers if number % 2 == 0 else ():
+            optimizer.zero_grad()
+        for batch in batches:
+            (loss_through(models, batch, True) / divisor).backward()
+        for optimizer in optimizers if number % 2 or number == longest - 1 else ():
+            optimizer.step()
+
+
+def accumulating_in_one_process(num_models):
+    models = make_chain(num_models)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9) for model in models]
+    for lengths in OF_EPOCHS:
+        data = [batches_of(rank, n, torch.float64) for rank, n in enumerate(lengths)]
+        accumulate(models, data, max(lengths), len(lengths), optimizers)
+    return [p.detach() for model in models for p in model.parameters()]
+
+
+def accumulating_on_ranks(group, num_models):
+    with another_group(group) as own:
+        models = [cl.DistributedDataParallel(each, own) for each in make_chain(num_models)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9) for model in models]
+        for lengths in OF_EPOCHS:
+            data = [batches_of(own.rank, lengths[own.rank], torch.float64)]
+            with cl.Join(models[::-1], step_along=optimizers, skew_warning=None):
+                accumulate(models, data, max(lengths), 1, optimizers)
+        return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+@pytest.mark.parametrize("num_models", [1, 2])
+def test_a_last_step_of_fewer_passes_is_stepped_along_once(ranks_of, num_models):
+    expected = accumulating_in_one_process(num_models)
+    for result in ranks_of(2).run(accumulating_on_ranks, num_models):
+        assert largest_difference(result, expected) < 1e-12

@@ -30,6 +30,44 @@ def test_main_hook_runs_once_per_step_that_some_rank_still_takes(ranks_of, lengt
         assert calls == ["main"] * (steps - lengths[rank]) + [post]
 
 
+def beside_a_plain_optimizer(group, counts_first):
+    """A joinable and a model whose optimizer ranks without data step along."""
+    torch.manual_seed(0)
+    model = cl.DistributedDataParallel(torch.nn.Linear(3, 2).double(), group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    counter = CountingJoinable(group)
+    listed = [counter, model] if counts_first else [model, counter]
+    with cl.Join(listed, step_along=[optimizer], skew_warning=None):
+        for number in range((1, 4)[group.rank]):
+            optimizer.zero_grad()
+            if counts_first:
+                counter.step()
+            model(torch.full((1, 3), 1.0 + number).double()).square().sum().backward()
+            if not counts_first:
+                counter.step()
+            optimizer.step()
+    weight = model.module.weight
+    return weight.detach(), optimizer.state[weight]["momentum_buffer"], counter.calls
+
+
+@pytest.mark.parametrize("counts_first", [True, False])
+def test_optimizers_are_stepped_along_beside_joinables_of_the_users_own(ranks_of, counts_first):
+    early, late = ranks_of(2).run(beside_a_plain_optimizer, counts_first)
+    assert early[2].count("main") == 3 and late[2].count("main") == 0
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for number in range(4):
+        optimizer.zero_grad()
+        # Both ranks have the first batch, and one of two the others.
+        share = 1.0 if number == 0 else 0.5
+        (net(torch.full((1, 3), 1.0 + number).double()).square().sum() * share).backward()
+        optimizer.step()
+    for weight, momentum, _ in (early, late):
+        torch.testing.assert_close(weight, net.weight.detach())
+        torch.testing.assert_close(momentum, optimizer.state[net.weight]["momentum_buffer"])
+
+
 def warned_of_skew(group, lengths, threshold):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
