@@ -199,8 +199,23 @@ def check_passes(agreement: Agreement, num_ranks: int, names: Sequence[str]) -> 
         return
     # Each of these holds on all ranks alike, since all read the same votes.
     live = list(agreement.live)
+    continuing, mixes = agreement.says(Note.CONTINUES), agreement.says(Note.MIXES)
+    # A mean that is reduced once more stays the mean, if all ranks have it, and as much weight.
+    if mixes and (agreement.weight or continuing or len(live) < num_ranks):
+        absent = [rank for rank in range(num_ranks) if rank not in live]
+        why = "losses are weighted"
+        if absent:
+            why = f"{name_ranks(absent, 'has', 'have')} run out of data"
+        elif continuing:
+            why = f"{continuing} of the ranks {live} hold such gradients without it"
+        what, remedy = _IN_NO_SYNC, _OUTSIDE_LAST
+        if agreement.says(Note.BEGINS_INSIDE):
+            what, remedy = _INSIDE, _CALL_MODEL
+        elif agreement.says(Note.REPLACED):
+            what, remedy = _REPLACED, _CHANGE_LAST
+        raise RuntimeError(f"{what}. Since {why}, the mean would be wrong. {remedy}")
     # zero_grad() on some ranks only: their means would be of one pass, and those of others of two.
-    if 0 < (continuing := agreement.says(Note.CONTINUES)) < len(live):
+    if 0 < continuing < len(live):
         raise RuntimeError(
             f"{continuing} of the ranks {live} did not clear their gradients before this backward "
             "pass, and the others did, so their gradients would differ. All ranks with data must "
@@ -212,17 +227,3 @@ def check_passes(agreement: Agreement, num_ranks: int, names: Sequence[str]) -> 
             "before this backward pass, and others did. All ranks with data must clear the same "
             "gradients between the same two passes"
         )
-    # A mean that is reduced once more stays the mean, if all ranks have it, and as much weight.
-    if agreement.says(Note.MIXES) and (agreement.weight or len(live) < num_ranks):
-        absent = [rank for rank in range(num_ranks) if rank not in live]
-        why = (
-            f"{name_ranks(absent, 'has', 'have')} run out of data"
-            if absent
-            else "losses are weighted"
-        )
-        what, remedy = _IN_NO_SYNC, _OUTSIDE_LAST
-        if agreement.says(Note.BEGINS_INSIDE):
-            what, remedy = _INSIDE, _CALL_MODEL
-        elif agreement.says(Note.REPLACED):
-            what, remedy = _REPLACED, _CHANGE_LAST
-        raise RuntimeError(f"{what}. Since {why}, the mean would be wrong. {remedy}")

@@ -123,7 +123,9 @@ class HeldGradients:
     def hold(self, numbers: Collection[int]) -> None:
         """The ranks' means are there, for these parameters."""
         self._held, self._zeros, self.cleared = set(numbers), set(), set()
-        self._witness = None
+        # Gradients of several ranks may add up to nothing.
+        if self._witness is not None and self._is_blank(self._witness):
+            self._witness = None
         self.note_writes()
 
     def note_writes(self) -> None:

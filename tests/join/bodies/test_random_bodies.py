@@ -150,6 +150,14 @@ def test_a_step_may_come_before_the_first_pass_of_an_epoch(ranks_of, lengths, cl
     check(ranks_of, body, lengths, "zero", epochs=3, momentum=0.9, refused=())
 
 
+@combinations(2, lengths=[(2, 1), (1, 2)], acts=["by hand, zeros in .data", QUIET])
+def test_a_batch_without_a_sent_pass_may_change_what_ranks_without_data_hold(
+    ranks_of, lengths, acts
+):
+    body = [Act(acts, 0, 2, 1), Act(PASS, 0, 2), Act(STEP, 0, 2)]
+    check(ranks_of, body, lengths, "plain", refused=REFUSED[:1] if acts == QUIET else ())
+
+
 @st.composite
 def acts(draw: st.DrawFn, kinds: Sequence[str], models: Sequence[int], most: int) -> list[Act]:
     every = st.sampled_from([1, 1, 1, 2, 3])
