@@ -560,7 +560,7 @@ class _ModelHook(JoinHook):
             steps = model._reducer.local_steps
             if ledger.somebody_missed_a_step:
                 follows = num_missed > 0 and not steps.has_stepped_along
-                self._follow_options(model._join, follows=follows)
+                self._follow_settings(model._join, follows=follows)
             steps.leave_join(num_missed, model._engine.optimizers())
         if ledger.somebody_may_lag:
             self._follow_frozen(model._join)
@@ -568,7 +568,6 @@ class _ModelHook(JoinHook):
             if ledger.somebody_may_lag:
                 self._take_written(model._join)
         elif ledger.somebody_missed_a_step:
-            self._follow_scaler(model._join)
             model._reducer.take_means_of(model._join.newest_rank(ledger.last_live))
             state += model.module.parameters()
         # A step brings the buffers of its newest rank, but none follows the last passes.
@@ -705,33 +704,30 @@ class _ModelHook(JoinHook):
                 for parameter, is_trained in zip(parameters, newest, strict=True):
                     parameter.requires_grad_(bool(is_trained))
 
-    def _follow_options(self, join: JoinEngine, *, follows: bool) -> None:
-        """A rank that missed steps of plain optimizers takes over the options that the body of the
-        others has set since, as those of a sharded one. follows: whether this rank is one."""
-        model, numbers = self._model, {id(p): n for n, p in enumerate(self._model.parameters())}
+    def _follow_settings(self, join: JoinEngine, *, follows: bool) -> None:
+        """All ranks have the GradScaler of a rank that took the last step from now on: the
+        gradients of one step are a sum, so all losses have to be scaled alike. follows: this rank
+        missed steps, and takes over the options that the body of the others has set since."""
+        group, scaler = self._model.group, self._model._reducer.local_steps.scaler
+        state = None if scaler is None else scaler.state_dict()
+        numbers = {id(p): number for number, p in enumerate(self._model.parameters())}
         own: dict[Any, tuple[torch.optim.Optimizer, list[float]]] = {}
-        for one in model._engine.optimizers():
+        for one in self._model._engine.optimizers():
             groups = [[numbers.get(id(p), -1) for p in each["params"]] for each in one.param_groups]
             key = type(one).__name__, repr(groups)
             own[key] = one, numbers_of(one.param_groups, sorted(one.defaults))
         told = {key: options for key, (_, options) in own.items()}
-        newest = all_gather_object(model.group, told)[join.newest_rank(join.ledger.last_live)]
+        everybody = all_gather_object(group, (state, told))
+        newest_state, newest = everybody[join.newest_rank(join.ledger.last_live)]
         for key, (one, options) in own.items() if follows else ():
             given = newest.get(key, options)
             # Another number of numbers is named by the vote of the next pass.
             if len(given) == len(options):
                 set_numbers(one.param_groups, sorted(one.defaults), given)
-
-    def _follow_scaler(self, join: JoinEngine) -> None:
-        """A rank that missed steps has the GradScaler of a rank that took them from now on: the
-        gradients of one step are a sum, so all losses have to be scaled alike."""
-        group, scaler = self._model.group, self._model._reducer.local_steps.scaler
-        states = all_gather_object(group, None if scaler is None else scaler.state_dict())
-        newest = states[join.newest_rank(join.ledger.last_live)]
         # The ranks with data step without a GradScaler.
-        if newest is None:
+        if newest_state is None:
             return
-        unknown = [rank for rank, state in enumerate(states) if state is None]
+        unknown = [rank for rank, (state, _) in enumerate(everybody) if state is None]
         if unknown:
             raise CollectiveMismatch(
                 "Join",
@@ -744,8 +740,8 @@ class _ModelHook(JoinHook):
                 "chorusline.GradScaler, whose steps ranks without data take too.",
             )
         assert scaler is not None
-        if scaler.state_dict() != newest:
-            scaler.load_state_dict(newest)
+        if state != newest_state:
+            scaler.load_state_dict(newest_state)
 
     def _settle(self, join: JoinEngine) -> None:
         """Learn from a rank that took the last step whether a step followed its last pass."""

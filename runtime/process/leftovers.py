@@ -138,10 +138,10 @@ def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
 
 def _why_not_edited(rank: int, who: str) -> str:
     return (
-        f"rank {rank} has run out of data, and still holds gradients of its batches. Since then "
-        f"{who} changed some gradients between two backward passes, and the same change cannot be "
-        "made on a rank without data. Clear all gradients of the model (zero_grad()), or change "
-        "them after the last pass of a step"
+        f"{who} changed some gradients between two backward passes when rank {rank} had no data, "
+        "and the same change cannot be made on a rank without data, which still holds gradients "
+        "of its own. Clear all gradients of the model (zero_grad()), or change them after the last "
+        "pass of a step"
     )
 
 
