@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from _pytest.assertion import rewrite
 
+from tests import ROOT
 from tests.compiled import rewritten, with_assertions
 
 
@@ -28,4 +29,5 @@ def test_a_module_is_read_with_its_assertions_rewritten_until_it_is_edited(tmp_p
 def test_the_modules_are_those_of_this_run(request: pytest.FixtureRequest) -> None:
     read = set(request.config.pluginmanager.rewrite_hook._rewritten_names.values())
     assert Path(__file__) in read
-    assert read <= with_assertions()
+    # Modules of torch may be named as those of tests are.
+    assert {path for path in read if path.is_relative_to(ROOT / "tests")} <= with_assertions()
