@@ -92,7 +92,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
         is_slow = any(item.get_closest_marker(name) for name in ("slow", "gpu"))
         draws_many = config.getoption("hypothesis_profile", None) == "many"
-        if draws_many and item.get_closest_marker("hypothesis"):
+        # The plugin of hypothesis has not marked its tests yet.
+        if draws_many and getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.timeout(600))
         if "cluster" in getattr(item, "fixturenames", ()) or OWN_RAY.match(item.nodeid):
             item.add_marker("ray")
