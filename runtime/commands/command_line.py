@@ -19,7 +19,7 @@ from pathlib import Path
 from chorusline.actors.ray_calls.versions import our_version
 
 from . import arguments, function_flags
-from .script import run_script
+from .script import exit_code, run_script
 
 FAILED = 1
 
@@ -156,7 +156,7 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
     if not script.is_file():
         run.error(f"argument script: {str(script)!r} is not a file; name a Python script")
     if function is None:
-        return run_script(script, options.args)
+        return exit_code(script, lambda: run_script(script, options.args))
     flags = function_flags.made(run.prog)
     given, unknown = flags.parse_known_args(options.args)
     if unknown:
@@ -170,7 +170,7 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
     from .function import run_function
 
     try:
-        return run_function(script, function, given, theirs)
+        return exit_code(script, lambda: run_function(script, function, given, theirs))
     except arguments.WrongUsage as error:
         flags.error(str(error))
 
@@ -190,8 +190,8 @@ def _run_on_ranks(flags: argparse.ArgumentParser, given: list[str]) -> int:
     from .plain_script import run_on_ranks
 
     try:
-        return run_on_ranks(script, options)
-    except ValueError as error:
+        return exit_code(script, lambda: run_on_ranks(script, options))
+    except arguments.WrongUsage as error:
         flags.error(str(error))
 
 

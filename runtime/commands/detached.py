@@ -20,6 +20,7 @@ from ..session.detached.status import check_name
 from ..session.session import Session, attach
 from ..session.showing.progress import Progress
 from ..session.showing.rank_output import label
+from .arguments import WrongUsage
 from .script import INTERRUPTED
 
 AFTER_RUN_S = 60.0
@@ -38,13 +39,13 @@ _LONGEST_RESULT = 200  # characters of a result that are printed
 def name_for(script: Path, given: str | None) -> str:
     """The name of the session for a run of a script: the given one, or one that nobody has.
 
-    Raises ValueError for a name that no session can have."""
+    Raises WrongUsage for a name that no session can have."""
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).strip("._-")[:50] or "run"
     name = given if given is not None else f"{stem}-{uuid.uuid4().hex[:4]}"
     try:
         check_name(name, True)
     except ValueError as error:
-        raise ValueError(f"--name: {error}") from None
+        raise WrongUsage(f"--name: {error}") from None
     return name
 
 

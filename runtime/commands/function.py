@@ -15,51 +15,40 @@ from typing import Any
 from ray import cloudpickle
 
 from chorusline.collectives.contract.articles import with_article
-from chorusline.collectives.contract.errors import ChoruslineError, named
+from chorusline.collectives.contract.errors import named
 
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
-from ..session.session import Session
 from ..session.showing.progress import Progress
 from ..tracking.tracker import Tracker
 from ..tracking.tracker_names import checked_trackers
 from .arguments import WrongUsage, did_you_mean, keywords
 from .detached import OF_DETACHED_RUN, begin, name_for, print_results, session_of
-from .script import INTERRUPTED, below, on_ranks, print_error
+from .script import on_ranks
 
 
 def run_function(script: Path, name: str, options: argparse.Namespace, words: list[str]) -> int:
-    """Exit code: 0, 1 for a run that failed, 130 after an interrupt, 143 after SIGTERM.
+    """0 after the run, or 130 where it was interrupted.
 
-    Raises WrongUsage if there is no such function, or if it does not take the arguments.
+    Raises WrongUsage if there is no such function, or if it does not take the arguments; and what
+    the run raises.
     """
     # Ray gives its workers the folder of this program, if that is on the path.
     sys.argv = [str(script), *words]
     sys.path.insert(0, str(script.resolve().parent))
+    function = _function(_module(script), name)
     try:
-        function = _function(_module(script), name)
-        try:
-            arguments = keywords(words, function)
-        except ValueError as error:
-            raise WrongUsage(f"{script}:{name}: {error}") from None
-        try:
-            trackers = checked_trackers(options.tracker)
-        except (ImportError, ValueError) as error:
-            raise WrongUsage(f"--tracker: {error}") from None
-        if options.detach:
-            session = _detached_session(script, options)
-            return asyncio.run(begin(session, function, arguments))
-        return on_ranks(lambda: asyncio.run(_run(function, arguments, options, trackers)))
-    except KeyboardInterrupt:  # Before a detached run has begun.
-        print("Interrupted.", file=sys.stderr)
-        return INTERRUPTED
-    except ChoruslineError as error:
-        print_error(error)
-        return 1
-    except WrongUsage:
-        raise
-    except Exception as error:
-        print_error(error, below(script, error.__traceback__))
-        return 1
+        arguments = keywords(words, function)
+    except ValueError as error:
+        raise WrongUsage(f"{script}:{name}: {error}") from None
+    try:
+        trackers = checked_trackers(options.tracker)
+    except (ImportError, ValueError) as error:
+        raise WrongUsage(f"--tracker: {error}") from None
+    if options.detach:
+        found, checkpoint = name_for(script, options.name), _checkpoints(options)
+        session = session_of(options, checkpoint=checkpoint, name=found, **OF_DETACHED_RUN)
+        return asyncio.run(begin(session, function, arguments))
+    return on_ranks(lambda: asyncio.run(_run(function, arguments, options, trackers)))
 
 
 def _module(script: Path) -> ModuleType:
@@ -99,16 +88,6 @@ def _checkpoints(options: argparse.Namespace) -> CheckpointConfig | None:
         every_n_steps=options.save_every,
         resume=NEVER if options.fresh else options.resume or AUTO,
     )
-
-
-def _detached_session(script: Path, options: argparse.Namespace) -> Session:
-    """Raises WrongUsage for a name that no session can have."""
-    try:
-        name = name_for(script, options.name)
-    except ValueError as error:
-        raise WrongUsage(str(error)) from None
-    checkpoint = _checkpoints(options)
-    return session_of(options, checkpoint=checkpoint, name=name, **OF_DETACHED_RUN)
 
 
 async def _run(

@@ -14,27 +14,20 @@ from chorusline.actors.errors import WorkerLost
 from ..program.plain_script import PlainScript, run_plain_script
 from ..session import connecting
 from .detached import OF_DETACHED_RUN, begin, name_for, session_of
-from .script import INTERRUPTED, below, on_ranks, print_error
+from .script import on_ranks
 
 
 def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
-    """Exit code: 0, 1 for a run that failed, 130 after an interrupt, 143 after SIGTERM.
+    """0 after the run, or 130 where it was interrupted.
 
-    Raises ValueError for a --name that no session can have."""
+    Raises WrongUsage for a --name that no session can have, and what the run raises."""
     name = name_for(path, options.name) if options.detach else ""
     sys.path.insert(0, str(path.resolve().parent))
     script = PlainScript.read(path, tuple(options.args), uuid.uuid4().hex)
-    try:
-        if options.detach:
-            session = session_of(options, name=name, max_failures=0, **OF_DETACHED_RUN)
-            return asyncio.run(begin(session, run_plain_script, {"script": script}))
-        return on_ranks(lambda: asyncio.run(_run(script, options)))
-    except KeyboardInterrupt:  # Before a detached run has begun.
-        print("Interrupted.", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        print_error(error, below(Path(script.path), error.__traceback__))
-        return 1
+    if options.detach:
+        session = session_of(options, name=name, max_failures=0, **OF_DETACHED_RUN)
+        return asyncio.run(begin(session, run_plain_script, {"script": script}))
+    return on_ranks(lambda: asyncio.run(_run(script, options)))
 
 
 async def _run(script: PlainScript, options: argparse.Namespace) -> int:

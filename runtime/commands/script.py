@@ -10,23 +10,34 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from .arguments import WrongUsage
+
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it.
 TERMINATED = 128 + signal.SIGTERM
+
+
+def exit_code(script: Path, act: Callable[[], int]) -> int:
+    """What `act` returns, which runs the script; 1 or INTERRUPTED after an error, which is printed.
+
+    Raises WrongUsage, for the parser of the command line."""
+    try:
+        return act()
+    except KeyboardInterrupt:  # Outside of a run on ranks: `on_ranks` has a sentence of its own.
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except WrongUsage:
+        raise
+    except Exception as error:
+        _print_error(error, _below(script, error.__traceback__))
+        return 1
 
 
 def run_script(script: Path, args: Sequence[str]) -> int:
     # Set both before the script runs: Ray gives sys.path and the script's folder to its workers.
     sys.argv = [str(script), *args]
     sys.path.insert(0, str(script.resolve().parent))
-    try:
-        # As __main__: its functions are pickled by value, since workers cannot import the script.
-        runpy.run_path(str(script), run_name="__main__")
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        print_error(error, below(script, error.__traceback__))
-        return 1
+    # As __main__: its functions are pickled by value, since workers cannot import the script.
+    runpy.run_path(str(script), run_name="__main__")
     return 0
 
 
@@ -43,9 +54,10 @@ def on_ranks(act: Callable[[], int]) -> int:
         raise
 
 
-def print_error(error: BaseException, trace: TracebackType | None = None) -> None:
-    """Print the error and its causes; a NoCluster in one line. trace: the frames of the user's
-    code, if there are any."""
+def _print_error(error: BaseException, trace: TracebackType | None) -> None:
+    """Print the error and its causes; a NoCluster in one line.
+
+    trace: the frames of the user's code; None: there are none."""
     # Not above: `--help` answers without Ray.
     from chorusline.actors.errors import NoCluster
 
@@ -57,7 +69,7 @@ def print_error(error: BaseException, trace: TracebackType | None = None) -> Non
     traceback.print_exception(error.with_traceback(users_frames(error, trace)))
 
 
-def below(script: Path, trace: TracebackType | None) -> TracebackType | None:
+def _below(script: Path, trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's first frame on, without the frames of this file and runpy.
 
     None if the script did not begin: a SyntaxError names its own line.
