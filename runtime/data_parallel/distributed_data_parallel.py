@@ -452,6 +452,12 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def _ends_step(self) -> bool:
         return not self._reducer.is_sharded
 
+    def _attach(self) -> None:
+        # Layers that were added since the last pass: here every rank is, also one without data. A
+        # sharded optimizer reduces them in `add_param_group`.
+        if not self._reducer.is_sharded:
+            self._engine.reduce_grown(begins_join=True)
+
     def _begins_passes(self) -> bool:
         return True
 
@@ -966,9 +972,11 @@ class ModelEngine:
             "frozen are stepped when they are unfrozen"
         )
 
-    def reduce_grown(self) -> None:
+    def reduce_grown(self, *, begins_join: bool = False) -> None:
         """Reduce the parameters too that the module has got since it was wrapped. Collective, if
         there are any: every rank grows its module before the same forward pass.
+
+        begins_join: no rank has run out of data yet, so all have made the new parameters.
 
         Raises RuntimeError inside a Join where step_along lists no function that may make them,
         and if a sharded optimizer has not got them.
@@ -1002,7 +1010,7 @@ class ModelEngine:
                 "forward pass"
             )
         join = self.wrapper._join
-        if join is not None and not join.runs_functions:
+        if join is not None and not begins_join and not join.runs_functions:
             raise RuntimeError(
                 f"the module has new parameters ({names}) inside a Join, but a rank that has run "
                 "out of data does not run the code that makes them. Make them in a function that "

@@ -96,6 +96,47 @@ def test_a_rank_without_data_adds_the_layers_that_step_along_makes(ranks_of, kin
         assert largest_difference(parameters, list(model.parameters())) < 1e-14
 
 
+def train_and_grow_between_epochs(
+    group: cl.Group, kind: str, epochs: list[tuple[int, ...]], is_listed: bool
+) -> list[torch.Tensor]:
+    with another_group(group) as own:
+        model, optimizer = model_and_optimizer(own, kind)
+        joined = [model] if kind == "plain" else [model, optimizer]
+        along = [optimizer] if kind == "plain" and is_listed else []
+        for epoch, lengths in enumerate(epochs):
+            if epoch:
+                grow(model.module, optimizer, seed=own.rank)
+            with cl.Join(joined, step_along=along, skew_warning=None):
+                for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
+                    model(batch).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("second", [(1, 3), (0, 2), (2, 0), (2, 2)])
+@pytest.mark.parametrize(("kind", "is_listed"), [("plain", True), ("plain", False), ("zero", True)])
+def test_layers_added_before_a_join_are_trained_in_it(ranks_of, kind, is_listed, second):
+    """Also on a rank that has no batch in it."""
+    # Without a list a plain optimizer steps on as in one process only after even epochs.
+    epochs = [(2, 2), second] if not is_listed else [(3, 1), second, (1, 2)]
+    model = make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch, lengths in enumerate(epochs):
+        if epoch:
+            grow(model, optimizer, seed=0)
+        data = [batches_of(rank, length, torch.float64) for rank, length in enumerate(lengths)]
+        for step in range(max(lengths)):
+            for batches in data:
+                if step < len(batches):
+                    (model(batches[step]).square().mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    trained = ranks_of(2).run(train_and_grow_between_epochs, kind, epochs, is_listed)
+    for parameters in trained:
+        assert largest_difference(parameters, list(model.parameters())) < 1e-14
+
+
 def grow_where_it_cannot_be(group: cl.Group, kind: str) -> str:
     with another_group(group) as own:
         model = cl.DistributedDataParallel(make_model(torch.float64), own)
