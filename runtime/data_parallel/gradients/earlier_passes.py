@@ -199,15 +199,15 @@ def check_passes(agreement: Agreement, num_ranks: int, names: Sequence[str]) -> 
         return
     # Each of these holds on all ranks alike, since all read the same votes.
     live = list(agreement.live)
-    continuing, mixes = agreement.says(Note.CONTINUES), agreement.says(Note.MIXES)
+    mixes, is_alone = agreement.says(Note.MIXES), agreement.says(Note.MIXES) < len(live)
     # A mean that is reduced once more stays the mean, if all ranks have it, and as much weight.
-    if mixes and (agreement.weight or continuing or len(live) < num_ranks):
+    if mixes and (agreement.weight or is_alone or len(live) < num_ranks):
         absent = [rank for rank in range(num_ranks) if rank not in live]
         why = "losses are weighted"
         if absent:
             why = f"{name_ranks(absent, 'has', 'have')} run out of data"
-        elif continuing:
-            why = f"{continuing} of the ranks {live} hold such gradients without it"
+        elif is_alone:
+            why = f"only {mixes} of the ranks {live} did so"
         what, remedy = _IN_NO_SYNC, _OUTSIDE_LAST
         if agreement.says(Note.BEGINS_INSIDE):
             what, remedy = _INSIDE, _CALL_MODEL
@@ -215,7 +215,7 @@ def check_passes(agreement: Agreement, num_ranks: int, names: Sequence[str]) -> 
             what, remedy = _REPLACED, _CHANGE_LAST
         raise RuntimeError(f"{what}. Since {why}, the mean would be wrong. {remedy}")
     # zero_grad() on some ranks only: their means would be of one pass, and those of others of two.
-    if 0 < continuing < len(live):
+    if 0 < (continuing := agreement.says(Note.CONTINUES)) < len(live):
         raise RuntimeError(
             f"{continuing} of the ranks {live} did not clear their gradients before this backward "
             "pass, and the others did, so their gradients would differ. All ranks with data must "

@@ -158,6 +158,14 @@ def test_a_batch_without_a_sent_pass_may_change_what_ranks_without_data_hold(
     check(ranks_of, body, lengths, "plain", refused=REFUSED[:1] if acts == QUIET else ())
 
 
+def test_means_that_only_the_last_ranks_have_added_to_are_refused_in_the_next_epoch(
+    ranks_of,
+):
+    body = [Act("optimizer, to zeros", 0, 2, 1), Act(PASS), Act(STEP), Act(QUIET)]
+    for epochs in (1, 2):
+        check(ranks_of, body, (1, 2), "plain", epochs=epochs, refused=REFUSED[: epochs - 1])
+
+
 @st.composite
 def acts(draw: st.DrawFn, kinds: Sequence[str], models: Sequence[int], most: int) -> list[Act]:
     every = st.sampled_from([1, 1, 1, 2, 3])
