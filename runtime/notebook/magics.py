@@ -89,7 +89,7 @@ def _named(name: str) -> Any:
         raise UsageError(
             f"%%ranks runs a cell on the ranks of a session, and there is none. {_START}"
         )
-    why_not = session.why_not_ready()
+    why_not = session._why_not_ready()
     if why_not:
         raise UsageError(f"%%ranks: {why_not}")
     return session

@@ -364,7 +364,7 @@ class Session:
         await asyncio.to_thread(Path(path).write_text, json.dumps(document))
         return sum(event["ph"] == "X" for event in document["traceEvents"])
 
-    def why_not_ready(self) -> str:
+    def _why_not_ready(self) -> str:
         """The reason why `run` would raise, and the remedy; empty if the session is ready."""
         if self._state is SessionState.READY and not ray.is_initialized():
             return (
@@ -393,7 +393,7 @@ class Session:
         """Have a function run, show what it does, and rebuild its results, or its failure.
 
         program: None for what a detached session runs already, or has run last."""
-        why_not = self.why_not_ready()
+        why_not = self._why_not_ready()
         if why_not:
             raise notebook.show_once(RuntimeError(why_not), f"RuntimeError: {why_not}")
         crew, client = self._local.crew, self._client

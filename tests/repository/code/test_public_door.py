@@ -88,6 +88,14 @@ def test_a_join_shows_the_names_that_users_type_and_no_others():
     assert shown == ["live_ranks", "notify_join_context"]
 
 
+def test_a_session_shows_the_names_that_users_type_and_no_others():
+    shown = [name for name in dir(chorusline.Session(1)) if not name.startswith("_")]
+    lifetime = ["close", "interrupt", "start", "stop"]
+    runs = ["reports", "results", "run", "submit"]
+    facts = ["name", "num_spares", "num_workers", "snapshot", "state", "trace"]
+    assert shown == sorted(lifetime + runs + facts)
+
+
 def test_a_group_shows_the_names_that_the_reference_explains():
     page = (ROOT / "docs/reference/collectives.md").read_text().split("::: chorusline.Group\n")[1]
     left_out = re.search(r'"!\^\((\S+)\)\$"', page)[1].split("|")
