@@ -12,7 +12,8 @@ import pytest
 
 from tests import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ALONE = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/RESULTS.md"]
+PAGES = [*(ROOT / page for page in ALONE), *sorted((ROOT / "docs").rglob("*.md"))]
 PICTURES = sorted((ROOT / "docs/images").glob("*.svg"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PACKAGES = ("collectives", "actors", "runtime", "chorusline", "examples", "benchmarks")
