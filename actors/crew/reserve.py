@@ -47,22 +47,22 @@ class Reserve:
     @asynccontextmanager
     async def kept(self, program: Any) -> AsyncIterator[None]:
         """While the body runs, see that a worker waits in every spare seat, and has opened
-        the program. Those that wait at the end wait on."""
+        the program. Those that wait at the end continue to wait."""
 
         async def keep(seat: int) -> None:
             what = f"seat {seat} of the spares is not filled"
             await persist(lambda: self._keep(seat, program), what)
 
-        keepers = [
+        tasks = [
             asyncio.create_task(keep(seat), name=f"reserve-{seat}") for seat in self._seats.reserve
         ]
         try:
             yield
         finally:
-            for keeper in keepers:
-                keeper.cancel()
-            if keepers:
-                await asyncio.wait(keepers)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
 
     async def _keep(self, seat: int, program: Any) -> bool:
         pause_s = AGAIN_S

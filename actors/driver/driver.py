@@ -518,8 +518,8 @@ class _InstructionTasks:
         for task in list(self._tasks):
             task.cancel()
 
-    def _start(self, errand: Coroutine[Any, Any, None], name: str) -> None:
-        task = self._group.create_task(errand, name=name)
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -33,7 +33,7 @@ from .detached.status import IDLE_TIMEOUT_S, check_name
 from .holding.local_session import LocalSession
 from .holding.options import DEFAULT, Default, SessionOptions, checked_progress
 from .placing import placement
-from .showing.news_pump import Audience, hearing
+from .showing.news_pump import Audience, delivered_news
 from .showing.progress import Progress
 from .showing.starting import Starting
 from .state import REMEDIES, SessionKind, SessionSnapshot, SessionState, how_interrupted
@@ -439,7 +439,7 @@ class Session:
         """The same, where the session host of a detached session does it."""
         run = await (client.current() if program is None else client.begin(program))
         client.look_from_the_beginning(whole=program is not None)
-        async with hearing(client, run, audience):
+        async with delivered_news(client, run, audience):
             return await client.ending(run)
 
     # ── A session that outlives its program ──────────────────────────────────────────────────────

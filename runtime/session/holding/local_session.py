@@ -18,7 +18,7 @@ from ..placing import placement
 from ..placing.placement import Needs
 from ..placing.seats import PlacedSeats
 from ..placing.trials import of_this_trial
-from ..showing.news_pump import Audience, hearing
+from ..showing.news_pump import Audience, delivered_news
 from ..showing.starting import Starting
 from .options import SessionOptions
 from .resource_holders import telling_who_holds
@@ -158,7 +158,7 @@ class LocalSession:
             if begun is None:
                 await crew.assemble(self._options.startup_timeout_s)  # 1.
             try:  # 2.
-                async with hearing(crew.listener, request.run, audience):
+                async with delivered_news(crew.listener, request.run, audience):
                     if begun is not None:
                         return await crew.resume_run(request)
                     outcome = await crew.run(request, payload)

@@ -1,4 +1,4 @@
-"""While a run is in progress: pull what its workers say, and hand it to who wants to have it."""
+"""While a run is in progress: pull what its workers say, and deliver it to the listeners."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PULL_S = 0.3
 when the loop wakes."""
 
 _ANSWER_S = 2.0
-"""For a worker to answer a pull: who waits for a rank that hangs hears nothing of the others."""
+"""For a worker to answer a pull: a wait for one rank that hangs delays the news of all others."""
 
 _LAST_PULL_S = 5.0
 
@@ -148,7 +148,7 @@ class Audience:
 
 
 @asynccontextmanager
-async def hearing(listener: Source, run: int, audience: Audience) -> AsyncIterator[None]:
+async def delivered_news(listener: Source, run: int, audience: Audience) -> AsyncIterator[None]:
     """Hand on what the workers say while the body runs, and the rest when it has ended.
 
     If the audience raises, the body is cancelled, and the error is raised as it is.
