@@ -463,7 +463,7 @@ class Lane(DrivenQueue):
         while (tick := self.compiled.advance(block and spin)) != DONE:
             if tick == ABORTED:
                 self.segment.raise_failure()
-            if tick < 0:
+            if tick < 0:  # The ranks are at different operations: this raises, and names them.
                 self.segment.check_signatures(operation)
             work.awaited_tick = tick
             if tick >= work.first_tick:

@@ -114,6 +114,7 @@ def check_same_tensors(reader: CheckpointReader, path: Path, state: Mapping[str,
     }
     saved = {e.path: (e.shape, e.dtype) for e in reader.below(*path) if e.dtype is not None}
     differences = []
+    # In the order of the model, and then what only the checkpoint has: the first are named.
     for key in [*here, *(key for key in saved if key not in here)]:
         if here.get(key) != saved.get(key):
             differences.append(

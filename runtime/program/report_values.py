@@ -36,6 +36,7 @@ def plain_values(values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> 
         if not isinstance(name, str):
             raise TypeError(f"the names in a report must be strings, got {name!r}")
         try:
+            # Most values are floats, which are plain already.
             plain[name] = value if type(value) is float else _plain(name, value, name)
         except RecursionError:
             raise ValueError(

@@ -150,6 +150,7 @@ def shard_for(
             f"{name!r} died",
             LOADS_SHARDS,
         )
+    # Every rank decides so by the same list, so none waits below for one that has returned.
     if all(held == rank % replica_size for rank, held in enumerate(holders)):
         return mine
     between = group.split(number, name=f"the ranks with shard {number}")
@@ -157,6 +158,7 @@ def shard_for(
     with between:
         peers = range(number, group.size, replica_size)
         has = [holders[rank] == number for rank in peers]
+        # There is one: a rank keeps the number of its shard (driver/replicas.py).
         root = has.index(True)
         sent = broadcast_object(between, _on_host(mine) if between.rank == root else None, root)
         return mine if has[between.rank] else sent

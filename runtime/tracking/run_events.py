@@ -44,8 +44,10 @@ class RunEvents:
 
 def event_of(changes: Sequence[GenerationChange]) -> TrackedEvent:
     """changes: of the ranks that went from the same generation into the same one."""
+    # Newcomers know of no loss, and ranks that met in fewer attempts may know of fewer.
     one = max(changes, key=lambda change: len(change.lost))
     left = one.left
+    # A rank that left on notice is lost to the others, too, and is named once.
     lost = tuple(rank for rank in one.lost if rank not in left)
     kind = LOST if lost else LEFT if left else CAME
     began_at = min(change.left_at for change in changes)
@@ -67,8 +69,7 @@ def event_of(changes: Sequence[GenerationChange]) -> TrackedEvent:
 
 def _in_words(changes: Sequence[GenerationChange]) -> str:
     """What a person reads about a change: who died or left, and what that cost; who came."""
-    # Newcomers know of no loss, and ranks that met in fewer attempts may know of fewer.
-    one = max(changes, key=lambda change: (len(change.lost), len(change.gone)))
+    one = max(changes, key=lambda change: (len(change.lost), len(change.gone)))  # As above.
     seconds = max(0.0, max(p.entered_at for p in changes) - min(p.left_at for p in changes))
     workers = f"{one.num_workers} worker{'s' * (one.num_workers > 1)}"
     sentences = []
