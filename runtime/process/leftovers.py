@@ -139,9 +139,8 @@ def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
 def _why_not_edited(rank: int, who: str) -> str:
     return (
         f"{who} changed some gradients between two backward passes when rank {rank} had no data, "
-        "and the same change cannot be made on a rank without data, which still holds gradients "
-        "of its own. Clear all gradients of the model (zero_grad()), or change them after the last "
-        "pass of a step"
+        "and the same change cannot be made on a rank without data. Clear all gradients of the "
+        "model (zero_grad()), or change them after the last pass of a step"
     )
 
 
