@@ -135,8 +135,8 @@ def test_a_step_does_not_go_on_with_gradients_behind_operations_that_were_stoppe
 
 def net() -> torch.nn.Module:
     torch.manual_seed(0)
-    # What is normalised has the same square whatever the weights: in float32 their gradient would
-    # be of rounding errors.
+    # What is normalised has the same square whatever the weights, so their gradient is small: in
+    # float32 nobody would see that a step is missing.
     return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9)).double()
 
 
@@ -165,7 +165,8 @@ def lose_a_rank_behind_the_ballot(rank: Rank, where: str) -> dict[str, Any]:
                 elif step == 1 and ctx.rank == lost:
                     engine.model.sync_buffers = lambda *_, **__: stop_here(rank)
                 elif step == 1:
-                    engine.faults.at(Instant.SEEN, lambda: lose_soon(ctx.group, lost))
+                    # After this rank has seen the ballot, and compared its parameters.
+                    engine.faults.at(Instant.APPLIED, lambda: lose_soon(ctx.group, lost))
                 told["before"] = [b.cpu() for b in model.buffers()] if step else []
                 optimizer.step()
             told["went on"] = True
