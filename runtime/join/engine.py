@@ -221,6 +221,9 @@ class JoinEngine:
         self.averages = [each for each in step_along if isinstance(each, AveragedModel)]
         self.runs_functions = any(not isinstance(each, _KNOWN) for each in step_along)
         """Whether a joined rank calls functions that may read or write parameters."""
+        self.may_step_schedules = self.runs_functions or any(
+            isinstance(each, LRScheduler) for each in step_along
+        )
         self.calls_functions = False
         """Whether this rank, without data, is in what `step_along` lists."""
         self._skew_warning = skew_warning

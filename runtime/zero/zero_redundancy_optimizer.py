@@ -602,6 +602,7 @@ class OptimizerEngine:
         """Whether this rank, without data, has run the hooks before the step under way."""
         self._keeps_up = True
         """Whether ranks without data still have to do what others have done before their vote."""
+        self._has_warned_of_schedule = False
         self._tells_perturbed = True
         """Whether it says that parameters were changed between two passes: once is enough."""
         self._digests = DigestChecks(shard, optimizer.check_every, optimizer.corrections)
@@ -1228,9 +1229,32 @@ class OptimizerEngine:
 
     def _follow_options(self, numbers: Sequence[float]) -> None:
         """numbers: the `_option_numbers` of another rank."""
-        names = sorted(self.optimizer.defaults)
-        set_numbers(self.optimizer.param_groups, names, numbers[: -len(OF_THE_STEP)])
+        groups = self.optimizer.param_groups
+        before = [options.get("lr") for options in groups]
+        set_numbers(groups, sorted(self.optimizer.defaults), numbers[: -len(OF_THE_STEP)])
         self.optimizer.max_norm = numbers[-len(OF_THE_STEP)] or None
+        pairs = zip(before, [options.get("lr") for options in groups], strict=True)
+        changed = [pair for pair in pairs if pair[0] != pair[1]]
+        join = self.optimizer._join
+        if not changed or join is None or join.may_step_schedules:
+            return
+        # Schedules leave their mark in the groups.
+        if self.group.rank not in self.last_live and any("initial_lr" in one for one in groups):
+            self._warn_of_schedule(*changed[0])
+
+    def _warn_of_schedule(self, before: Any, now: Any) -> None:
+        """before, now: a learning rate of this rank, which has taken over that of the others."""
+        if self._has_warned_of_schedule:
+            return
+        self._has_warned_of_schedule = True
+        warnings.warn(
+            f"the learning rate of the ranks with data has become {now:g}, and rank "
+            f"{self.group.rank}, which has run out of data, had {before:g}: the loop's body has "
+            "stepped a schedule of this optimizer that step_along does not list. This rank takes "
+            "over the rate, but its schedule has counted fewer steps, and gives another rate in "
+            "the next epoch. List it: Join(..., step_along=[schedule])",
+            stacklevel=users_level(),
+        )
 
     @property
     def _steps_nothing(self) -> bool:

@@ -607,6 +607,31 @@ def test_a_rank_without_any_data_is_not_told_that_its_schedule_comes_too_early(r
     assert ranks_of(2).run(warnings_of_schedules, way) == [[], []]
 
 
+def warnings_of_a_schedule(group, is_listed):
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for lengths in ((3, 1), (1, 1)):
+            along = [schedule] if is_listed else []
+            with cl.Join([model, optimizer], step_along=along, skew_warning=None):
+                for batch in batches_of(group.rank, lengths[group.rank], torch.float32):
+                    optimizer.zero_grad()
+                    loss_of(model, batch).backward()
+                    optimizer.step()
+                    schedule.step()
+    return [str(one.message) for one in caught]
+
+
+def test_a_schedule_that_step_along_does_not_list_is_named_where_it_has_counted_less(ranks_of):
+    first, second = ranks_of(2).run(warnings_of_a_schedule, False)
+    assert first == [] and len(second) == 1
+    assert "rank 1, which has run out of data, had" in second[0]
+    assert "Join(..., step_along=[schedule])" in second[0]
+    assert ranks_of(2).run(warnings_of_a_schedule, True) == [[], []]
+
+
 def plain_and_scheduled(group, lengths):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
