@@ -176,7 +176,7 @@ class Ballot:
     def sends_again(self, seen: Sequence[float]) -> tuple[LeftoverVote, ...] | None:
         """Whether the gradients of some rank have changed since they were sent, or those of a rank
         without data were taken for what they are not: then the standings."""
-        standings = standings_in(seen[self._vote_at :], self._group.size)
+        standings = self._standings(seen)
         is_live = any(one.is_live for one in standings)
         has_more = is_live and self.says(Note.HAS_MORE, seen)
         # Asked first: it raises the same error on all ranks.
@@ -184,16 +184,18 @@ class Ballot:
 
     def live(self, seen: Sequence[float]) -> tuple[int, ...]:
         """The ranks with data."""
-        standings = standings_in(seen[self._vote_at :], self._group.size)
-        return tuple(rank for rank, one in enumerate(standings) if one.is_live)
+        return tuple(rank for rank, one in enumerate(self._standings(seen)) if one.is_live)
 
     def newest(self, seen: Sequence[float]) -> tuple[int, ...]:
         """The ranks with data, or those that have run the body most often since the last step."""
-        return newest_ranks(standings_in(seen[self._vote_at :], self._group.size))
+        return newest_ranks(self._standings(seen))
+
+    def _standings(self, seen: Sequence[float]) -> tuple[LeftoverVote, ...]:
+        return standings_in(seen[self._vote_at :], self._group.size)
 
     def max_norms(self, seen: Sequence[float]) -> list[tuple[float, bool]]:
         """By rank, its max_norm, and whether it has data."""
-        standings = standings_in(seen[self._vote_at :], self._group.size)
+        standings = self._standings(seen)
         own = zip(self._own(seen), standings, strict=True)
         place = self._digests_at - len(OF_THE_STEP)
         return [(numbers[place], one.is_live) for numbers, one in own]
