@@ -475,10 +475,10 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def _on_backward_begin(self) -> None:
         if self._join is None:
             return
-        if not self._reducer.is_sharded:
-            self._join.check_may_begin(self)
-            if not self._reducer.ends_steps and self._reducer.num_in_step:
-                self._check_second_pass(self._join)
+        self._join.check_may_begin(self)
+        reducer = self._reducer
+        if not reducer.is_sharded and not reducer.ends_steps and reducer.num_in_step:
+            self._check_second_pass(self._join)
 
     def _check_second_pass(self, join: JoinEngine) -> None:
         """Raises RuntimeError for a second pass before `step()` of an optimizer that shards whole

@@ -63,6 +63,23 @@ def why_not_along(number: int, given: object, *, is_listed: bool) -> str:
     )
 
 
+def refuse_torchs_join(joinable: object, config: object) -> None:
+    """torch's Join has been given `joinable`, and sets its `config` in it."""
+    raise TypeError(
+        f"torch's Join cannot shadow the collectives of a chorusline {type(joinable).__name__}: "
+        "write chorusline.Join, which takes the same list"
+    )
+
+
+def why_not_inside(joinable: object) -> str:
+    """joinable: of the outer Join; it begins a step inside the inner one."""
+    return (
+        f"a {type(joinable).__name__} that an outer Join lists takes a step inside another Join. A "
+        "rank that is out of data would shadow the steps of the inner Join alone, while the others "
+        "wait for it in this one. List the joinables of both in one Join, Join([first, second])"
+    )
+
+
 def check_groups(groups: Sequence[Group], followed: Sequence[Group]) -> None:
     """Raises ValueError for groups that cannot be in one Join. groups: of the joinables."""
     first = groups[0]

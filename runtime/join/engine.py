@@ -17,9 +17,7 @@ from chorusline.collectives.operations.host_reads import device_numbers
 from ..process.agreement import Agreement, Note
 from ..process.running import Survival
 from ..process.step_boundary import boundary
-from .argument_errors import (
-    check_groups,
-)
+from .argument_errors import check_groups, refuse_torchs_join, why_not_inside
 from .conductor import Conductor
 from .error_notes import (
     DIVIDES_BY_ALL,
@@ -147,6 +145,9 @@ class GroupJoinable(Joinable):
     """A joinable whose collectives run on one group, and whose steps carry an agreement."""
 
     group: Group
+
+    _join_config = property(fset=refuse_torchs_join)
+    """torch's Join sets it in each of its joinables, before anything else that ours lack."""
 
     @property
     def join_device(self) -> torch.device:
@@ -291,6 +292,10 @@ class JoinEngine:
         iteration that is under way; if this rank is through with all loops, any step."""
         ledger = self.ledger
         return ledger.somebody_may_continue() or (ledger.somebody_goes_on and not self._goes_on)
+
+    def is_of_ranks(self, group: Group) -> bool:
+        """Whether this Join is of the ranks of `group`, and of this one among them."""
+        return self._group.rank == group.rank and self._group.ranks == group.ranks
 
     @property
     def live_ranks(self) -> tuple[int, ...]:
@@ -487,8 +492,12 @@ class JoinEngine:
 
     def check_may_begin(self, joinable: Joinable) -> None:
         """`joinable` begins a step, or a backward pass, on a rank with data. Raises RuntimeError if
-        the other ranks have left the Join: they assume that this one takes no more."""
-        ledger = self.ledger
+        the other ranks have left the Join: they assume that this one takes no more; and inside
+        another Join, whose end does not shadow it."""
+        ledger, inner = self.ledger, boundary().joins[-1]
+        # Ranks in threads of one process share the list: another rank's Join is not around this.
+        if inner is not self and inner.is_of_ranks(self._group):
+            raise RuntimeError(why_not_inside(joinable))
         if joinable is self._counts_steps and ledger.is_over:
             raise RuntimeError(why_not_one_more(ledger.pattern.of_batch))
 
@@ -579,6 +588,8 @@ class JoinEngine:
 
     def notified(self, joinable: Joinable) -> Work | None:
         """As `Join.notify_join_context`."""
+        if not joinable._begins_passes():
+            self.check_may_begin(joinable)
         conductor = self._conductor
         if conductor is None:
             # One header is enough for a step: that of the first joinable.

@@ -182,6 +182,7 @@ class FullyShardedModel(Joinable):
                 "a function in step_along runs the model, which a rank without data cannot do"
             )
         if self._join is not None:
+            self._join.check_may_begin(self)
             self._join.notified(self)
 
     def _unshard(self, number: int, group: Any) -> Callable[..., None]:

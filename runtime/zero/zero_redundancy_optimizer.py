@@ -345,7 +345,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         if self._join is not None:
             if self._join.calls_functions:
                 raise RuntimeError(why_not_stepped_along(self.group.rank))
-            self._join.check_may_begin(self)
             self._join.notified(self)
         engine = self._engine
         engine.loss_scale = given_scale(self, self.uses_scaler)

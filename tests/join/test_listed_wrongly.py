@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.join import Join as TorchJoin
 
 import chorusline as cl
 from tests.harness.standing_ranks import another_group
@@ -116,3 +117,47 @@ def test_what_needs_an_argument_says_what_to_list_in_its_place(kind: str, alone:
     named = rf"step_along\[1\], {kind}, cannot be called without arguments .*{says}"
     with pytest.raises(TypeError, match=named):
         cl.Join([model], step_along=[optimizer, make(optimizer)])
+
+
+def nested_joins(group: cl.Group, lengths: tuple[int, int], outer: str, inner: str) -> str:
+    with another_group(group) as own:
+        models = [cl.DistributedDataParallel(make_model(torch.float32), own) for _ in "oi"]
+        steppers: list[Any] = []
+        joinables: list[list[cl.Joinable]] = []
+        for kind, model in zip((outer, inner), models, strict=True):
+            if kind == "plain":
+                steppers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+                joinables.append([model])
+            else:
+                optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+                steppers.append(optimizer)
+                joinables.append([model, optimizer])
+        with (
+            pytest.raises((RuntimeError, cl.CollectiveError)) as raised,
+            cl.Join(joinables[0], skew_warning=None),
+            cl.Join(joinables[1], skew_warning=None),
+        ):
+            for batch in batches_of(own.rank, lengths[own.rank], torch.float32):
+                for model, stepper in zip(models, steppers, strict=True):
+                    loss_of(model, batch).backward()
+                    stepper.step()
+                    stepper.zero_grad()
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("kinds", [("plain", "plain"), ("zero", "zero"), ("zero", "plain")])
+@pytest.mark.parametrize("lengths", [(2, 2), (3, 1), (0, 2)])
+def test_a_step_of_the_outer_of_two_joins_is_refused_by_name(
+    ranks_of: Any, lengths: tuple[int, int], kinds: tuple[str, str]
+) -> None:
+    for told in ranks_of(2).run(nested_joins, lengths, *kinds):
+        assert "that an outer Join lists takes a step inside another Join" in told
+        assert "List the joinables of both in one Join" in told
+
+
+def test_torchs_join_over_ours_is_told_of_ours(alone: cl.Group) -> None:
+    model = cl.DistributedDataParallel(make_model(torch.float32), alone)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    for one in (model, optimizer, cl.GradScaler(optimizer)):
+        with pytest.raises(TypeError, match=r"torch's Join.* write chorusline\.Join"):
+            TorchJoin([one])

@@ -36,6 +36,7 @@ UNCHANGEABLE = {
     "frozenset",
     "getLogger",
     "ParamSpec",
+    "property",
     "range",
     "tuple",
     "TypeVar",
