@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from chorusline.collectives import Group, Work
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
@@ -28,6 +28,9 @@ from ..process.sharded_tensors import is_fully_sharded
 from .argument_errors import not_a_list, not_joinable, why_not_along, why_not_twice
 from .engine import GroupJoinable, Joinable, JoinEngine
 from .step_along import followers_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Join:
@@ -41,7 +44,8 @@ class Join:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    joinables: in the order in which their hooks run.
+    joinables: in the order in which their hooks run; of torch's modules only those that
+        `fully_shard` has sharded.
     enable: False makes the Join do nothing.
     throw_on_early_termination: raise RuntimeError on every rank at the first step that some rank
         cannot take, instead of shadowing.
@@ -71,7 +75,7 @@ class Join:
 
     def __init__(
         self,
-        joinables: Sequence[Joinable],
+        joinables: Sequence[Joinable | torch.nn.Module],
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
@@ -84,25 +88,27 @@ class Join:
             raise TypeError(not_a_list(joinables))
         if len(joinables) == 0:
             raise ValueError("The join context manager requires at least one joinable")
-        joinables = [_of_fully_shard(joinable) for joinable in joinables]
-        for number, joinable in enumerate(joinables):
+        listed: list[Joinable] = []
+        for number, given in enumerate(joinables):
+            joinable = _of_fully_shard(given)
             if not isinstance(joinable, Joinable):
                 raise TypeError(not_joinable(number, joinable))
-            first = next(place for place, one in enumerate(joinables) if one is joinable)
-            if first < number:
-                raise ValueError(why_not_twice(first, number, joinable))
+            for first, one in enumerate(listed):
+                if one is joinable:
+                    raise ValueError(why_not_twice(first, number, joinable))
+            listed.append(joinable)
         for number, each in enumerate(step_along if isinstance(step_along, Sequence) else ()):
-            is_listed = any(each is joinable for joinable in joinables)
+            is_listed = any(each is joinable for joinable in listed)
             # One that a user writes and does not list may be stepped along.
             if is_listed or isinstance(each, GroupJoinable):
                 raise ValueError(why_not_along(number, each, is_listed=is_listed))
-        followers = followers_of(step_along, joinables)
+        followers = followers_of(step_along, listed)
         check_kinds(Join.__init__, locals())
         if skew_warning is not None:
             check_range("skew_warning", skew_warning, 0, 1)
-        for joinable in joinables:
-            joinable._check_joined_with(joinables)
-            if joinable._channel() is not None and len(joinables) > 1:
+        for joinable in listed:
+            joinable._check_joined_with(listed)
+            if joinable._channel() is not None and len(listed) > 1:
                 raise ValueError(
                     "a model of fully_shard is the only joinable of its Join: make several models "
                     "parts of one module, and apply fully_shard to that"
@@ -110,7 +116,7 @@ class Join:
         self._enable = enable
         self._make_engine = partial(
             JoinEngine,
-            joinables,
+            listed,
             groups,
             kwargs,
             step_along=step_along,

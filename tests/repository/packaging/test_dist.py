@@ -90,6 +90,7 @@ def test_the_ten_lines_run_in_a_clean_environment_from_either_file(
 
 
 ASKED = """import torch
+from torch.distributed.fsdp import fully_shard
 import chorusline as cl
 
 def train(ctx: cl.Context) -> int:
@@ -101,7 +102,10 @@ def train(ctx: cl.Context) -> int:
     reveal_type(ctx.reduce(0.5, weight=2))
     reveal_type(ctx.reduce(torch.ones(2)))
     reveal_type(optim.num_steps)
-    return 1
+    sharded = torch.nn.Linear(2, 1)
+    fully_shard(sharded)
+    with cl.Join([model, optim]), cl.Join([sharded]):
+        return 1
 
 reveal_type(cl.Session(2))
 reveal_type(cl.Group.create(cl.HashStore(), 0, 1))
