@@ -1,4 +1,4 @@
-"""What a caller writes out of habit from torch.distributed, and what to write here instead.
+"""What a caller writes who is used to torch.distributed, and what to write here instead.
 
 Python's TypeError for an unknown argument names the argument and no remedy. Functions with the
 decorators of this file say in it what to write. The texts are looked up only when a call has

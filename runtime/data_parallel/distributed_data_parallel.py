@@ -41,7 +41,7 @@ from ..process.step_boundary import boundary
 from .buffers import Buffers
 from .gradients.comm_hooks import CommHook
 from .gradients.gradient_bucket import GradientBucket
-from .gradients.held_gradients import Habits
+from .gradients.held_gradients import ClearPattern
 from .gradients.reducer import Reducer
 from .gradients.reductions import why_not_sharded
 from .gradients.step_statistics import (
@@ -903,14 +903,15 @@ class ModelEngine:
         between_runs().stepped_by.clear()
 
     @property
-    def habits(self) -> tuple[PassPattern | None, Habits]:
+    def patterns(self) -> tuple[PassPattern | None, ClearPattern]:
         """What the steps of the model usually are: how many passes they have, as its Joins have
         seen it (None before one), and when the program clears the gradients."""
-        return copy.copy(self.wrapper._pattern), self.reducer.held.habits
+        return copy.copy(self.wrapper._pattern), self.reducer.held.clear_pattern
 
-    @habits.setter
-    def habits(self, habits: tuple[PassPattern | None, Habits]) -> None:
-        self.wrapper._pattern, self.reducer.held.habits = copy.copy(habits[0]), habits[1]
+    @patterns.setter
+    def patterns(self, patterns: tuple[PassPattern | None, ClearPattern]) -> None:
+        self.wrapper._pattern = copy.copy(patterns[0])
+        self.reducer.held.clear_pattern = patterns[1]
 
     # -- parameters ------------------------------------------------------------------------------
 

@@ -93,13 +93,13 @@ class InPlace:
         """Return when this rank and all its objects have entered the generation. steps: the pass
         over an epoch in which workers come in, if some do."""
         optimizers, models = self._objects.optimizers(), self._objects.models()
-        group, standings = self._meet(resumption, steps)
+        group, reports = self._meet(resumption, steps)
         # From here until the barrier each rank has its old state and what it has received.
-        everywhere = self._move(standings, group)
+        everywhere = self._move(reports, group)
         self._entry = GenerationEntry(
             resumption.assignment,
             self._state.former_ranks,
-            tuple(standing.position for standing in standings),
+            tuple(report.position for report in reports),
         )
         # A rank that enters drops what others may still have to be sent, so all wait for all.
         group.barrier().wait()
@@ -117,22 +117,22 @@ class InPlace:
         for number, model in models.items():
             # A model that one of the ranks has not made, or has dropped, cannot take part in a
             # collective.
-            if all(number in one.synced for one in standings):
-                synced, step, live = [one.synced[number] for one in standings], 0, []
+            if all(number in one.synced for one in reports):
+                synced, step, live = [one.synced[number] for one in reports], 0, []
                 for optimizer in optimizers.values():
                     if optimizer.model is model:
                         step, live = optimizer.progress.ballots, list(optimizer.last_live)
                 model.buffers.sync_again(synced, step or max(synced), live, group)
         # A rank may have sent the gradients of a step once more than another: all send as often.
-        self._objects.launch_again([one.passes for one in standings])  # (g)
+        self._objects.launch_again([one.passes for one in reports])  # (g)
         self.held, self._entry = {}, None  # The rest is of optimizers that some ranks have dropped.
         self.num_recoveries += 1
 
     def hand_over(self, resumption: Resumption) -> None:
         """Return when the staying ranks have all shards of the leaving ranks. No rank enters this
         generation: the received state stays in `held`, for the next one."""
-        group, standings = self._meet(resumption)
-        self._move(standings, group, resumption.leaving)
+        group, reports = self._meet(resumption)
+        self._move(reports, group, resumption.leaving)
         group.barrier().wait()
         self._state.handed_over(group.generation)
 
@@ -168,14 +168,14 @@ class InPlace:
         return group, all_gather_object(group, mine)
 
     def _move(
-        self, standings: Sequence[RankReport], group: Group, leaving: Sequence[int] = ()
+        self, reports: Sequence[RankReport], group: Group, leaving: Sequence[int] = ()
     ) -> list[int]:
         """(d) Returns the numbers of the optimizers that exist on all ranks."""
         optimizers = self._objects.optimizers()
         # Sent by number, so that each rank has to have it.
-        everywhere = [n for n in optimizers if all(n in one.held for one in standings)]
+        everywhere = [n for n in optimizers if all(n in one.held for one in reports)]
         for number in everywhere:
-            inventories = [standing.held[number] for standing in standings]
+            inventories = [report.held[number] for report in reports]
             shard = optimizers[number].shard
             self._lifeline.faults.reach(Instant.MOVE)
             self.bytes_moved += shard.complete(self.held[number], inventories, group, leaving)

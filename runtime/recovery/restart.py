@@ -26,7 +26,7 @@ from chorusline.collectives import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
-from ..data_parallel.gradients.held_gradients import Habits
+from ..data_parallel.gradients.held_gradients import ClearPattern
 from ..data_parallel.same_model import broadcast_tensors
 from ..join.pass_pattern import PassPattern
 from ..process.option_numbers import copied_options
@@ -75,7 +75,7 @@ class RestartState:
     optimizers: the sharded optimizers, in the order in which they were made.
     tensors: of each module, by their names in the module.
     synced: of each model, the step to which its kept buffers belong.
-    habits: of each model, what its steps usually are.
+    patterns: of each model, what its steps usually are.
     states: of all other objects.
     place, steps_taken, shard: as in Summary; steps_taken None: not known yet.
     """
@@ -83,7 +83,7 @@ class RestartState:
     optimizers: dict[str, RetainedOptimizer] = field(default_factory=dict)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     synced: dict[str, int] = field(default_factory=dict)
-    habits: dict[str, tuple[PassPattern | None, Habits]] = field(default_factory=dict)
+    patterns: dict[str, tuple[PassPattern | None, ClearPattern]] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
     place: StepCount = (0, 0)
     steps_taken: int | None = None
@@ -119,7 +119,7 @@ class RestartState:
                 if isinstance(made, DistributedDataParallel):
                     engine = engine_of(made)
                     retained.synced[entry.name] = engine.buffers.synced_step
-                    retained.habits[entry.name] = engine.habits
+                    retained.patterns[entry.name] = engine.patterns
             else:
                 # A copy: state_dict() may give the object's own, which the function changes
                 # further.
@@ -166,9 +166,9 @@ class RestartState:
             broadcast_tensors(list(here.values()), leader, group)
             if isinstance(made, DistributedDataParallel):
                 # A rank without data takes part in the first steps as the others do.
-                habits = broadcast_object(group, self.habits.get(entry.name), leader)
-                if habits is not None:
-                    engine_of(made).habits = habits
+                patterns = broadcast_object(group, self.patterns.get(entry.name), leader)
+                if patterns is not None:
+                    engine_of(made).patterns = patterns
             return 0
         state = self.states.get(entry.name)
         # Each rank has kept its own, such as the place in its data; else the leader's counts.

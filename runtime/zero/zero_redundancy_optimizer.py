@@ -343,6 +343,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             with torch.enable_grad():
                 loss = closure()
         if self._join is not None:
+            # A rank without data shadows this step by itself, and would take it twice.
             if self._join.calls_functions:
                 raise RuntimeError(why_not_stepped_along(self.group.rank))
             self._join.notified(self)
@@ -351,6 +352,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         is_live, why_not = self._join.ledger.live if self._join else True, ""
         if engine.reducer is not None:
             reducer = engine.reducer
+            # Not raised here: the rank says so in its vote, so that all ranks raise it.
             if not (reducer.has_launched or reducer.num_in_step or engine.has_agreed):
                 why_not = reducer.why_no_step("ZeroRedundancyOptimizer") or (
                     "step() needs gradients that were reduced since the last step: run "

@@ -17,8 +17,8 @@ from ...process.agreement import Agreement, Note
 from ...process.leftovers import MOST_EDITS, LeftoverVote
 from .gradient_bucket import GradientBucket, Gradients
 
-Habits = tuple[int, int, int]
-"""The counts of the last step of ranks with data."""
+ClearPattern = tuple[int, int, int]
+"""When the ranks with data have cleared the gradients of their last step: the counts of it."""
 
 
 class HeldGradients:
@@ -52,7 +52,9 @@ class HeldGradients:
         self.last_used: Collection[int] = ()
         """The parameters of which some rank had a gradient in the last step."""
         self.cleared: set[int] = set()
-        self._usual = self.counts
+        self.clear_pattern: ClearPattern = self.counts
+        """A model that is made again after a worker was lost takes it over: in its first steps a
+        rank may have no data, and then it has to know what the others do."""
         self._weight: float | None = None  # None: no loss was weighted
         self._coming: float | None = None  # None: none was, in the coming pass
         self._versions = 0
@@ -207,25 +209,15 @@ class HeldGradients:
     def expects_clear(self) -> bool:
         """Whether the program will clear the gradients before the coming step, as it did for the
         step before."""
-        calls, cleared_at, _ = self._usual
+        calls, cleared_at, _ = self.clear_pattern
         return calls > self.calls or cleared_at >= self.passes
-
-    @property
-    def habits(self) -> Habits:
-        """What a model that is made again after a worker was lost takes over: in its first steps a
-        rank may have no data, and then it has to know what the others do."""
-        return self._usual
-
-    @habits.setter
-    def habits(self, habits: Habits) -> None:
-        self._usual = habits
 
     def begin(self, agreement: Agreement, *, knows_edits: bool = True) -> None:
         """The ranks have agreed on a step, or where each pass has a vote, on a pass. knows_edits:
         whether this rank has changed its gradients as the others have theirs since the last one."""
         live = [agreement.standings[rank] for rank in agreement.live]
         if live:
-            self._usual = max(o.calls for o in live), max(o.cleared_at for o in live), 0
+            self.clear_pattern = max(o.calls for o in live), max(o.cleared_at for o in live), 0
         self._begin()
         self.edits = 0 if knows_edits else MOST_EDITS
 
