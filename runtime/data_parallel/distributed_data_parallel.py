@@ -40,6 +40,7 @@ from ..process.running import current_group, recovery_of
 from ..process.step_boundary import boundary
 from .buffers import Buffers
 from .gradients.comm_hooks import CommHook
+from .gradients.earlier_passes import Pass
 from .gradients.gradient_bucket import GradientBucket
 from .gradients.held_gradients import ClearPattern
 from .gradients.reducer import Reducer
@@ -199,7 +200,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             has_next=self._has_next,
             join=self._told_of_join,
             is_uneven=lambda: self._join is not None,
-            may_launch=lambda: self._join is None or self._join.expects_pass_of(self),
+            when_sent=self._when_sent,
             steps_along=lambda: self._join is not None and self._join.steps_along(self),
             cursors=recovery.cursors if recovery is not None else None,
         )
@@ -250,14 +251,6 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self._engine.reduce_unfrozen()
             self._engine.reduce_grown()
         self._bind_norms()
-        # A launch that blocks until all ranks launch must not come early: other ranks may wait for
-        # this rank's statistics in the backward pass, or for their announcement in a Join.
-        has_others = bool(self._sync_norms) or (self._join is not None and self._join.is_following)
-        # One pass may reduce two models, which a rank without data does one after the other.
-        is_one_of_several = self._join is not None and self._join.follows_several_models
-        self._reducer.launches_early = not (
-            (has_others and self.group.waits_on_issue) or is_one_of_several
-        )
         boundary().draws_begin()
         return time.monotonic()
 
@@ -491,6 +484,19 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "takes part in only one pass per step of an optimizer that is sharded by whole "
                 "parameters. Run all passes of a step except the last in model.no_sync()"
             )
+
+    def _when_sent(self) -> Pass:
+        """When the pass that has begun sends its gradients."""
+        join = self._join
+        if join is not None and self._reducer.is_sharded and not join.expects_pass_of(self):
+            return Pass.KEEPING
+        # A launch that blocks until all ranks launch must not come early: other ranks may wait for
+        # this rank's statistics in the backward pass, or for their announcement in a Join.
+        has_others = bool(self._sync_norms) or (join is not None and join.is_following)
+        # One pass may reduce two models, which a rank without data does one after the other.
+        is_one_of_several = join is not None and join.follows_several_models
+        is_late = is_one_of_several or (has_others and self.group.waits_on_issue)
+        return Pass.SENDING_AT_END if is_late else Pass.SENDING
 
     def _on_backward_end(self) -> None:
         if self._join:

@@ -33,6 +33,7 @@ class Pass(enum.Enum):
     QUIET = "a pass in no_sync runs, whose gradients only add up; autograd will report the end"
     ENTERED = "the output has its gradient, no parameter has; autograd will report the end"
     SENDING = "parameters get gradients, full buckets are launched; autograd will report the end"
+    SENDING_AT_END = "parameters get gradients; autograd will report the end, which launches them"
     KEEPING = "parameters get gradients, which `step()` will send; autograd will report the end"
 
 

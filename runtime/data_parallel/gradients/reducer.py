@@ -82,7 +82,7 @@ class Reducer:
     on_backward_end: called at its end, before any wait; in a sharded step for the first pass only.
     on_agreement: called with the agreement of each step that is voted on here; returns the divisor.
     is_uneven: whether some rank may have run out of data.
-    may_launch: whether a sharded step may send gradients during a pass; else `step()` does it.
+    when_sent: called when a backward pass brings its first gradient, and returns how it continues.
     has_next, join, cursors: called when a vote is written, and return what it says of them; cursors
         is None where no vote counts samples.
     steps_along: whether this rank steps the model's plain optimizers also when it has no data.
@@ -101,7 +101,7 @@ class Reducer:
         has_next: Callable[[], bool],
         join: Callable[[], int],
         is_uneven: Callable[[], bool],
-        may_launch: Callable[[], bool],
+        when_sent: Callable[[], Pass],
         steps_along: Callable[[], bool],
         cursors: Callable[[], Sequence[int]] | None = None,
     ) -> None:
@@ -120,8 +120,6 @@ class Reducer:
         self._num_launched = 0
         self.is_syncing = True
         """Whether the next backward pass launches the buckets; `no_sync` sets it to False."""
-        self.launches_early = True
-        """Whether buckets are launched while the backward pass still runs."""
         self.summing = SumPhase.NO
         self.is_live = False
         """Whether the buckets launched last held gradients of this rank's own data."""
@@ -167,7 +165,7 @@ class Reducer:
         self._has_next = has_next
         self._join = join
         self._is_uneven = is_uneven
-        self._may_launch = may_launch
+        self._when_sent = when_sent
         self._steps_along = steps_along
         self._cursors = cursors
         self._expected: dict[int, int] | None = None if has_repeats else {}
@@ -297,7 +295,7 @@ class Reducer:
         # A pass may itself run the model: a checkpointed segment computes its outputs again.
         if not self.has_pass or torch._C._current_graph_task_id() != -1:
             return
-        if self._pass in (Pass.SENDING, Pass.KEEPING) and self.group.size > 1:
+        if self._pass not in (Pass.QUIET, Pass.ENTERED) and self.group.size > 1:
             raise RuntimeError(
                 "a backward pass of the DistributedDataParallel has ended in an error, which the "
                 f"program caught on rank {self.group.rank}. Gradients of that pass were sent in "
@@ -344,10 +342,10 @@ class Reducer:
     def _pass_ended(self) -> None:
         stood, self._pass = self._pass, Pass.NONE
         # A pass that has only entered has computed gradients of other tensors than parameters.
-        if stood in (Pass.SENDING, Pass.KEEPING):
-            self._end_backward(sends=stood is Pass.SENDING)
-        elif stood is Pass.ENTERED:
+        if stood is Pass.ENTERED:
             self.earlier.restore()
+        elif stood not in (Pass.NONE, Pass.QUIET):
+            self._end_backward(sends=stood is not Pass.KEEPING)
 
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
         """Called when autograd has added to a parameter's gradient."""
@@ -390,7 +388,7 @@ class Reducer:
             self.has_leftover = True
             self.held.has_come(number, bucket)
             return
-        if self._pass not in (Pass.SENDING, Pass.KEEPING):
+        if self._pass in (Pass.NONE, Pass.ENTERED):
             self._begin_backward()
         self.held.has_come(number, bucket)
         # Taken out and put in again, so that the order is that of the latest arrivals.
@@ -416,8 +414,8 @@ class Reducer:
         self._on_backward_begin()
         # A sharded step sends the sum of its passes once: a second pass waits for `step()`, and so
         # does the first where the last step had several.
-        is_late = self.sends_late or bool(self.num_in_step) or not self._may_launch()
-        self._pass = Pass.KEEPING if self.is_sharded and is_late else Pass.SENDING
+        is_late = self.is_sharded and (self.sends_late or self.num_in_step > 0)
+        self._pass = Pass.KEEPING if is_late else self._when_sent()
         self.is_live = True
         if not is_announced:  # The pass began inside the model, not at its output.
             self.held.begin_pass(looks=self._is_uneven())
@@ -451,7 +449,7 @@ class Reducer:
 
     def _launch_complete_buckets(self) -> None:
         # Until the gradients of a pass have been counted, no bucket is known to be complete.
-        if not self.launches_early or self._pass is Pass.KEEPING or self._expected is None:
+        if self._pass is not Pass.SENDING or self._expected is None:
             return
         # The vote says which parameters were used. A rank knows that at the end of the pass, so
         # the last bucket waits for the end; a sharded step has no vote here.
