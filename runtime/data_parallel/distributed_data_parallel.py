@@ -45,13 +45,7 @@ from .gradients.gradient_bucket import GradientBucket
 from .gradients.held_gradients import ClearPattern
 from .gradients.reducer import Reducer
 from .gradients.reductions import why_not_sharded
-from .gradients.step_statistics import (
-    StepClock,
-    StepStatistics,
-    UnusedParameters,
-    tell_beginning,
-    tell_choice,
-)
+from .gradients.step_statistics import StepClock, StepStatistics, tell_beginning, tell_choice
 from .mixed_precision import cast_buffers, dtype_options, reducing_in, run_in
 from .model_steps import ModelSteps, StepEnder
 from .outputs import tensors_of
@@ -205,12 +199,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             cursors=recovery.cursors if recovery is not None else None,
         )
         if is_informing():
-            names = reducer.gradients.names
-            reducer.clock = StepClock()
-            reducer.unused = UnusedParameters(group.rank, names)
-            reducer.on_new_order = lambda: tell_choice(reducer.buckets, reducer.group.rank, names)
+            reducer.clock = StepClock(group.rank, reducer.gradients.names)
             tell_beginning(module, group, named, **settings)
-            reducer.on_new_order()
+            tell_choice(reducer.buckets, group.rank, reducer.gradients.names)
         self._engine = ModelEngine(self, module, reducer, broadcast_buffers=broadcast_buffers)
         self.mixed_precision = mixed_precision
         if mixed_precision is not None and mixed_precision.reduce_dtype is not None:
@@ -347,7 +338,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
                 "steps are timed at debug level INFO and above; set CHORUSLINE_DEBUG=INFO, or call "
                 "set_debug_level(DebugLevel.INFO) before the model is wrapped"
             )
-        return self._reducer.statistics(self._reducer.clock)
+        return self._reducer.clock.average(self._reducer.buckets)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

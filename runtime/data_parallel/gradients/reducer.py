@@ -60,7 +60,7 @@ from .held_gradients import HeldGradients
 from .local_steps import LocalSteps
 from .micro_batch_sums import SumPhase
 from .reductions import AllReduce, ByHook, ReduceScatter, Reduction, why_not_sharded
-from .step_statistics import StepClock, StepStatistics, UnusedParameters
+from .step_statistics import StepClock, tell_choice
 
 _WHY_NOT_DROPPED = (
     "no optimizer has stepped by the gradients of a step of ctx.steps before this one, and they "
@@ -125,10 +125,6 @@ class Reducer:
         """Whether the buckets launched last held gradients of this rank's own data."""
         self.ends_steps = True
         """Whether a step ends with its agreement here; False where a sharded optimizer votes."""
-        self.unused: UnusedParameters | None = None
-        """None below debug level INFO, as is `clock`."""
-        self.on_new_order: Callable[[], None] | None = None
-        """Called when the buckets have been laid out in the measured order; None as `clock`."""
         self._num_steps = 0
         self.num_agreed = 0
         """How many steps the ranks have agreed on without a sharded optimizer."""
@@ -469,9 +465,8 @@ class Reducer:
         if sends or self.num_in_step == 1:
             self._on_backward_end()
         if self.clock is not None:
-            self.clock.backward_ended()
-        if self.unused is not None:
-            self.unused.tell([number in self._arrivals for number in range(len(self.parameters))])
+            usage = [number in self._arrivals for number in range(len(self.parameters))]
+            self.clock.backward_ended(usage)
         if sends:
             self._fill_unused(self.buckets[self._num_launched :])
             self._send_rest()
@@ -744,8 +739,8 @@ class Reducer:
         order = self.group.broadcast_and_read(mine, rank).tolist()
         if order != expected:
             self.lay_out(order)
-        if self.on_new_order is not None:
-            self.on_new_order()
+        if self.clock is not None:
+            tell_choice(self.buckets, self.group.rank, self.gradients.names)
 
     # -- one bucket, from its launch to its sum -------------------------------------------------
 
@@ -789,15 +784,11 @@ class Reducer:
 
     def _tell_statistics(self, clock: StepClock) -> None:
         """Where the session finds them; and in the log, each time that all steps are new."""
-        statistics = self.statistics(clock)
+        statistics = clock.average(self.buckets)
         models = boundary().steps.models
         boundary().steps.models = {**models, self.number: statistics}
         if clock.has_round_of_steps:
             inform("rank %d, model %d: %s", self.group.rank, self.number, statistics)
-
-    def statistics(self, clock: StepClock) -> StepStatistics:
-        never = self.unused.never if self.unused is not None else ()
-        return clock.average(self.buckets, never)
 
     def kept(self) -> list[GradientBucket]:
         """The buckets of a sharded step that are launched; empty if there is no such step."""

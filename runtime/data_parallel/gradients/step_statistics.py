@@ -56,9 +56,13 @@ class StepStatistics:
 
 
 class StepClock:
-    """Times one model's steps with time.monotonic(); the model and its reducer call it."""
+    """Times one model's steps with time.monotonic(); the model and its reducer call it.
 
-    def __init__(self) -> None:
+    names: of the parameters, by number; those without a gradient are logged.
+    """
+
+    def __init__(self, rank: int, names: Sequence[str]) -> None:
+        self._unused = UnusedParameters(rank, names)
         self._steps: deque[tuple[float, float, float, float, float]] = deque(maxlen=_STEPS)
         self._forward_s = 0.0
         self._forward_ended_at = 0.0
@@ -69,8 +73,10 @@ class StepClock:
         self._forward_ended_at = time.monotonic()
         self._forward_s += self._forward_ended_at - began_at
 
-    def backward_ended(self) -> None:
+    def backward_ended(self, usage: Sequence[bool]) -> None:
+        """usage: by parameter, whether the pass has brought it a gradient."""
         self._backward_ended_at = time.monotonic()
+        self._unused.tell(usage)
 
     @property
     def has_round_of_steps(self) -> bool:
@@ -97,9 +103,7 @@ class StepClock:
         self._forward_ended_at = 0.0
         return True
 
-    def average(
-        self, buckets: Sequence[GradientBucket], without_gradient: Sequence[str] = ()
-    ) -> StepStatistics:
+    def average(self, buckets: Sequence[GradientBucket]) -> StepStatistics:
         count = len(self._steps)
         sums = [sum(column) for column in zip(*self._steps, strict=True)] or [0.0] * 5
         forward, backward, wait, communication, overlap = (total / max(count, 1) for total in sums)
@@ -111,7 +115,7 @@ class StepClock:
             communication,
             overlap,
             bucket_bytes(buckets),
-            tuple(without_gradient),
+            tuple(self._unused.never),
         )
 
 
