@@ -24,6 +24,7 @@ passes. Elsewhere it sends zeros, and its leftovers follow if they belong to the
 
 from __future__ import annotations
 
+import enum
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -69,6 +70,14 @@ _WHY_NOT_DROPPED = (
 )
 
 OnGradient = Callable[[int, torch.Tensor], None]
+
+
+class Means(enum.Enum):
+    """What has become of the means of the last step of `ctx.steps`."""
+
+    USED = "an optimizer has stepped by them, or there are none yet"
+    OFFERED = "`.grad` holds them for an optimizer"
+    DROPPED = "a step has dropped them before any optimizer was seen: from now on none may step"
 
 
 class Reducer:
@@ -128,10 +137,7 @@ class Reducer:
         self._num_steps = 0
         self.num_agreed = 0
         """How many steps the ranks have agreed on without a sharded optimizer."""
-        self._has_stepped = True
-        """Whether an optimizer has stepped by the means of the last step of `ctx.steps`."""
-        self._has_dropped = False
-        """Whether a step of `ctx.steps` has dropped such means before any optimizer was seen."""
+        self._means = Means.USED
         self.num_passes = 0
         """How often gradients were sent: with a sharded step once in a step."""
         self.num_in_step = 0
@@ -819,13 +825,13 @@ class Reducer:
         """A step of `ctx.steps` begins, which drops what `.grad` holds. Raises RuntimeError if the
         program has neither stepped by the means of the step before, nor cleared them."""
         steps = self.local_steps
-        if self._has_stepped or self._has_dropped or steps.were_skipped:
+        if self._means is not Means.OFFERED or steps.were_skipped:
             return
         if any(p.grad is not None and bool(p.grad.any()) for p in self.parameters):
-            # A program without an optimizer of torch may update the parameters itself.
-            self._has_dropped = not steps.have_been_seen
             if steps.have_been_seen:
                 raise RuntimeError(_WHY_NOT_DROPPED)
+            # A program without an optimizer of torch may update the parameters itself.
+            self._means = Means.DROPPED
 
     def conclude_sums(self, total: Sequence[float], divisor: float) -> None:
         """The buckets hold the sums of all ranks: set `.grad` to the mean. total: the sum of the
@@ -833,7 +839,8 @@ class Reducer:
         agreement, _ = self._agreement_of(total)
         self._reduction.divide(self.buckets, divisor)
         self._hand_out(agreement, measures_order=False)
-        self._has_stepped = False
+        if self._means is Means.USED:
+            self._means = Means.OFFERED
 
     def offer_nothing(self, used: Sequence[bool]) -> None:
         """The sums are in shards: what `.grad` holds is not the mean. A program that changes it, as
@@ -1000,9 +1007,9 @@ class Reducer:
 
     def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
         """A plain optimizer has stepped, with `groups` of its parameters in this model."""
-        if self._has_dropped:
+        if self._means is Means.DROPPED:
             raise RuntimeError(_WHY_NOT_DROPPED)
-        self._has_stepped = True
+        self._means = Means.USED
         self.local_steps.note(
             optimizer,
             groups,
