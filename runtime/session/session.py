@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import ray
 from ray import cloudpickle
 
-from chorusline.actors.messages.messages import Report, RunFailed, RunSucceeded, WorkerSnapshot
+from chorusline.actors.messages.messages import Report, RunFailed
 from chorusline.actors.messages.outcomes import raise_failure
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.collectives.contract.argument_kinds import check_kinds
@@ -33,10 +33,10 @@ from .detached.status import IDLE_TIMEOUT_S, check_name
 from .holding.local_session import LocalSession
 from .holding.options import DEFAULT, Default, SessionOptions, checked_progress
 from .placing import placement
-from .showing.news_pump import Audience, delivered_news
+from .showing.news_pump import Audience
 from .showing.progress import Progress
 from .showing.starting import Starting
-from .state import REMEDIES, SessionKind, SessionSnapshot, SessionState, how_interrupted
+from .state import REMEDIES, SessionKind, SessionSnapshot, SessionState
 from .trace import as_json, traced
 
 _log = logging.getLogger("chorusline")
@@ -154,8 +154,8 @@ class Session:
         self._detached_name = name or ""
         self._kind = SessionKind.DETACHED if detached else SessionKind.OWN
         self._is_local = False  # True: sessions of this process have started the cluster.
-        self._local = LocalSession(self._options)  # Has no actors in a detached session.
-        self._client: DetachedClient | None = None  # None: the session is not detached
+        # Has the actors, or asks the host that has them while a detached session is open.
+        self._holder: LocalSession | DetachedClient = LocalSession(self._options)
         self._state = SessionState.NEW
         self._has_told_weight = False
 
@@ -163,25 +163,17 @@ class Session:
     def num_workers(self) -> int:
         """The present number of workers; before the start, the largest number that was asked
         for."""
-        # What the host has said last; a property asks nothing of the cluster.
-        if self._client is not None and self._client.last is not None:
-            return len(self._client.last.workers)
-        crew = self._local.crew
-        return crew.num_workers if crew else self._options.most
+        return self._holder.num_workers
 
     @property
     def num_spares(self) -> int:
         """The number of spare workers that are ready to take a seat."""
-        if self._client is not None and self._client.last is not None:
-            return self._client.last.num_spares
-        crew = self._local.crew
-        return crew.num_in_reserve if crew else 0
+        return self._holder.num_spares
 
     @property
     def name(self) -> str:
         """As `chorusline status` lists it; empty unless the session is open."""
-        crew = self._local.crew
-        return self._detached_name or (crew.name if crew else "")
+        return self._detached_name or self._holder.name
 
     @property
     def state(self) -> SessionState:
@@ -218,9 +210,10 @@ class Session:
                     starting.phase(f"waiting for the session {self._detached_name!r}")
                     await self._take_client()
                     return
-                await self._local.start(starting, is_local=self._is_local)
+                assert isinstance(self._holder, LocalSession)
+                await self._holder.start(starting, is_local=self._is_local)
             if notebook.in_kernel():
-                await self._ask_workers(_ASK_S)  # _repr_html_ shows the answers.
+                await self._holder.ask_workers(_ASK_S)  # _repr_html_ shows the answers.
         except BaseException as error:
             await self.close()  # Even after a cancellation: nothing may be left over.
             notebook.show_once(notebook.hint_at_other_sessions(error))
@@ -230,10 +223,10 @@ class Session:
     async def _take_client(self) -> None:
         name = self._detached_name
         if self._kind is SessionKind.ATTACHED:
-            self._client = await DetachedClient.found(name)
+            client = await DetachedClient.found(name)
         else:
-            self._client = await DetachedClient.started(name, self._options, self._idle_timeout_s)
-        status = self._client.last
+            client = await DetachedClient.started(name, self._options, self._idle_timeout_s)
+        self._holder, status = client, client.last
         assert status is not None
         if self._kind is SessionKind.ATTACHED:
             # A function is packed here with both, and the host's are those of the session.
@@ -251,13 +244,11 @@ class Session:
         """
         self._state = SessionState.CLOSED
         # Taken first: a second close, or one while this one waits, finds nothing to do.
-        client, self._client = self._client, None
-        if client is not None:
-            if client.has_more:
-                _log.warning("%s", client.how_it_continues())
-            await client.let_go()
+        holder = self._holder
+        if isinstance(holder, DetachedClient):
+            self._holder = LocalSession(self._options)
         try:
-            await self._local.close()
+            await holder.close()
         finally:
             # Last: the actors are ended by calls to the cluster.
             is_local, self._is_local = self._is_local, False
@@ -323,13 +314,10 @@ class Session:
         self, *, always_prints: bool = False, tracking: Tracking | None = None
     ) -> Audience:
         """The live view in a notebook, and elsewhere the progress."""
-        view = progress = None
-        if notebook.in_kernel():
-            view = notebook.LiveView(self._ask_workers) if self._live_view else None
-        else:
-            progress = self._shown_progress
+        is_drawn = self._live_view and notebook.in_kernel()
+        view = notebook.LiveView(self._holder.ask_workers) if is_drawn else None
         has_output = always_prints or self._log_to_driver
-        return Audience(self._on_report, view, progress, has_output, tracking)
+        return Audience(self._on_report, view, self._shown_progress, has_output, tracking)
 
     def _packed(self, train: Callable[..., Any], kwargs: Mapping[str, Any]) -> Parcel:
         program = packed_program(train, kwargs, self._options.checkpoint, self._options.seed)
@@ -342,14 +330,8 @@ class Session:
     async def snapshot(self, timeout_s: Seconds = 2.0) -> SessionSnapshot:
         """The state of the session, its driver and its workers, even during a run. Silent
         workers delay it by at most `timeout_s`."""
-        limit_s = checked_seconds(timeout_s)
-        # The driver is an actor of the host, and this process has no handle of it.
-        if self._client is not None:
-            return SessionSnapshot(self._state, None, await self._ask_workers(limit_s))
-        if (crew := self._local.crew) is None:
-            return SessionSnapshot(self._state, None, ())
-        driver, self._local.seen = await crew.snapshots(limit_s)
-        return SessionSnapshot(self._state, driver, self._local.seen)
+        seen = await self._holder.snapshots(checked_seconds(timeout_s))
+        return SessionSnapshot(self._state, *seen)
 
     async def trace(self, path: str | Path, timeout_s: Seconds = 2.0) -> int:
         """Write the last collectives of all ranks to a file for ui.perfetto.dev (session/trace.py);
@@ -357,10 +339,9 @@ class Session:
 
         timeout_s: seconds that a silent worker delays it. Raises RuntimeError if the session is not
         open, OSError if the file cannot be written."""
-        asked = self._client or self._local.crew
-        if asked is None:
+        if self._state in (SessionState.NEW, SessionState.CLOSED):
             raise RuntimeError(REMEDIES[self._state])
-        document = as_json(*traced(await asked.whereabouts(checked_seconds(timeout_s))))
+        document = as_json(*traced(await self._holder.whereabouts(checked_seconds(timeout_s))))
         await asyncio.to_thread(Path(path).write_text, json.dumps(document))
         return sum(event["ph"] == "X" for event in document["traceEvents"])
 
@@ -374,73 +355,47 @@ class Session:
             )
         return REMEDIES[self._state]
 
-    async def _ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
-        if self._client is not None:
-            return (await self._client.status()).workers
-        return await self._local.ask_workers(timeout_s)
-
     def __repr__(self) -> str:
         return f"<Session {self._state.value}, {self.num_workers} workers>"
 
     def _repr_html_(self) -> str:
-        status = self._client.last if self._client is not None else None
-        seen = status.workers if status is not None else self._local.seen
-        return notebook.session_as_html(
-            self._state.value, seen if self._state is not SessionState.CLOSED else ()
-        )
+        seen = self._holder.seen if self._state is not SessionState.CLOSED else ()
+        return notebook.session_as_html(self._state.value, seen)
 
     async def _run(self, program: Parcel | None, audience: Audience) -> list[Any]:
         """Have a function run, show what it does, and rebuild its results, or its failure.
 
         program: None for what a detached session runs already, or has run last."""
-        why_not = self._why_not_ready()
-        if why_not:
+        if why_not := self._why_not_ready():
             raise notebook.show_once(RuntimeError(why_not), f"RuntimeError: {why_not}")
-        crew, client = self._local.crew, self._client
+        holder = self._holder
         error: BaseException | None = None
         self._state = SessionState.RUNNING
         try:
             async with notebook.waking():
-                if client is not None:
-                    outcome = await self._outcome_at(client, program, audience)
-                else:
-                    outcome = await self._local.run(program, audience)
+                outcome = await holder.run(program, audience)
             if isinstance(outcome, RunFailed):
                 raise_failure(outcome, await self._last_step(outcome))
         except BaseException as raised:
             error = raised
-            if client is not None and isinstance(error, asyncio.CancelledError):
-                error.add_note(client.how_it_continues())  # interrupts.py shows it.
             raise
         finally:
             if self._state is SessionState.RUNNING:  # `close` may have been called meanwhile.
                 self._state = SessionState.READY
             # Even of a failed run: the last reports say how far it was.
             await audience.finish(error)
-            if error is not None and client is not None:
+            if error is not None:
                 is_interrupt = isinstance(error, asyncio.CancelledError)
-                notebook.show_once(error, client.how_it_continues() if is_interrupt else None)
-            elif error is not None:
-                is_assembled = crew is not None and crew.is_assembled
-                notebook.show_once(error, how_interrupted(error, is_assembled))
+                notebook.show_once(error, holder.how_interrupted() if is_interrupt else None)
         return [cloudpickle.loads(result) for result in outcome.results]
 
     async def _last_step(self, failed: RunFailed) -> int:
         """How many optimizer steps a run had taken that has lost a worker; 0 if nobody knows."""
         if not failed.losses:
             return 0
-        seen = await self._ask_workers(_ASK_S)
+        seen = await self._holder.ask_workers(_ASK_S)
         steps = [one.steps for one in seen if not isinstance(one, str)]
         return max((one.steps_before + one.taken for one in steps), default=0)
-
-    async def _outcome_at(
-        self, client: DetachedClient, program: Parcel | None, audience: Audience
-    ) -> RunSucceeded | RunFailed:
-        """The same, where the session host of a detached session does it."""
-        run = await (client.current() if program is None else client.begin(program))
-        client.look_from_the_beginning(whole=program is not None)
-        async with delivered_news(client, run, audience):
-            return await client.ending(run)
 
     # ── A session that outlives its program ──────────────────────────────────────────────────────
 
@@ -472,21 +427,19 @@ class Session:
         """End the session, even a detached one: a run in progress is aborted, the actors end, and
         their resources are free when this returns. A program that waits for the run gets
         GroupAborted."""
-        client, self._client = self._client, None
-        if client is not None:
-            await client.stop()
-            await client.let_go()
+        if isinstance(self._holder, DetachedClient):
+            await self._holder.stop()
         await self.close()
 
     def _detached_client(self) -> DetachedClient:
-        if self._client is None:
+        if not isinstance(self._holder, DetachedClient):
             raise RuntimeError(
                 REMEDIES[self._state]
                 if self._kind is not SessionKind.OWN
                 else "only a detached session outlives its call: write Session(name='night', "
                 "detached=True), or cl.attach('night') for one that is there"
             )
-        return self._client
+        return self._holder
 
 
 def attach(

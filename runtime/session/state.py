@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 from dataclasses import dataclass
 
-from chorusline.actors.crew.crew import STEP_S
-from chorusline.actors.driver.driver import GRACE_S
 from chorusline.actors.messages.messages import DriverSnapshot, WorkerSnapshot
 
 _COLUMNS = (
@@ -90,20 +87,3 @@ REMEDIES = {
     SessionState.READY: "",
 }
 """Why a session does not run a function now, and what to do."""
-
-
-def how_interrupted(error: BaseException, is_between_steps: bool) -> str | None:
-    """A text for the user who interrupted a cell: what happened to the run. None for other ends."""
-    if not isinstance(error, asyncio.CancelledError):
-        return None
-    if is_between_steps:
-        where = "all ranks stopped between the same two steps"
-    else:
-        where = (
-            f"no step ended within {STEP_S:g} s, so the run was aborted (a rank that stays stuck "
-            f"for {GRACE_S:g} s is replaced, and loses what it keeps)"
-        )
-    return (
-        f"Interrupted: {where}. The session is ready, and keeps what ctx.keep made and the "
-        "variables of %%ranks; run the cell again to continue."
-    )

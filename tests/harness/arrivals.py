@@ -58,8 +58,8 @@ async def at_full_size(
 
 
 async def pids_in_reserve(session: cl.Session) -> set[int]:
-    assert session._local.crew is not None
-    workers = session._local.crew._reserve._workers
+    assert session._holder.crew is not None
+    workers = session._holder.crew._reserve._workers
     said = await answers({seat: one.snapshot.remote() for seat, one in workers.items()}, 60)
     return {word.info.pid for word in said.values() if isinstance(word, WorkerSnapshot)}
 

@@ -444,8 +444,8 @@ async def test_a_worker_that_ray_starts_has_one_thread_for_one_cpu_and_its_drive
 ) -> None:
     async with Session(1, env_vars=STARTED_BY_RAY) as session:
         assert await session.run(lambda ctx: torch.get_num_threads()) == [1]
-        assert session._local.crew is not None
-        look = session._local.crew._driver.__ray_call__
+        assert session._holder.crew is not None
+        look = session._holder.crew._driver.__ray_call__
         assert not await look.remote(lambda _: "torch" in sys.modules), "it starts slowly with it"
 
 

@@ -18,13 +18,14 @@ import ray
 
 from chorusline.actors.crew.news import News
 from chorusline.actors.errors import StartupError
-from chorusline.actors.messages.messages import Report, RunFailed, RunSucceeded
+from chorusline.actors.messages.messages import Report, RunFailed, RunSucceeded, WorkerSnapshot
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.calls import Actor, ActorGone, NoAnswer, answer
 from chorusline.actors.ray_calls.detached_actors import SESSION_HOST, DetachedActors, names_of
 from chorusline.collectives.diagnosis.debug import get_debug_level
 
 from ..holding.options import SessionOptions
+from ..showing.news_pump import Audience, delivered_news
 from .history import Bookmark
 from .session_host import session_host_class
 from .status import RESULTS_KEPT_S, DetachedStatus, duration, not_found, taken
@@ -138,7 +139,7 @@ class DetachedClient:
         return client
 
     def _stay(self) -> None:
-        """Be attached until `let_go`, even while this process's loop is busy with other things."""
+        """Be attached until `close`, even while this process's loop is busy with other things."""
 
         def say() -> None:
             while not self._is_away.wait(_HERE_S):
@@ -148,7 +149,10 @@ class DetachedClient:
         self._host.here.remote(self._id)
         threading.Thread(target=say, name=f"attached-{self.name}", daemon=True).start()
 
-    async def let_go(self) -> None:
+    async def close(self) -> None:
+        """Detach from the session, which continues."""
+        if not self._is_over and not (self.last and self.last.ended):
+            _log.warning("%s", self.how_interrupted())
         self._is_away.set()
         if ray.is_initialized():
             with contextlib.suppress(ActorGone, NoAnswer):
@@ -189,6 +193,25 @@ class DetachedClient:
         self.last = await self._ask("status")
         return self.last
 
+    @property
+    def seen(self) -> tuple[WorkerSnapshot | str, ...]:
+        return self.last.workers if self.last is not None else ()
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.seen)
+
+    @property
+    def num_spares(self) -> int:
+        return self.last.num_spares if self.last is not None else 0
+
+    async def ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
+        return (await self.status()).workers
+
+    async def snapshots(self, timeout_s: float) -> tuple[None, tuple[WorkerSnapshot | str, ...]]:
+        # The driver is an actor of the host, and this process has no handle of it.
+        return None, await self.ask_workers(timeout_s)
+
     async def begin(self, program: Parcel) -> int:
         """Begin a run; return its number. Raises RuntimeError if the session rejects it."""
         token = uuid.uuid4().hex
@@ -210,6 +233,18 @@ class DetachedClient:
             )
         return status.run
 
+    async def run(self, program: Parcel | None, audience: Audience) -> RunSucceeded | RunFailed:
+        """Have a function run; None: wait for what runs already, or has run last."""
+        try:
+            run = await (self.current() if program is None else self.begin(program))
+            # With all of its output, as the program wants it that has begun it.
+            self._place, self._latest, self._whole = None, {}, program is not None
+            async with delivered_news(self, run, audience):
+                return await self.ending(run)
+        except asyncio.CancelledError as error:
+            error.add_note(self.how_interrupted())  # interrupts.py shows it.
+            raise
+
     async def ending(self, run: int) -> RunSucceeded | RunFailed:
         """How a run has ended, when it has. Raises what ended it before there was an outcome."""
         ending = await self._ask("ending", run, timeout_s=None)
@@ -217,11 +252,6 @@ class DetachedClient:
             raise ending
         assert isinstance(ending, RunSucceeded | RunFailed)
         return ending
-
-    def look_from_the_beginning(self, *, whole: bool) -> None:
-        """From now on `pull` gives the news of another run. whole: with all of its output, as the
-        program wants it that has begun it."""
-        self._place, self._latest, self._whole = None, {}, whole
 
     async def pull(self, run: int, timeout_s: float) -> News:
         """What the run has said that was not pulled yet; as a Listener's."""
@@ -250,6 +280,7 @@ class DetachedClient:
     async def stop(self) -> None:
         with contextlib.suppress(RuntimeError):  # It had ended already.
             await self._ask("stop", timeout_s=60.0)
+        self._is_over = True
         # It hangs, or its node does: the name is to be free in any case.
         if not await _until_gone(self.name):
             ray.kill(self._host)
@@ -257,12 +288,7 @@ class DetachedClient:
     async def whereabouts(self, timeout_s: float) -> Any:
         return await self._ask("whereabouts", timeout_s)
 
-    @property
-    def has_more(self) -> bool:
-        """Whether there is more to come, as far as this process knows."""
-        return not self._is_over and not (self.last and self.last.ended)
-
-    def how_it_continues(self) -> str:
+    def how_interrupted(self) -> str:
         """A line for one who stops looking."""
         freed = ""
         if self.last:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import ray
 
-from chorusline.actors.crew.crew import Crew
+from chorusline.actors.crew.crew import STEP_S, Crew
 from chorusline.actors.crew.news import News
+from chorusline.actors.driver.driver import GRACE_S
 from chorusline.actors.errors import DriverLost
-from chorusline.actors.messages.messages import RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
+from chorusline.actors.messages.messages import (
+    DriverSnapshot,
+    RunFailed,
+    RunRequest,
+    RunSucceeded,
+    WorkerSnapshot,
+)
 from chorusline.actors.messages.whereabouts import Whereabouts
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.calls import HEAD_ANSWER_S, head_stays_gone
@@ -115,6 +122,40 @@ class LocalSession:
         finally:
             if seats is not None and ray.is_initialized():
                 await seats.give_back()
+
+    @property
+    def num_workers(self) -> int:
+        return self.crew.num_workers if self.crew is not None else self._options.most
+
+    @property
+    def num_spares(self) -> int:
+        return self.crew.num_in_reserve if self.crew is not None else 0
+
+    @property
+    def name(self) -> str:
+        return self.crew.name if self.crew is not None else ""
+
+    def how_interrupted(self) -> str:
+        """A text for the user who interrupted a cell: what happened to the run."""
+        if self.crew is not None and self.crew.is_assembled:
+            where = "all ranks stopped between the same two steps"
+        else:
+            where = (
+                f"no step ended within {STEP_S:g} s, so the run was aborted (a rank that stays "
+                f"stuck for {GRACE_S:g} s is replaced, and loses what it keeps)"
+            )
+        return (
+            f"Interrupted: {where}. The session is ready, and keeps what ctx.keep made and the "
+            "variables of %%ranks; run the cell again to continue."
+        )
+
+    async def snapshots(
+        self, timeout_s: float
+    ) -> tuple[DriverSnapshot | None, tuple[WorkerSnapshot | str, ...]]:
+        if self.crew is None:
+            return None, ()
+        driver, self.seen = await self.crew.snapshots(timeout_s)
+        return driver, self.seen
 
     async def ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
         if self.crew is not None:

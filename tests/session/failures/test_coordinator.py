@@ -21,11 +21,11 @@ FEW = {"CPU": 0.2}
 
 def processes(session: cl.Session) -> dict[str, int]:
     """Pids of the session's actors: of the driver, and of the workers by seat."""
-    assert session._local.crew is not None
-    workers = {str(seat): worker for seat, worker in session._local.crew._workers.items()}
+    assert session._holder.crew is not None
+    workers = {str(seat): worker for seat, worker in session._holder.crew._workers.items()}
     return {
         name: ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
-        for name, actor in {"driver": session._local.crew._driver, **workers}.items()
+        for name, actor in {"driver": session._holder.crew._driver, **workers}.items()
     }
 
 
@@ -94,8 +94,8 @@ async def test_a_worker_that_starts_while_the_driver_dies_gets_into_the_run(
         while len(list(tmp_path.iterdir())) < 2:
             await asyncio.sleep(0.05)
         os.kill(pids["1"], signal.SIGKILL)
-        assert session._local.crew is not None
-        while not session._local.crew._starting:  # Another one, in its place.
+        assert session._holder.crew is not None
+        while not session._holder.crew._starting:  # Another one, in its place.
             await asyncio.sleep(0.01)
         os.kill(pids["driver"], signal.SIGKILL)
         async with asyncio.timeout(40):
@@ -122,7 +122,7 @@ async def test_drivers_that_die_during_saves_cost_neither_the_run_nor_the_checkp
     config = cl.CheckpointConfig(tmp_path, every_n_steps=1, num_to_keep=2)
     async with cl.Session(2, resources_per_worker=FEW, timeout_s=20, checkpoint=config) as session:
         running = asyncio.create_task(session.run(save_often))
-        crew, killed = session._local.crew, set()
+        crew, killed = session._holder.crew, set()
         assert crew is not None
         while not list(tmp_path.glob("step-*")):
             await asyncio.sleep(0.1)

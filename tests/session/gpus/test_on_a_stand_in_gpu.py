@@ -191,7 +191,7 @@ async def test_a_kernel_that_never_ends_is_told_with_rank_and_operation_and_cost
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its rank leaves the first generation as all do; in the second one it does not."""
-    holding: Any = session._local
+    holding: Any = session._holder
     monkeypatch.setattr(holding, "_options", replace(holding._options, timeout_s=5.0))
     victims = {1: (2, "computes for ever")}
     acts = {1: compute_for_ever_in_the_third_step}

@@ -29,7 +29,7 @@ async def main():
     here = ray.get_runtime_context().get_node_id()
     drivers = []
     async with cl.Session(1, address=cluster.address, timeout_s=20) as session:
-        crew = session._local.crew
+        crew = session._holder.crew
         for _ in range(3):
             await session.run(lambda ctx: None)
             drivers.append(await node_of(crew._driver) == here)
