@@ -136,10 +136,10 @@ class Join:
 
     def __enter__(self) -> Self:
         if self._enable:
-            if self._has_begun:
-                self._engine = self._make_engine()
+            engine = self._make_engine() if self._has_begun else self._engine
             self._has_begun = True
-            self._engine.enter()
+            engine.enter()
+            self._engine = engine  # Not before: entered twice, it has to leave the one it is in.
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

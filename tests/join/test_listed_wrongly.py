@@ -161,3 +161,10 @@ def test_torchs_join_over_ours_is_told_of_ours(alone: cl.Group) -> None:
     for one in (model, optimizer, cl.GradScaler(optimizer)):
         with pytest.raises(TypeError, match=r"torch's Join.* write chorusline\.Join"):
             TorchJoin([one])
+
+
+def test_a_join_that_is_entered_twice_says_so(alone: cl.Group) -> None:
+    model = cl.DistributedDataParallel(make_model(torch.float32), alone)
+    join = cl.Join([model])
+    with pytest.raises(RuntimeError, match="inside another one that lists the same"), join:
+        join.__enter__()
