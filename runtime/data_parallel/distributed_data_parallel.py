@@ -591,18 +591,18 @@ class _ModelHook(JoinHook):
             return
         if self._ranks_have_changed:
             return
-        found = None
+        found, steps_along = None, True
         with self._until_ranks_change():
             if not is_listed:  # A function in step_along may step an optimizer.
                 taken = join.ledger.steps_taken
                 has_stepped = reducer.local_steps.has_stepped_along
                 everybody = all_gather_row(model.group, [int(has_stepped)])
                 missed = [one for (one,), n in zip(everybody, taken, strict=True) if n < max(taken)]
-                if not all(missed):
-                    return
-            if not reducer.is_sharded:
+                steps_along = all(missed)
+            if steps_along and not reducer.is_sharded:
                 reducer.local_steps.compare(model.group)
-            found = self._unlike_values(join)
+            # Parameters that no function steps are copied; what was averaged of them is not.
+            found = self._unlike_values(join) if steps_along else self._unlike_average(join)
         if found is None:
             return
         name, rank, unlike = found
@@ -689,6 +689,11 @@ class _ModelHook(JoinHook):
         found = unlike_values([p.detach() for p in reducer.parameters], group, ranks)
         if found is not None:
             return f"parameter {reducer.gradients.names[found[0]]}", ranks[0], found[1]
+        return self._unlike_average(join)
+
+    def _unlike_average(self, join: JoinEngine) -> tuple[str, int, list[int]] | None:
+        """As `_unlike_values`, of the averages in step_along alone."""
+        group = self._model.group
         for average in join.averages:
             if unlike := _unlike_parameter(average.module, group):
                 return f"parameter {unlike[0]} of the average in step_along", 0, unlike[1]

@@ -10,6 +10,8 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
+from chorusline.collectives.contract.articles import with_article
+
 Follower = Callable[[], object]
 
 
@@ -21,10 +23,11 @@ def followers_of(given: object, joinables: Sequence[object]) -> list[Follower]:
     """
     takes = isinstance(given, Sequence) and not isinstance(given, str)
     if not takes or not all(hasattr(each, "step") or callable(each) for each in given):  # type: ignore[attr-defined]
+        got = repr(given) if isinstance(given, list | tuple | str) else with_article(type(given))
         raise TypeError(
             "step_along takes a list of objects with a step(), as in Join([model], "
-            f"step_along=[optimizer, schedule]); got {given!r}. Functions without arguments, and "
-            "an AveragedModel, are also possible"
+            f"step_along=[optimizer, schedule]); got {got}. Functions without arguments, and an "
+            "AveragedModel, are also possible"
         )
     assert isinstance(given, Sequence)
     return [_follower(number, each, given, joinables) for number, each in enumerate(given)]
@@ -33,7 +36,7 @@ def followers_of(given: object, joinables: Sequence[object]) -> list[Follower]:
 def _follower(number: int, each: Any, given: Sequence[Any], joinables: Sequence[Any]) -> Follower:
     if isinstance(each, AveragedModel):
         model = _averaged(each, joinables)
-        if model._ends_step() and not any(_steps(other, model) for other in given[:number]):
+        if model._ends_step() and not any(_may_step(other, model) for other in given[:number]):
             raise ValueError(
                 "step_along has an AveragedModel, but a rank that has run out of data does not "
                 "step the plain optimizer of the model, so it would average old parameters. List "
@@ -54,6 +57,8 @@ def _check_needs_nothing(number: int, each: Any) -> None:
     if isinstance(each, torch.optim.Optimizer):
         # A schedule has replaced the method by a function whose signature shows a `self`.
         function = type(each).step.__get__(each)
+    elif hasattr(getattr(function, "func", function), "_wrapped_by_lr_sched"):
+        return  # That function by itself, or a partial of it: the optimizer is bound in it.
     try:
         inspect.signature(function).bind()
     except ValueError:
@@ -108,6 +113,13 @@ def _steps(follower: Any, model: torch.nn.Module) -> bool:
     own = {id(parameter) for parameter in model.parameters()}
     groups = getattr(follower, "param_groups", ())
     return any(id(parameter) in own for options in groups for parameter in options["params"])
+
+
+def _may_step(follower: Any, model: torch.nn.Module) -> bool:
+    """As `_steps`, or code of the user, which may step such an optimizer: where it does not, the
+    end of the Join compares what is averaged."""
+    known = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, AveragedModel)
+    return _steps(follower, model) or not isinstance(follower, known)
 
 
 def steps_any(given: Sequence[object], model: torch.nn.Module) -> bool:

@@ -168,3 +168,10 @@ def test_a_join_that_is_entered_twice_says_so(alone: cl.Group) -> None:
     join = cl.Join([model])
     with pytest.raises(RuntimeError, match="inside another one that lists the same"), join:
         join.__enter__()
+
+
+def test_one_optimizer_in_place_of_the_list_is_named_by_its_class(alone: cl.Group) -> None:
+    model = cl.DistributedDataParallel(make_model(torch.float32), alone)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"got an SGD\."):
+        cl.Join([model], step_along=optimizer)  # type: ignore[arg-type]

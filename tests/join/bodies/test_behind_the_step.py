@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +191,48 @@ def test_an_average_that_cannot_be_kept_up_is_refused(ranks_of):
     alone, before, ambiguous = ranks_of(2).run(refusals)[0]
     assert "step_along=[optimizer, average]" in alone and alone == before
     assert "2 of the listed models" in ambiguous
+
+
+def stepped_by_code(group: cl.Group, how: str) -> tuple[list[torch.Tensor], int] | str:
+    """(5, 2) batches with a plain optimizer, a schedule and an average behind a step of a kind."""
+    with another_group(group) as own:
+        torch.manual_seed(0)
+        model = cl.DistributedDataParallel(torch.nn.Linear(4, 3), own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        ema = AveragedModel(model.module, multi_avg_fn=EMA)
+        along = {
+            "the optimizer": optimizer,
+            "its method": optimizer.step,
+            "a partial": functools.partial(optimizer.step),
+            "a function": lambda: optimizer.step(),
+            "an object": types.SimpleNamespace(step=lambda: optimizer.step()),
+            "a function that does not step": lambda: None,
+        }[how]
+        try:
+            with cl.Join([model], step_along=[along, schedule, ema], skew_warning=None):
+                for number in range((5, 2)[group.rank]):
+                    optimizer.zero_grad()
+                    inputs = torch.full((2, 4), 1.0 + number + group.rank)
+                    model(inputs).square().mean().backward()
+                    optimizer.step()
+                    schedule.step()
+                    ema.update_parameters(model)
+        except cl.CollectiveMismatch as error:
+            return str(error)
+        values = [*model.module.parameters(), *ema.module.parameters()]
+        return [value.detach() for value in values], int(ema.n_averaged)
+
+
+@pytest.mark.parametrize("how", ["its method", "a partial", "a function", "an object"])
+def test_an_average_may_follow_any_code_that_steps(ranks_of, how):
+    expected, _ = ranks_of(2).run(stepped_by_code, "the optimizer")
+    for values, count in ranks_of(2).run(stepped_by_code, how):
+        assert count == expected[1] == 5
+        assert all(map(torch.equal, values, expected[0]))
+
+
+def test_an_average_behind_code_that_does_not_step_is_noticed_at_the_end(ranks_of):
+    for told in ranks_of(2).run(stepped_by_code, "a function that does not step"):
+        assert "of the average in step_along differs between rank 0 and rank 1" in told
+        assert "together with the optimizer.step()" in told
