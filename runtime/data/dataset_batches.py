@@ -10,7 +10,6 @@ import torch
 
 from chorusline.collectives.contract.argument_kinds import (
     check_kinds,
-    checked_device,
     checked_place,
 )
 from chorusline.collectives.contract.articles import with_article
@@ -131,7 +130,6 @@ class Shard(Batches):
         check_dataset(dataset, "shard")
         check_kinds(Shard.__init__, locals())
         rank, world_size = checked_place(rank, world_size, "world_size")
-        device = None if device is None else checked_device(device)
         self.dataset = dataset
         self.num_samples = len(dataset)
         self._seed, self._shuffle = seed, shuffle

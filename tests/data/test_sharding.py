@@ -95,6 +95,16 @@ def test_two_shards_may_be_iterated_side_by_side(lengths):
     second.close()
 
 
+@pytest.mark.parametrize(
+    ("device", "told"),
+    [("gpu", "torch does not know the device"), ("cuda", "ctx.device"), ("cuda:3", "ctx.device")],
+)
+def test_a_device_that_the_process_does_not_have_is_refused_when_sharded(device, told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=told):
+        Shard(torch.arange(6), 2, rank=0, world_size=1, device=device)
+
+
 def test_a_dataset_that_has_changed_its_length_is_refused_until_it_is_sharded_again():
     samples = list(range(6))
     shard = Shard(samples, 2, rank=0, world_size=2)

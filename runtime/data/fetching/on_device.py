@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from chorusline.collectives.contract.argument_kinds import checked_device
+
 
 class ToDevice:
     """Copies the tensors of a batch, and its parts that have a `to`, to `device`.
@@ -17,7 +19,13 @@ class ToDevice:
     """
 
     def __init__(self, device: torch.device | str) -> None:
-        self.device = torch.device(device)
+        """Raises ValueError for a device that is none, or that this process does not have."""
+        self.device = checked_device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"batches cannot be copied to {str(self.device)!r}: torch sees no GPU in this "
+                "process. Pass device=ctx.device, which is that of the rank's model"
+            )
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
