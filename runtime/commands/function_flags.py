@@ -99,8 +99,8 @@ def _add_restarts(flags: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help=(
-            "if a rank fails or is lost, start the script again on all ranks, in new processes, "
-            "up to N times (default: 0)"
+            "if a rank fails or is lost, start the script again on all ranks, up to N times; after "
+            "a failure in new processes (default: 0)"
         ),
     )
 

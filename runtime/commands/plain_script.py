@@ -31,28 +31,35 @@ def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
 
 
 async def _run(script: PlainScript, options: argparse.Namespace) -> int:
+    restarts = 0
     with contextlib.ExitStack() as at_end:
-        for restart in range(options.max_restarts + 1):
-            # Nothing is registered by a script: it begins again in new processes.
+        while True:
             session = session_of(options, max_failures=0, progress=False)
             async with session:
                 # A cluster that the first session has started stays for the others.
-                if restart == 0 and connecting.connect(options.address):
+                if restarts == 0 and connecting.connect(options.address):
                     at_end.callback(connecting.leave)
-                try:
-                    await session.run(run_plain_script, script=script, num_restarts=restart)
-                    return 0
-                except Exception as error:
-                    if isinstance(error, WorkerLost):
-                        error.remedy = (
-                            "To start a script again on all ranks, write --max-restarts 3."
+                # The workers that are left run the script again, and the session replaces a lost
+                # one. Where the script itself has failed on a rank, all workers are new ones: what
+                # it has left in its process may be the reason.
+                is_lost = True
+                while is_lost:
+                    try:
+                        await session.run(run_plain_script, script=script, num_restarts=restarts)
+                        return 0
+                    except Exception as error:
+                        is_lost = isinstance(error, WorkerLost)
+                        if isinstance(error, WorkerLost):
+                            error.remedy = (
+                                "To start a script again on all ranks, write --max-restarts 3."
+                            )
+                        if restarts == options.max_restarts:
+                            raise
+                        restarts += 1
+                        told = f"{type(error).__name__}: {error}".rstrip(".")
+                        where = "" if is_lost else ", in new processes"
+                        print(
+                            f"chorusline: {told}. All ranks start the script again{where}: "
+                            f"restart {restarts} of {options.max_restarts}",
+                            file=sys.stderr,
                         )
-                    if restart == options.max_restarts:
-                        raise
-                    told = f"{type(error).__name__}: {error}".rstrip(".")
-                    print(
-                        f"chorusline: {told}. All ranks start the script again, in new processes: "
-                        f"restart {restart + 1} of {options.max_restarts}",
-                        file=sys.stderr,
-                    )
-    raise AssertionError("the last restart returns or raises")

@@ -2,21 +2,33 @@
 
 The script makes its own process group, or a library does it for the script: both get the group of
 the run (runtime/process/torch_distributed.py). It runs in the worker's process, in the training
-thread, as the module `__main__`. What it leaves in that process is not undone, so a session
-runs one script once.
+thread, as the module `__main__`.
+
+When another rank is lost, the script begins again in the processes of the ranks that are left,
+where torch and the libraries stay loaded. So what it has changed in its process is undone when it
+ends (`_undone`), as far as Python, torch and accelerate keep it: threads of its own, and what other
+libraries remember, stay.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import linecache
+import logging
 import os
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import torch
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+
+from ..process.random_state import RandomState
 from ..process.torch_distributed import like_torchrun
 from .context import Context, call_of
 from .last_step import LastStep
@@ -61,6 +73,7 @@ def run_plain_script(ctx: Context, script: PlainScript, num_restarts: int = 0) -
     call = call_of(ctx)
     last_step = call.last_step = LastStep(ctx.group)
     with (
+        _undone(script),
         like_torchrun(call, script.run_id, num_restarts),
         _as_main(script) as main,
         last_step.watched(),
@@ -98,3 +111,55 @@ def _as_main(script: PlainScript) -> Iterator[ModuleType]:
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:], folder = before
         os.chdir(folder)
+
+
+@contextlib.contextmanager
+def _undone(script: PlainScript) -> Iterator[None]:
+    """What a script changes in its process inside a with-block is undone after it."""
+    modules, environment, handlers = {*sys.modules}, dict(os.environ), logging.root.handlers[:]
+    generators, dtype = RandomState().state_dict(), torch.get_default_dtype()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    hooks = [(found, dict(found)) for found in _hooks_of_all()]
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            yield
+    finally:
+        for found, before in hooks:
+            found.clear()
+            found.update(before)
+        torch.use_deterministic_algorithms(is_deterministic)
+        torch.set_default_dtype(dtype)
+        RandomState().load_state_dict(generators)
+        logging.root.handlers[:] = handlers
+        for name in os.environ.keys() | environment.keys():
+            if name not in environment:
+                del os.environ[name]
+            elif os.environ.get(name) != environment[name]:
+                os.environ[name] = environment[name]
+        if accelerate := sys.modules.get("accelerate.state"):
+            # All Accelerators of a process have one state, with the process group in it.
+            accelerate.AcceleratorState._reset_state(reset_partial_state=True)
+            accelerate.GradientState._reset_state()
+        # Those of the script itself: their variables are as the script has left them.
+        folders = {Path(script.path).parent, Path(script.folder).resolve()}
+        for name in sys.modules.keys() - modules:
+            if _is_in(folders, name):
+                del sys.modules[name]
+        gc.collect()  # A model is in circles, and the script makes another one.
+
+
+def _hooks_of_all() -> Iterator[MutableMapping[int, object]]:
+    """Of torch: the hooks on all modules and on all optimizers."""
+    for module in (torch_module, torch_optimizer):
+        for name, value in vars(module).items():
+            if name.startswith("_global_") and isinstance(value, dict):
+                yield value
+
+
+def _is_in(folders: set[Path], name: str) -> bool:
+    """Whether the module `name` was read from one of these folders, and is not an installed one."""
+    file = getattr(sys.modules[name], "__file__", None)
+    if file is None or name.partition(".")[0] == "chorusline":
+        return False
+    parents = Path(file).resolve().parents
+    return not folders.isdisjoint(parents) and "site-packages" not in Path(file).parts

@@ -3,6 +3,7 @@ from the step before that, and ends with the digits of a run that nobody has dis
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -34,6 +35,8 @@ class Run:
     errors: str
     steps: list[list[int]]
     """By rank, those that it has ended, in their order."""
+    pids: list[list[str]]
+    """Each time that the script has begun, by rank."""
 
 
 def taken(folder: Path, rank: int) -> list[int]:
@@ -46,7 +49,7 @@ def latest_of(folder: Path) -> list[int]:
 
 
 def pids_of(folder: Path) -> list[str]:
-    """By rank, of those that have begun last."""
+    """By rank."""
     files = [folder / f"pid-{rank}" for rank in range(RANKS)]
     return [file.read_text() if file.exists() else "" for file in files]
 
@@ -76,22 +79,23 @@ def run(
         | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
     )
-    pids = [""] * RANKS
+    begun = []
     latest = SAVED_AT
     for victim in victims:
         latest += chance.randrange(1, 5)
-        while latest > min(latest_of(folder)) or not {*pids}.isdisjoint(pids_of(folder)):
+        while latest > min(latest_of(folder)):
             assert process.poll() is None, process.communicate()
             time.sleep(0.002)
         time.sleep(chance.random() * 2 * pace_s)
-        pids = pids_of(folder)
-        os.kill(int(pids[victim]), signal.SIGKILL)
+        begun.append(pids_of(folder))
+        os.kill(int(begun[-1][victim]), signal.SIGKILL)
         time.sleep(2 * pace_s)  # The others have met with the loss.
         latest = max(latest_of(folder))
     out, errors = process.communicate(timeout=300)
     assert process.returncode == 0, out + errors
     told = [line.removeprefix("[rank 0] ") for line in out.splitlines()]
-    return Run(told[-2:], errors, [taken(folder, rank) for rank in range(RANKS)])
+    steps = [taken(folder, rank) for rank in range(RANKS)]
+    return Run(told[-2:], errors, steps, [*begun, pids_of(folder)])
 
 
 def check(script: str, folder: Path, victims: list[int], more: str = "SAVE_S=0") -> None:
@@ -109,6 +113,9 @@ def check(script: str, folder: Path, victims: list[int], more: str = "SAVE_S=0")
     name = f"([-( ]{begun}\\b|/state\n)"
     assert re.search(f"last completed step is written down: .*{name}", killed.errors)
     assert f"restart {len(victims)} of 5" in killed.errors
+    # The others run the script again in their processes.
+    for victim, (before, after) in zip(victims, itertools.pairwise(killed.pids), strict=True):
+        assert [rank for rank in range(RANKS) if before[rank] != after[rank]] == [victim]
     for steps in killed.steps:
         assert len(steps) - len({*steps}) <= len(victims), f"steps taken again: {steps}"
     assert {*killed.steps[0], *killed.steps[1], *killed.steps[2]} == {*range(1, STEPS + 1)}

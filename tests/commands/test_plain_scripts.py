@@ -16,7 +16,12 @@ import ray
 import chorusline as cl
 from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.process.torch_distributed import is_stock
-from chorusline.runtime.program.plain_script import PlainScript, run_plain_script
+from chorusline.runtime.program.plain_script import (
+    PlainScript,
+    _as_main,
+    _undone,
+    run_plain_script,
+)
 from tests import ROOT
 
 SCRIPTS = ROOT / "tests/commands/plain_scripts"
@@ -146,6 +151,45 @@ def test_wrong_usage_of_a_script_on_ranks_costs_no_cluster_and_exits_with_2(
         main(["run", *words])
     assert exited.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+LEAVES_MUCH = """
+import json, logging, os, random, sys, torch, counted
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+found = [counted.number, os.environ.get("LEFT"), str(torch.get_default_dtype()), random.random()]
+found += [torch.rand(()).item(), len(logging.root.handlers), torch.is_grad_enabled()]
+found += [len(modules._global_forward_hooks), len(optimizers._global_optimizer_pre_hooks)]
+found += [torch.are_deterministic_algorithms_enabled(), sys.argv, "not_here" in sys.path]
+print(json.dumps(found), file=open("found", "a"))
+counted.number += 1
+os.environ["LEFT"] = "yes"
+os.environ.pop("PATH")
+torch.set_default_dtype(torch.float64)
+logging.root.addHandler(logging.StreamHandler())
+torch.set_grad_enabled(False)
+modules.register_module_forward_hook(lambda *_: None)
+optimizers.register_optimizer_step_pre_hook(lambda *_: None)
+torch.use_deterministic_algorithms(True)
+sys.path.append("not_here")
+raise KeyError("lost")
+"""
+
+
+def test_what_a_script_changes_in_its_process_is_undone_before_it_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "counted.py").write_text("number = 0\n")
+    (tmp_path / "train.py").write_text(LEAVES_MUCH)
+    monkeypatch.chdir(tmp_path)
+    script = PlainScript.read(Path("train.py"), ("4",), "id")
+    environment = dict(os.environ)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="lost"), _undone(script), _as_main(script) as main:
+            exec(compile(script.source, script.path, "exec"), main.__dict__)
+        assert dict(os.environ) == environment
+    first, second = (tmp_path / "found").read_text().splitlines()
+    assert first == second
 
 
 # ── Whole scripts ────────────────────────────────────────────────────────────────────────────────
