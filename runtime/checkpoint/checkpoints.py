@@ -203,11 +203,13 @@ class Checkpoints:
         every = self.config.every_n_steps if self.config else None
         # A boundary may come again at the same step, as after a batch that only accumulates.
         if every is not None and step > 0 and step % every == 0 and step != self.last_step:
-            self.last_step = step
             join = active_join()
             # Ranks that shadow have no current state of the loop's body.
             live = join.last_step_live if join else ()
             self.save(None, step, live or tuple(range(self._group.size)))
+            # Not before: where the wait for the save before ends with the generation, this one is
+            # due again when the function runs again.
+            self.last_step = step
 
     def save(self, path: str | FilePath | None, step: int, live: Sequence[int]) -> Saving:
         """Copy the state of this step, and write it during training; see the top of this file.

@@ -8,8 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 import chorusline as cl
+from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.runtime.checkpoint.checkpoints import Checkpoints
 from chorusline.runtime.process.registry import Registry
 from tests.harness.arrivals import FEW, at_full_size, has_ended, train_until_stopped
@@ -55,3 +57,27 @@ async def test_a_worker_comes_while_the_storage_cannot_be_written_to(
     assert len(second - first) == 1 and [size for size, _, _ in told] == [2, 2]
     said = capfd.readouterr().err
     assert f"Training continues, but checkpoints cannot be kept in {place}: rank 0 on " in said
+
+
+def test_a_save_that_could_not_begin_is_due_again_when_the_function_runs_again(
+    alone: cl.Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before it is still being written when the generation ends."""
+    registry = Registry()
+    registry.add("model", torch.nn.Linear(2, 1))
+    config = cl.CheckpointConfig(str(tmp_path), every_n_steps=3)
+    ended = GroupAborted(alone.generation, [], "a worker has come in")
+
+    def is_aborted() -> None:
+        raise ended
+
+    first = Checkpoints(alone, registry, config)
+    with pytest.raises(GroupAborted), first:
+        first.save_if_due(3)
+        monkeypatch.setattr(first, "_finish_last", is_aborted)
+        first.save_if_due(6)
+    with Checkpoints(alone, registry, config) as again:
+        again.last_step = first.last_step
+        again.save_if_due(6)
+    saved = {int(path.name.split("-")[1]) for path in tmp_path.iterdir() if path.is_dir()}
+    assert saved == {3, 6}
