@@ -88,7 +88,7 @@ def initialise(
     except BaseException:
         store.release()
         raise
-    between_runs().world = World(dist.group.WORLD, group, store, _set_environment(variables))
+    between_runs().world = World(dist.group.WORLD, group, store, set_environment(variables))
 
 
 def _variables(group: Group, *, local_rank: int, local_world_size: int) -> dict[str, str | None]:
@@ -125,7 +125,7 @@ def like_torchrun(seat: Seat, run_id: str, num_restarts: int) -> Iterator[None]:
     A call with a `store`, another `init_method` or another backend is torch's own, and has nothing
     to do with the run.
     """
-    before = _set_environment(
+    before = set_environment(
         {
             **_variables(
                 seat.group, local_rank=seat.local_rank, local_world_size=seat.local_world_size
@@ -145,7 +145,7 @@ def like_torchrun(seat: Seat, run_id: str, num_restarts: int) -> Iterator[None]:
         for module in _ITS_MODULES:
             setattr(module, _INITIALISE, of_torch)
         restore_environment()  # What `initialise` has found are our variables.
-        _set_environment(before)
+        set_environment(before)
 
 
 def _in_place_of(of_torch: Callable[..., None], seat: Seat) -> Callable[..., None]:
@@ -206,11 +206,11 @@ def restore_environment() -> None:
     """Give the environment variables that `initialise` has set their former values."""
     ours = between_runs().world
     if ours is not None:
-        _set_environment(ours.environment)
+        set_environment(ours.environment)
         ours.environment = {}
 
 
-def _set_environment(values: Mapping[str, str | None]) -> dict[str, str | None]:
+def set_environment(values: Mapping[str, str | None]) -> dict[str, str | None]:
     """Set these variables, and unset those that are None. Returns their former values."""
     before = {name: os.environ.get(name) for name in values}
     for name, value in values.items():

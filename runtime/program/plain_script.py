@@ -29,7 +29,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from ..process.random_state import RandomState
-from ..process.torch_distributed import like_torchrun
+from ..process.torch_distributed import like_torchrun, set_environment
 from .context import Context, call_of
 from .last_step import LastStep
 
@@ -131,11 +131,7 @@ def _undone(script: PlainScript) -> Iterator[None]:
         torch.set_default_dtype(dtype)
         RandomState().load_state_dict(generators)
         logging.root.handlers[:] = handlers
-        for name in os.environ.keys() | environment.keys():
-            if name not in environment:
-                del os.environ[name]
-            elif os.environ.get(name) != environment[name]:
-                os.environ[name] = environment[name]
+        set_environment({name: environment.get(name) for name in {*os.environ, *environment}})
         if accelerate := sys.modules.get("accelerate.state"):
             # All Accelerators of a process have one state, with the process group in it.
             accelerate.AcceleratorState._reset_state(reset_partial_state=True)
