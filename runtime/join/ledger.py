@@ -104,7 +104,7 @@ class JoinLedger:
             # Outside an iteration, and without data, no step belongs to a batch of this rank.
             if is_step and self.batch is not None and (self.has_next or self._is_last_batch):
                 self.pattern.of_batch += 1
-        elif ran := newest_ranks(agreement.standings):
+        elif ran := newest_ranks(agreement.leftovers):
             self.last_live, self.ran_after_last_step = ran, True
 
     @property

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from chorusline.collectives import Group
 from chorusline.collectives.contract.errors import name_ranks
 
-from .leftovers import HANDS_IN_NOW, LeftoverVote, read_standings
+from .leftovers import HANDS_IN_NOW, LeftoverVote, read_leftovers
 
 MAX_ITERATIONS = 4
 """The most iterations over shards that a rank can be in at once: the vote of a step whose samples
@@ -70,7 +70,7 @@ class Agreement:
     stop: whether all ranks stop after this step, as some rank was asked to.
     cursors: by rank, how many samples it has taken of each iteration; empty if not counted.
     notes: by Note, how many ranks note it; empty where nobody asked.
-    standings: by rank; empty where nobody asked.
+    leftovers: by rank, what it says of them; empty where nobody asked.
     joins: by rank, the Join of the step, as the bits of `JoinEngine.told_by`; 0: it is in none.
     epochs: by rank, the epoch of `ctx.epochs` that it is in, counted from 1; 0: none.
     digests: by rank. Above 0: of the steps of plain optimizers since the vote before
@@ -86,7 +86,7 @@ class Agreement:
     stop: bool = False
     cursors: tuple[tuple[int, ...], ...] = ()
     notes: tuple[int, ...] = ()
-    standings: tuple[LeftoverVote, ...] = ()
+    leftovers: tuple[LeftoverVote, ...] = ()
     joins: tuple[int, ...] = ()
     epochs: tuple[int, ...] = ()
     digests: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class Agreement:
     @property
     def num_contributing(self) -> int:
         """How many ranks contributed gradients: the live ones, and those with leftovers."""
-        return sum(one.contributes for one in self.standings) or len(self.live)
+        return sum(one.contributes for one in self.leftovers) or len(self.live)
 
     def says(self, note: Note) -> int:
         """How many ranks note it."""
@@ -107,16 +107,16 @@ NOTES_AT = 4
 _VOTES, _WEIGHT, _WEIGHING, _ASKING = range(NOTES_AT)
 _HEAD = NOTES_AT + len(Note)
 _OF_RANK = 5
-"""A rank's standing, its outlook, and its digest. The outlook is one number, whose lowest bit says
-whether the rank may continue, the next eight its Join, and the rest its epoch."""
+"""What a rank says of its leftovers, its outlook, and its digest. The outlook is one number, whose
+lowest bit says whether the rank may continue, the next eight its Join, and the rest its epoch."""
 _LOW = 1 << 23
 """A cursor travels as two numbers, since float32 counts only to 2^24."""
 
 
 def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int:
     """The length of a vote: the number of votes, the weight, the number of weighing ranks and of
-    ranks that ask for a stop; the notes; standing, outlook and digest per rank; used per parameter;
-    two numbers per cursor and rank."""
+    ranks that ask for a stop; the notes; leftovers, outlook and digest per rank; used per
+    parameter; two numbers per cursor and rank."""
     return _HEAD + _OF_RANK * num_ranks + num_parameters + 2 * num_cursors * num_ranks
 
 
@@ -124,7 +124,7 @@ def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int
 class Vote:
     """What one rank says about a step.
 
-    standing: whether this rank took the step with data, or hands in leftovers; in a second vote on
+    leftovers: whether this rank took the step with data, or hands in leftovers; in a second vote on
         a step HANDS_IN_NOW or ABSENT.
     has_next: whether this rank may take another step.
     used: per parameter, whether this rank has a gradient for it.
@@ -140,7 +140,7 @@ class Vote:
     epoch: of this rank, as in an Agreement; of a larger one the lowest 15 bits travel.
     """
 
-    standing: LeftoverVote | tuple[float, float, float]
+    leftovers: LeftoverVote | tuple[float, float, float]
     has_next: bool
     used: Sequence[bool]
     weight: float | None
@@ -156,15 +156,15 @@ class Vote:
     def numbers(self, rank: int, num_ranks: int, num_cursors: int = 0) -> list[float]:
         """vote_numel numbers. They are made on the host, and go up in one copy. num_cursors: where
         this rank has fewer cursors, the rest is 0."""
-        standing, used = self.standing, self.used
+        leftovers, used = self.leftovers, self.used
         first = vote_numel(num_ranks, len(used))
         vote = [0.0] * vote_numel(num_ranks, len(used), num_cursors)
         vote[_VOTES] = 1.0
         own_at = _HEAD + 3 * rank
-        if isinstance(standing, LeftoverVote):
-            vote[own_at : own_at + 3], contributes = standing.numbers, standing.contributes
+        if isinstance(leftovers, LeftoverVote):
+            vote[own_at : own_at + 3], contributes = leftovers.numbers, leftovers.contributes
         else:
-            vote[own_at : own_at + 3], contributes = standing, standing == HANDS_IN_NOW
+            vote[own_at : own_at + 3], contributes = leftovers, leftovers == HANDS_IN_NOW
         # Three counts of ranks are in one number, each smaller than `one_more`.
         one_more, uses = num_ranks + 1, slice(_HEAD + _OF_RANK * num_ranks, first)
         if self.holds_cleared:
@@ -191,9 +191,9 @@ class Vote:
         return vote
 
 
-def standings_in(total: Sequence[float], num_ranks: int) -> tuple[LeftoverVote, ...]:
-    """By rank, its standing. total: vote_numel numbers, the sum of all votes."""
-    return read_standings(total[_HEAD : _HEAD + 3 * num_ranks])
+def leftovers_in(total: Sequence[float], num_ranks: int) -> tuple[LeftoverVote, ...]:
+    """By rank, what it says of its leftovers. total: vote_numel numbers, the sum of all votes."""
+    return read_leftovers(total[_HEAD : _HEAD + 3 * num_ranks])
 
 
 def joins_in(total: Sequence[float], num_ranks: int) -> list[int]:
@@ -240,9 +240,9 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
     not, or all weights are zero."""
     _, weight, num_weighing, num_asking = total[:NOTES_AT]
     values = total[_HEAD:]
-    standings = read_standings(values[: 3 * num_ranks])
-    live = tuple(rank for rank, one in enumerate(standings) if one.is_live)
-    num_contributing = sum(one.contributes for one in standings)
+    leftovers = read_leftovers(values[: 3 * num_ranks])
+    live = tuple(rank for rank, one in enumerate(leftovers) if one.is_live)
+    num_contributing = sum(one.contributes for one in leftovers)
     # At the end of a Join no rank is live: nothing is stepped, so there is nothing to weigh.
     if live and num_weighing not in (0, num_contributing):
         raise RuntimeError(
@@ -270,7 +270,7 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         ),
         kept=tuple(use // one_more % one_more for use in uses),
         weight=weight if live else 0.0,
-        standings=standings,
+        leftovers=leftovers,
         joins=tuple(joins_in(total, num_ranks)),
         epochs=tuple(outlook // 512 for outlook in outlooks),
         digests=tuple(map(int, values[4 * num_ranks : _OF_RANK * num_ranks])),

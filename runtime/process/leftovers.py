@@ -75,7 +75,7 @@ ABSENT = (0.0, 0.0, 0.0)
 """Added to those of other ranks."""
 
 
-def read_standings(numbers: Sequence[float]) -> tuple[LeftoverVote, ...]:
+def read_leftovers(numbers: Sequence[float]) -> tuple[LeftoverVote, ...]:
     """numbers: three for each rank."""
     return tuple(_read(*numbers[at : at + 3]) for at in range(0, len(numbers), 3))
 
@@ -94,26 +94,26 @@ def _read(number: float, passes: float, cleared_at: float) -> LeftoverVote:
     )
 
 
-def newest_ranks(standings: Sequence[LeftoverVote]) -> tuple[int, ...]:
+def newest_ranks(votes: Sequence[LeftoverVote]) -> tuple[int, ...]:
     """The ranks with data; where none has, those that ran the body most often since the last step,
     which know best what it has done. Empty where no rank has run a pass since."""
-    if live := tuple(rank for rank, one in enumerate(standings) if one.is_live):
+    if live := tuple(rank for rank, one in enumerate(votes) if one.is_live):
         return live
-    most = max((one.passes for one in standings), default=0)
-    return tuple(rank for rank, one in enumerate(standings) if one.passes == most > 0)
+    most = max((one.passes for one in votes), default=0)
+    return tuple(rank for rank, one in enumerate(votes) if one.passes == most > 0)
 
 
-def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
+def belongs(votes: Sequence[LeftoverVote], rank: int) -> bool:
     """Whether what `rank`, which has no data, holds is not cleared yet: then it is part of the
     step, if some rank has data.
 
     Raises RuntimeError, on all ranks that ask, if the ranks with data do not say the same.
     """
-    own = standings[rank]
-    live = [number for number, one in enumerate(standings) if one.is_live]
+    own = votes[rank]
+    live = [number for number, one in enumerate(votes) if one.is_live]
     cleared = [
         number
-        for number, one in enumerate(standings)
+        for number, one in enumerate(votes)
         if (one.is_live or not live) and one.has_cleared_since(own.passes, own.calls)
     ]
     if not live:  # The end of a Join: what each rank continues to hold.
@@ -130,7 +130,7 @@ def belongs(standings: Sequence[LeftoverVote], rank: int) -> bool:
             "are part of the step. Call zero_grad() in the same places of the loop's body on all "
             "ranks"
         )
-    edited = [number for number in live if standings[number].edits != own.edits]
+    edited = [number for number in live if votes[number].edits != own.edits]
     if edited:
         raise RuntimeError(_why_not_edited(rank, name_ranks(edited, "has", "have")))
     return True
@@ -144,22 +144,22 @@ def _why_not_edited(rank: int, who: str) -> str:
     )
 
 
-def sends_again(standings: Sequence[LeftoverVote]) -> bool:
+def sends_again(votes: Sequence[LeftoverVote]) -> bool:
     """Whether some rank has handed in leftovers that do not belong to the step, or has not handed
     in those that do.
 
     Raises RuntimeError, on all ranks alike, as `belongs` does, also for what a rank that has data
     again has left in an earlier loop."""
     # No step is taken, so nothing is missing in it.
-    if not any(one.is_live for one in standings):
+    if not any(one.is_live for one in votes):
         return False
-    for rank, one in enumerate(standings):
+    for rank, one in enumerate(votes):
         if one.is_live and one.edits == MOST_EDITS:
             raise RuntimeError(
                 "in an epoch before this one, " + _why_not_edited(rank, "another rank has")
             )
     return any(
-        one.holds and one.hands_in != belongs(standings, rank)
-        for rank, one in enumerate(standings)
+        one.holds and one.hands_in != belongs(votes, rank)
+        for rank, one in enumerate(votes)
         if not one.is_live
     )

@@ -26,8 +26,8 @@ from ..process.agreement import (
     Vote,
     check_votes,
     joins_in,
+    leftovers_in,
     read_agreement,
-    standings_in,
 )
 from ..process.leftovers import LeftoverVote, newest_ranks, sends_again
 from ..process.option_numbers import entries, is_number
@@ -175,28 +175,28 @@ class Ballot:
 
     def sends_again(self, seen: Sequence[float]) -> tuple[LeftoverVote, ...] | None:
         """Whether the gradients of some rank have changed since they were sent, or those of a rank
-        without data were taken for what they are not: then the standings."""
-        standings = self._standings(seen)
-        is_live = any(one.is_live for one in standings)
+        without data were taken for what they are not: then the leftover votes."""
+        votes = self._leftovers(seen)
+        is_live = any(one.is_live for one in votes)
         has_more = is_live and self.says(Note.HAS_MORE, seen)
         # Asked first: it raises the same error on all ranks.
-        return standings if sends_again(standings) or has_more else None
+        return votes if sends_again(votes) or has_more else None
 
     def live(self, seen: Sequence[float]) -> tuple[int, ...]:
         """The ranks with data."""
-        return tuple(rank for rank, one in enumerate(self._standings(seen)) if one.is_live)
+        return tuple(rank for rank, one in enumerate(self._leftovers(seen)) if one.is_live)
 
     def newest(self, seen: Sequence[float]) -> tuple[int, ...]:
         """The ranks with data, or those that have run the body most often since the last step."""
-        return newest_ranks(self._standings(seen))
+        return newest_ranks(self._leftovers(seen))
 
-    def _standings(self, seen: Sequence[float]) -> tuple[LeftoverVote, ...]:
-        return standings_in(seen[self._vote_at :], self._group.size)
+    def _leftovers(self, seen: Sequence[float]) -> tuple[LeftoverVote, ...]:
+        return leftovers_in(seen[self._vote_at :], self._group.size)
 
     def max_norms(self, seen: Sequence[float]) -> list[tuple[float, bool]]:
         """By rank, its max_norm, and whether it has data."""
-        standings = self._standings(seen)
-        own = zip(self._own(seen), standings, strict=True)
+        votes = self._leftovers(seen)
+        own = zip(self._own(seen), votes, strict=True)
         place = self._digests_at - len(OF_THE_STEP)
         return [(numbers[place], one.is_live) for numbers, one in own]
 

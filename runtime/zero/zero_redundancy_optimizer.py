@@ -813,10 +813,10 @@ class OptimizerEngine:
             why = next(filter(None, told))
             ranks = [rank for rank, one in enumerate(told) if one == why]
             raise RuntimeError(f"on {name_ranks(ranks)}: {why}")
-        if self.reducer is not None and (standings := self._ballot.sends_again(payload)):
+        if self.reducer is not None and (votes := self._ballot.sends_again(payload)):
             # A rank ran more passes since the launch, or it now knows what its leftovers belong
             # to. All send again, with these, and vote again.
-            self.reducer.send_again(standings)
+            self.reducer.send_again(votes)
             payload = self._vote_with_others(is_live)
         if self._takes_max_norm(payload, is_live):
             payload = self._vote_with_others(is_live)
@@ -1048,7 +1048,7 @@ class OptimizerEngine:
         needs_norm = self._needs_norm
         in_steps = self.model is not None and self.model.steps.is_under_way
         vote = Vote(
-            standing=self.reducer.standing(is_live) if self.reducer else LeftoverVote(is_live),
+            leftovers=self.reducer.leftovers(is_live) if self.reducer else LeftoverVote(is_live),
             has_next=self.optimizer._has_next(),
             used=[parameter.grad is not None for parameter in self.shard.parameters],
             holds_cleared=self.reducer is not None and self.reducer.holds_cleared,

@@ -62,7 +62,7 @@ def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
         total = torch.zeros(vote_numel(num_ranks, 4, MAX_ITERATIONS), dtype=dtype)
         for rank in range(num_ranks):
             vote = Vote(
-                standing=LeftoverVote(rank != 1),
+                leftovers=LeftoverVote(rank != 1),
                 has_next=rank != 0,
                 used=used[rank],
                 weight=None,

@@ -215,7 +215,7 @@ class HeldGradients:
     def begin(self, agreement: Agreement, *, knows_edits: bool = True) -> None:
         """The ranks have agreed on a step, or where each pass has a vote, on a pass. knows_edits:
         whether this rank has changed its gradients as the others have theirs since the last one."""
-        live = [agreement.standings[rank] for rank in agreement.live]
+        live = [agreement.leftovers[rank] for rank in agreement.live]
         if live:
             self.clear_pattern = max(o.calls for o in live), max(o.cleared_at for o in live), 0
         self._begin()
@@ -225,7 +225,7 @@ class HeldGradients:
         self.calls, self.passes, self.cleared_at, self.edits = 0, 0, -1, 0
         self.perturbed = None
 
-    def standing(self, *, is_live: bool, holds: bool, hands_in: bool = False) -> LeftoverVote:
+    def leftovers(self, *, is_live: bool, holds: bool, hands_in: bool = False) -> LeftoverVote:
         return LeftoverVote(
             is_live,
             self.calls,

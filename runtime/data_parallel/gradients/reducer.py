@@ -46,8 +46,8 @@ from ...process.agreement import (
     Vote,
     check_votes,
     joins_in,
+    leftovers_in,
     read_agreement,
-    standings_in,
     vote_numel,
     with_leftovers,
 )
@@ -503,15 +503,15 @@ class Reducer:
             self._begin_launching()
             self._send_rest()
 
-    def send_again(self, standings: Sequence[LeftoverVote] = ()) -> None:
+    def send_again(self, votes: Sequence[LeftoverVote] = ()) -> None:
         """Launch all buckets of a sharded step once more: on some rank they have changed, or a
         rank without data has not sent what belongs to the step.
 
-        standings: of the ballot that says so."""
+        votes: about leftovers, of the ballot that says so."""
         # Whether the leftovers of a rank without data belong to the step is known by the ballot
         # only.
-        if standings and self._is_shadowing and self._holds:
-            self._hand_in(belongs(standings, self.group.rank))
+        if votes and self._is_shadowing and self._holds:
+            self._hand_in(belongs(votes, self.group.rank))
         self._fill_unused(self.buckets)
         self._num_launched = 0
         self.has_more = False
@@ -526,12 +526,12 @@ class Reducer:
     def _notes_on_clears(self) -> list[Note]:
         return [Note.ZEROES] if self.is_live and self.held.clears_to_zeros else []
 
-    def standing(self, is_live: bool) -> LeftoverVote:
+    def leftovers(self, is_live: bool) -> LeftoverVote:
         """What the ballot of a sharded step says of the gradients that this rank holds."""
         # Only ranks without data use it: they do to their gradients what those with data do.
         if is_live and self._is_uneven():
             self.held.look()
-        return self.held.standing(is_live=is_live, holds=self._holds, hands_in=not self._aside)
+        return self.held.leftovers(is_live=is_live, holds=self._holds, hands_in=not self._aside)
 
     @property
     def holds_cleared(self) -> bool:
@@ -579,7 +579,7 @@ class Reducer:
             notes.append(Note.COMPARES)
         digest = steps.vote(self.is_live or self._steps_along() or steps.has_stepped_along)
         vote = Vote(
-            standing=self.held.standing(is_live=self.is_live, holds=self.has_leftover),
+            leftovers=self.held.leftovers(is_live=self.is_live, holds=self.has_leftover),
             has_next=has_next,
             used=self.gradients.usage() if used is None else used,
             weight=self.weight if used is None else None,
@@ -598,8 +598,8 @@ class Reducer:
         total = self._sum_of_votes()
         # First: what else the votes say is of one model.
         check_same_joins(joins_in(total, self.group.size), self.group.generation)
-        if sends_again(standings := standings_in(total, self.group.size)):
-            total = self._add_leftovers(total, standings)
+        if sends_again(votes := leftovers_in(total, self.group.size)):
+            total = self._add_leftovers(total, votes)
         agreement, divisor = self._agreement_of(total)
         # No rank had data: the sum is of zeros, and nothing is applied.
         if not agreement.live:
@@ -621,7 +621,7 @@ class Reducer:
         check_votes(total, self.group)
         return total
 
-    def _add_leftovers(self, total: list[float], standings: Sequence[LeftoverVote]) -> list[float]:
+    def _add_leftovers(self, total: list[float], votes: Sequence[LeftoverVote]) -> list[float]:
         """Reduce once more: ranks without data send what they still hold, and the others zeros.
         Returns the sum of all votes. This is one more round, in the first step after a rank with
         gradients from no_sync has run out of data."""
@@ -629,13 +629,13 @@ class Reducer:
         before = [bucket.flat[: bucket.plan.content].clone() for bucket in self.buckets]
         for view in self.gradients.views.values():
             view.zero_()
-        gives = bool(self._aside) and belongs(standings, self.group.rank)
+        gives = bool(self._aside) and belongs(votes, self.group.rank)
         if gives:
             self._fill(self._aside)
         # The second vote is of the leftovers alone: whether there is a next batch was said in the
         # first.
         vote = Vote(
-            standing=HANDS_IN_NOW if gives else ABSENT,
+            leftovers=HANDS_IN_NOW if gives else ABSENT,
             has_next=False,
             used=[number in self._aside for number in range(len(self.parameters))],
             weight=self.weight if gives else None,
@@ -652,15 +652,15 @@ class Reducer:
     def _go_back(self, agreement: Agreement) -> None:
         """No rank had data, and nothing was sent: this rank holds again what it held, unless the
         others have changed theirs since."""
-        standings, rank = agreement.standings, self.group.rank
+        votes, rank = agreement.leftovers, self.group.rank
         # Edited on the last ranks only, the leftovers of the others belong to nothing any more.
-        if belongs(standings, rank) and self._knows_edits(standings):
+        if belongs(votes, rank) and self._knows_edits(votes):
             if self.has_leftover:
                 self._fill(self._aside)
             else:
                 self.earlier.restore()
         else:
-            if not standings[rank].is_cleared:
+            if not votes[rank].is_cleared:
                 self.held.drop()
             self.earlier.forget()
             self.has_leftover = False
@@ -671,18 +671,17 @@ class Reducer:
         if self.ends_steps:
             between_runs().end_applying()
 
-    def _knows_edits(self, standings: Sequence[LeftoverVote]) -> bool:
+    def _knows_edits(self, votes: Sequence[LeftoverVote]) -> bool:
         """No rank had data: whether this one has changed its gradients as the last ones have."""
-        return self._had_data or len({one.edits for one in standings}) == 1
+        return self._had_data or len({one.edits for one in votes}) == 1
 
     def _stand_in(self, agreement: Agreement) -> None:
         """No rank had data. Ranks that have run out of it just now may continue to hold gradients:
         then this one, which has run out earlier, sees the program clear them too."""
-        standings = agreement.standings
+        votes = agreement.leftovers
         # What a rank has cleared itself, and holds still, are zeros.
         if not self._had_data and any(
-            one.holds and (one.is_cleared or belongs(standings, rank))
-            for rank, one in enumerate(standings)
+            one.holds and (one.is_cleared or belongs(votes, rank)) for rank, one in enumerate(votes)
         ):
             kept = [number for number, ranks in enumerate(agreement.kept) if ranks]
             self.held.hold_zeros(kept if self.is_sharded else self.held.last_used)
@@ -943,7 +942,7 @@ class Reducer:
     def end_step(self, agreement: Agreement) -> None:
         """Called when the optimizer has the reduced gradients of a sharded step."""
         has_several = agreement.says(Note.SEVERAL) > 0
-        standings, rank = agreement.standings, self.group.rank
+        votes, rank = agreement.leftovers, self.group.rank
         self.held.hear(agreement)
         if agreement.live:
             # The ranks with data cleared theirs before this step, so what was held here is gone
@@ -953,7 +952,7 @@ class Reducer:
             self.num_in_step = 0
             self.sends_late = has_several
         else:
-            if standings[rank].is_cleared or belongs(standings, rank):
+            if votes[rank].is_cleared or belongs(votes, rank):
                 self._hand_in(True)
             else:
                 self.held.drop()
@@ -961,7 +960,7 @@ class Reducer:
             # The next step has the passes that had none, on whichever rank.
             self.num_in_step = int(has_several)
             self.sends_late = self.sends_late or has_several
-        knows_edits = bool(agreement.live) or self._knows_edits(standings)
+        knows_edits = bool(agreement.live) or self._knows_edits(votes)
         self.held.begin(agreement, knows_edits=knows_edits)
         self.held.note_writes()
         # A body may step before its first pass, by what an epoch has left: the writes are ours.
