@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import chorusline as cl
-from tests.harness.standing_ranks import StandingRanks
+from tests.harness.reused_ranks import ReusedRanks
 
 # The assertions of contracts say what they compare, as those of test modules do.
 pytest.register_assert_rewrite("tests.contracts")
@@ -39,12 +39,12 @@ def alone() -> Iterator[cl.Group]:
 
 
 @pytest.fixture(scope="session")
-def ranks_of() -> Iterator[Callable[[int], StandingRanks]]:
+def ranks_of() -> Iterator[Callable[[int], ReusedRanks]]:
     """ranks_of(size): processes that are the ranks of one group; no Ray."""
-    started: dict[int, StandingRanks] = {}
+    started: dict[int, ReusedRanks] = {}
 
-    def of_size(size: int) -> StandingRanks:
-        return started.setdefault(size, StandingRanks(size))
+    def of_size(size: int) -> ReusedRanks:
+        return started.setdefault(size, ReusedRanks(size))
 
     yield of_size
     for ranks in started.values():
@@ -52,12 +52,12 @@ def ranks_of() -> Iterator[Callable[[int], StandingRanks]]:
 
 
 @pytest.fixture(scope="module")
-def standing() -> Iterator[Callable[[str, int], StandingRanks]]:
-    """standing(transport, size): processes with one group, kept from one check to the next."""
-    started: dict[tuple[str, int], StandingRanks] = {}
+def reused_ranks() -> Iterator[Callable[[str, int], ReusedRanks]]:
+    """reused_ranks(transport, size): processes with one group, kept from one check to the next."""
+    started: dict[tuple[str, int], ReusedRanks] = {}
 
-    def of(transport: str, size: int) -> StandingRanks:
-        return started.setdefault((transport, size), StandingRanks(size, transport))
+    def of(transport: str, size: int) -> ReusedRanks:
+        return started.setdefault((transport, size), ReusedRanks(size, transport))
 
     yield of
     for ranks in started.values():

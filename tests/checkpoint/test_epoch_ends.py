@@ -18,7 +18,7 @@ import torch
 import chorusline as cl
 from chorusline.runtime.checkpoint.format.epoch_end import NOTE
 from chorusline.runtime.checkpoint.format.manifest import MANIFEST
-from tests.harness.standing_ranks import StandingRanks
+from tests.harness.reused_ranks import ReusedRanks
 from tests.references.checkpoint_runs import in_run, make_model, same
 
 DATA = torch.randn(24, 7, generator=torch.Generator().manual_seed(5))
@@ -91,7 +91,7 @@ class Ear(logging.Handler):
 
 
 def in_run_of(
-    ranks: StandingRanks, config: cl.CheckpointConfig, epochs: int, tail: str, stop_in: int = -1
+    ranks: ReusedRanks, config: cl.CheckpointConfig, epochs: int, tail: str, stop_in: int = -1
 ) -> tuple[list[tuple[int, int]], dict[str, torch.Tensor], list[str]]:
     """What rank 0 tells."""
     first, *_ = ranks.run(_run_epochs, config, epochs, tail, stop_in)
@@ -112,7 +112,7 @@ def _run_epochs(
         logging.getLogger("chorusline").removeHandler(ear)
 
 
-Ranks = Callable[[int], StandingRanks]
+Ranks = Callable[[int], ReusedRanks]
 
 
 def test_a_finished_epoch_is_not_entered_again(ranks_of: Ranks, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.harness import random_programs
 from tests.harness.ranks import GLOO
-from tests.harness.standing_ranks import StandingRanks, another_group
+from tests.harness.reused_ranks import ReusedRanks, another_group
 
 SIZES = (2, 3, 4)
 
@@ -44,7 +44,7 @@ def test_five_thousand_random_programs_give_what_numpy_gives(ranks_of):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", SIZES)
 def test_random_programs_give_what_numpy_gives_between_hosts(size):
-    ranks = StandingRanks(size, GLOO)
+    ranks = ReusedRanks(size, GLOO)
     try:
         for part in random_programs.parts(random_programs.spread(0, 300, SIZES)[size], 25):
             ranks.run(random_programs.run, part)

@@ -21,7 +21,7 @@ from chorusline.collectives.transports.comparing import (
     _packed,
     _unpacked,
 )
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 
 NAMES = {
     "latin": "entraîner",

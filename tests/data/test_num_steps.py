@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import chorusline as cl
-from tests.harness.standing_ranks import StandingRanks
+from tests.harness.reused_ranks import ReusedRanks
 from tests.references.checkpoint_runs import in_run
 
 KEYS = [int(number**0.5) for number in range(97)]  # ten keys, of 1, 3, 5 … samples
-Ranks = Callable[[int], StandingRanks]
+Ranks = Callable[[int], ReusedRanks]
 
 
 def epochs_of(

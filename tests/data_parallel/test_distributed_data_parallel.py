@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import chorusline as cl
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, largest_difference, loss_of, make_model, reference
 
 

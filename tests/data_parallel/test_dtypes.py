@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 import chorusline as cl
 from chorusline.collectives.objects.blocking import broadcast_object
 from chorusline.runtime.program.reducing import reduced
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.harness.torch_groups import with_torch
 from tests.references.checkpoint_runs import in_run
 

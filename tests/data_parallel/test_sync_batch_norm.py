@@ -11,7 +11,7 @@ from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
 from tests.harness.combinations import combinations
 from tests.harness.gpus import gpus_of
 from tests.harness.ranks import error_of
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, loss_of
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.profiler import ProfilerActivity, profile
 
 import chorusline as cl
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.harness.torch_groups import torch_over
 from tests.references.training import (
     OPTIMIZERS,

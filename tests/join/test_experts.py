@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import largest_difference
 
 Clear = Callable[[torch.nn.Module, Any], None]

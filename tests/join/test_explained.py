@@ -7,7 +7,7 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.process.leftovers import LeftoverVote, belongs
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
 

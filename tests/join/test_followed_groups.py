@@ -10,7 +10,7 @@ from chorusline.collectives.contract.dtypes import DTYPES
 from chorusline.collectives.contract.operation import Kind
 from chorusline.collectives.neutral import neutral_element, take_part, why_not_without
 from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.joinables import CountingJoinable
 from tests.references.training import batches_of, loss_of, make_model
 

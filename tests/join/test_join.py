@@ -10,7 +10,7 @@ import chorusline as cl
 from chorusline.runtime.join.ledger import JoinLedger
 from chorusline.runtime.process.agreement import Agreement
 from tests.harness.combinations import combinations
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.joinables import CountingJoinable
 from tests.references.training import (
     OPTIMIZERS,

@@ -17,7 +17,7 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.data_parallel.outputs import tensors_of
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 
 
 @dataclasses.dataclass

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 import chorusline as cl
 from tests.harness.combinations import combinations
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.random_bodies import data_of
 
 Act = tuple[str, int]

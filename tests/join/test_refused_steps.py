@@ -9,7 +9,7 @@ import torch
 import chorusline as cl
 from chorusline.collectives.contract.errors import name_ranks
 from tests.harness.combinations import combinations
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
 Body = Callable[[torch.nn.Module, cl.ZeroRedundancyOptimizer, torch.Tensor, int], None]

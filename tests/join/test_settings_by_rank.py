@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
 DTYPE = torch.float64

@@ -8,7 +8,7 @@ import torch
 
 import chorusline as cl
 from tests.harness.combinations import combinations
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, largest_difference
 
 LR = 0.1

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import chorusline as cl
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 
 CLEARS = (
     *("optimizer", "optimizer, to zeros", "model", "module"),

@@ -20,7 +20,7 @@ from chorusline.runtime.data.steps.micro_batch_dealing import (
 from chorusline.runtime.data.steps.step_rows import DatasetRows
 from chorusline.runtime.data.steps.steps import Steps
 from chorusline.runtime.data.stragglers import LONG_S, Stragglers, slowness
-from tests.harness.standing_ranks import StandingRanks
+from tests.harness.reused_ranks import ReusedRanks
 
 
 def test_a_step_is_cut_into_micro_batches_and_the_last_one_may_be_smaller() -> None:
@@ -172,7 +172,7 @@ def counts_of_steps(group: cl.Group, epochs: int) -> list[int]:
 
 
 def test_a_rank_that_is_measured_to_be_slow_gets_fewer_micro_batches_of_the_next_steps(
-    ranks_of: Callable[[int], StandingRanks],
+    ranks_of: Callable[[int], ReusedRanks],
 ) -> None:
     steps = list(zip(*ranks_of(2).run(counts_of_steps, 2), strict=True))
     assert {sum(step) for step in steps} == {8}

@@ -7,7 +7,7 @@ import torch
 
 import chorusline as cl
 from tests.harness.ranks import error_of
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
 _OPTIONS = {"init_scale": 2.0**10, "growth_interval": 2}

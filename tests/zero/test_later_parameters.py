@@ -7,7 +7,7 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
 KINDS = {

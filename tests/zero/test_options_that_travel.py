@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import chorusline as cl
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, largest_difference, loss_of, make_model
 
 OF_PAIR = {"betas": (0.5, 0.75), "eps": 0.125}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.checkpoint_runs import in_run
 
 ADAMW = {"lr": 0.1}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import backward_of_all, data_of, largest_difference, make_model
 
 DTYPE = torch.float64

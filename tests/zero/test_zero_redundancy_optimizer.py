@@ -9,7 +9,7 @@ import torch
 import chorusline as cl
 from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.sharded_training import ELEMENTWISE, assert_same_state, plain_run, sharded_run
 from tests.references.training import OPTIMIZERS, batches_of, loss_of, make_model
 

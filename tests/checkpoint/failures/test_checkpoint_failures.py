@@ -26,7 +26,7 @@ from chorusline.runtime.checkpoint.format.shard_file import write_part
 from chorusline.runtime.checkpoint.format.storage import open_storage
 from chorusline.runtime.process.registry import Registry
 from tests.harness.ranks import SHARED_MEMORY, Rank, Ranks, run_ranks
-from tests.harness.standing_ranks import StandingRanks
+from tests.harness.reused_ranks import ReusedRanks
 from tests.references.checkpoint_places import (
     DAMAGES,
     flip,
@@ -298,7 +298,7 @@ def _fill_the_disk(group: cl.Group, place: Path) -> tuple[list[str], int]:
 
 def test_a_full_disk_is_a_typed_error_on_all_ranks_and_the_earlier_checkpoint_stays(tmp_path):
     # The limit holds for the file of their store too, in which other tests have written much.
-    ranks = StandingRanks(2)
+    ranks = ReusedRanks(2)
     try:
         told = ranks.run(_fill_the_disk, tmp_path)
     finally:

@@ -24,7 +24,7 @@ from tests.harness.ranks import (
     on_gpus,
     run_ranks,
 )
-from tests.harness.standing_ranks import StandingRanks
+from tests.harness.reused_ranks import ReusedRanks
 
 Check = Callable[[Group], Any]
 
@@ -47,9 +47,9 @@ def run_checks(rank: Rank, checks: list[Check]) -> list[Any]:
 @pytest.mark.parametrize(("transport", "size"), HOST_TRANSPORTS)
 @pytest.mark.parametrize("check", HOST_CONTRACT, ids=name_of)
 def test_host_transports_keep_the_contract(
-    check: Check, transport: str, size: int, standing: Callable[[str, int], StandingRanks]
+    check: Check, transport: str, size: int, reused_ranks: Callable[[str, int], ReusedRanks]
 ) -> None:
-    results = standing(transport, size).run(check)
+    results = reused_ranks(transport, size).run(check)
     assert results == [results[0]] * size, "the ranks have different bits"
 
 

@@ -18,7 +18,7 @@ from chorusline.collectives.contract.operation import ReduceOp
 from chorusline.collectives.group import Group
 from chorusline.collectives.shared_memory import compiled
 from tests.harness.ranks import IN_BOTH, IN_PYTHON, SHARED_MEMORY
-from tests.harness.standing_ranks import StandingRanks
+from tests.harness.reused_ranks import ReusedRanks
 
 SOURCE = Path(compiled.__file__).with_name("ticks.c")
 HALVES = (torch.float16, torch.bfloat16)
@@ -66,11 +66,11 @@ def runs_in_c(group: Group) -> bool:
 
 @needs_library
 def test_the_environment_chooses_who_has_the_library(
-    standing: Callable[[str, int], StandingRanks],
+    reused_ranks: Callable[[str, int], ReusedRanks],
 ) -> None:
-    assert standing(SHARED_MEMORY, 3).run(runs_in_c) == [True, True, True]
-    assert standing(IN_PYTHON, 3).run(runs_in_c) == [False, False, False]
-    assert standing(IN_BOTH, 3).run(runs_in_c) == [True, False, True]
+    assert reused_ranks(SHARED_MEMORY, 3).run(runs_in_c) == [True, True, True]
+    assert reused_ranks(IN_PYTHON, 3).run(runs_in_c) == [False, False, False]
+    assert reused_ranks(IN_BOTH, 3).run(runs_in_c) == [True, False, True]
 
 
 def values(rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -103,11 +103,11 @@ def sums(group: Group) -> list[Any]:
 @needs_library
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_have_the_bits_of_python(
-    size: int, standing: Callable[[str, int], StandingRanks]
+    size: int, reused_ranks: Callable[[str, int], ReusedRanks]
 ) -> None:
-    expected = standing(IN_PYTHON, size).run(sums)
-    assert standing(SHARED_MEMORY, size).run(sums) == expected
-    assert standing(IN_BOTH, size).run(sums) == expected
+    expected = reused_ranks(IN_PYTHON, size).run(sums)
+    assert reused_ranks(SHARED_MEMORY, size).run(sums) == expected
+    assert reused_ranks(IN_BOTH, size).run(sums) == expected
 
 
 def moves(group: Group, numel: int, dtype: torch.dtype) -> list[bytes]:
@@ -137,9 +137,9 @@ def moves(group: Group, numel: int, dtype: torch.dtype) -> list[bytes]:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("numel", [1, 65, 131_073, 300_001, 1_060_000])
 def test_each_operation_gives_what_python_gives_in_any_number_of_ticks(
-    numel: int, size: int, standing: Callable[[str, int], StandingRanks]
+    numel: int, size: int, reused_ranks: Callable[[str, int], ReusedRanks]
 ) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        expected = standing(IN_PYTHON, size).run(moves, numel, dtype)
-        assert standing(SHARED_MEMORY, size).run(moves, numel, dtype) == expected
-        assert standing(IN_BOTH, size).run(moves, numel, dtype) == expected
+        expected = reused_ranks(IN_PYTHON, size).run(moves, numel, dtype)
+        assert reused_ranks(SHARED_MEMORY, size).run(moves, numel, dtype) == expected
+        assert reused_ranks(IN_BOTH, size).run(moves, numel, dtype) == expected

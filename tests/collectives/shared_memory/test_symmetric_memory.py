@@ -27,7 +27,7 @@ from chorusline.collectives.shared_memory.symmetric_memory import NOWHERE, make_
 from chorusline.collectives.shared_memory.work_queue import Body
 from tests.harness.combinations import combinations
 from tests.harness.ranks import GLOO, Rank, Ranks, error_of, run_ranks
-from tests.harness.standing_ranks import StandingRanks
+from tests.harness.reused_ranks import ReusedRanks
 
 NUMEL = IN_PLACE_BYTES // 4 + 33
 """Elements of float32, which no number of ranks divides evenly and which are read in place."""
@@ -36,9 +36,9 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int16]
 
 
 @pytest.fixture(scope="module")
-def standing() -> Iterator[Callable[[int], StandingRanks]]:
-    started: dict[int, StandingRanks] = {}
-    yield lambda size: started.setdefault(size, StandingRanks(size))
+def reused_ranks() -> Iterator[Callable[[int], ReusedRanks]]:
+    started: dict[int, ReusedRanks] = {}
+    yield lambda size: started.setdefault(size, ReusedRanks(size))
     for ranks in started.values():
         ranks.stop()
 
@@ -89,9 +89,9 @@ def results(group: Group, dtype: torch.dtype, symmetric_on: list[int], inset: in
 
 @combinations(3, size=[1, 2, 3, 4], dtype=DTYPES)
 def test_bits_are_those_of_ordinary_tensors(
-    size: int, dtype: torch.dtype, standing: Callable[[int], StandingRanks]
+    size: int, dtype: torch.dtype, reused_ranks: Callable[[int], ReusedRanks]
 ) -> None:
-    ranks = standing(size)
+    ranks = reused_ranks(size)
     ordinary = ranks.run(results, dtype, [], 0)
     assert ranks.run(results, dtype, [*range(size)], 0) == ordinary
     if dtype is torch.float32:
@@ -112,10 +112,10 @@ def read_in_place(group: Group) -> tuple[int, int]:
 
 
 def test_symmetric_tensors_are_read_in_place_and_mapped_once(
-    standing: Callable[[int], StandingRanks],
+    reused_ranks: Callable[[int], ReusedRanks],
 ) -> None:
     # Otherwise every test of this file would pass with ordinary tensors.
-    for before, after in standing(3).run(read_in_place):
+    for before, after in reused_ranks(3).run(read_in_place):
         assert after == before + 1
 
 
@@ -134,10 +134,10 @@ def many_tensors(group: Group) -> int:
 
 
 def test_memory_of_a_tensor_goes_with_it_although_others_have_mapped_it(
-    standing: Callable[[int], StandingRanks],
+    reused_ranks: Callable[[int], ReusedRanks],
 ) -> None:
     # 40 tensors of 4 MiB; a peer keeps the mappings, without their pages.
-    assert max(standing(2).run(many_tensors)) < 40
+    assert max(reused_ranks(2).run(many_tensors)) < 40
 
 
 def open_files() -> int:

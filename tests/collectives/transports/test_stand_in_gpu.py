@@ -37,8 +37,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def standing() -> Iterator[Callable[[int, int], StandInRanks]]:
-    """standing(size, seed): ranks with one group, kept from one check to the next."""
+def reused_ranks() -> Iterator[Callable[[int, int], StandInRanks]]:
+    """reused_ranks(size, seed): ranks with one group, kept from one check to the next."""
     started: dict[tuple[int, int], StandInRanks] = {}
 
     def of(size: int, seed: int) -> StandInRanks:
@@ -54,9 +54,9 @@ def standing() -> Iterator[Callable[[int, int], StandInRanks]]:
 
 @pytest.mark.parametrize(("check", "size", "seed"), CASES)
 def test_nccl_keeps_the_contract_on_a_stand_in(
-    check: Check, size: int, seed: int, standing: Callable[[int, int], StandInRanks]
+    check: Check, size: int, seed: int, reused_ranks: Callable[[int, int], StandInRanks]
 ) -> None:
-    results = standing(size, seed).check(check)
+    results = reused_ranks(size, seed).check(check)
     assert results == [results[0]] * size, "the ranks have different bits"
 
 
@@ -97,6 +97,6 @@ def check_launches(group: Group) -> None:
 
 
 def test_a_coalesced_block_and_an_exchange_are_each_one_launch_of_nccl(
-    standing: Callable[[int, int], StandInRanks],
+    reused_ranks: Callable[[int, int], StandInRanks],
 ) -> None:
-    standing(3, 3).check(check_launches)
+    reused_ranks(3, 3).check(check_launches)

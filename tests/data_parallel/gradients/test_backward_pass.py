@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import chorusline as cl
 from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
 _EACH_ALONE = 64 * 8 / (1 << 20)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import chorusline as cl
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, largest_difference, loss_of, make_model
 
 BUCKET_CAP_MB = 64 * 8 / (1 << 20)  # Two or three parameters travel together.

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 import chorusline as cl
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
 DTYPE = torch.float64

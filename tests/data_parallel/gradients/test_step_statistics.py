@@ -12,7 +12,7 @@ import torch
 
 from chorusline.collectives import DebugLevel, Group, HashStore, ReduceOp, set_debug_level
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
-from tests.harness.standing_ranks import StandingRanks
+from tests.harness.reused_ranks import ReusedRanks
 
 
 class TwoHeads(torch.nn.Module):
@@ -51,7 +51,7 @@ def train_and_tell(group: Group) -> tuple[list[str], Any]:
 
 
 def test_buckets_unused_parameters_and_times_are_told_on_every_rank(
-    ranks_of: Callable[[int], StandingRanks],
+    ranks_of: Callable[[int], ReusedRanks],
 ) -> None:
     for rank, (lines, statistics) in enumerate(ranks_of(2).run(train_and_tell)):
         record, *lines = lines

@@ -138,7 +138,7 @@ class StandInRanks:
 
     def check(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`function(group, *arguments)` on a group that stays from one call to the next."""
-        return self.run(_on_standing_group, function, arguments)
+        return self.run(_on_reused_group, function, arguments)
 
     def __enter__(self) -> StandInRanks:
         return self
@@ -157,10 +157,10 @@ class StandInRanks:
         self._pipes, self._pids = [], []
 
 
-_standing: list[Group] = []  # in a rank's process
+_reused: list[Group] = []  # in a rank's process
 
 
-def _on_standing_group(rank: Rank, function: Callable[..., Any], arguments: Any) -> Any:
-    if not _standing:
-        _standing.append(rank.group(timeout_s=60))
-    return function(_standing[0], *arguments)
+def _on_reused_group(rank: Rank, function: Callable[..., Any], arguments: Any) -> Any:
+    if not _reused:
+        _reused.append(rank.group(timeout_s=60))
+    return function(_reused[0], *arguments)

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import chorusline as cl
 from chorusline.runtime.checkpoint.checkpoints import Checkpoints
 from chorusline.runtime.process.registry import Registry
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, largest_difference, make_model
 
 LENGTHS = (2, 6)

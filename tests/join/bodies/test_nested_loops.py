@@ -12,7 +12,7 @@ import torch
 import chorusline as cl
 from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.data.dealer import Dealer
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 
 SIZES = [(21, 9), (21, 5), (8, 8), (8, 21), (21, 8), (21, 7), (7, 21), (21, 4), (3, 9), (1, 8)]
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, strategies as st
 
 import chorusline as cl
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, largest_difference, loss_of, make_model
 
 DTYPE = torch.float64

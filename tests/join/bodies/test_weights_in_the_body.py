@@ -14,7 +14,7 @@ import torch
 
 import chorusline as cl
 from tests.harness.combinations import combinations
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 from tests.references.training import backward_of_all, data_of, largest_difference, loss_of
 
 DTYPE = torch.float64

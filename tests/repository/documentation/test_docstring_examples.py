@@ -17,7 +17,7 @@ import torch
 
 import chorusline as cl
 from chorusline.collectives.transports import backends
-from tests.harness.standing_ranks import another_group
+from tests.harness.reused_ranks import another_group
 
 WITH_A_SESSION = {
     "ActorStore",

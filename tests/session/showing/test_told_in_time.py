@@ -12,7 +12,7 @@ import pytest
 
 import chorusline as cl
 from chorusline.runtime.session.holding.resource_holders import who_holds
-from tests.harness.standing_ranks import StandingRanks
+from tests.harness.reused_ranks import ReusedRanks
 
 pytestmark = pytest.mark.slow  # They wait for what takes long.
 
@@ -43,9 +43,9 @@ def all_reduce_late(group: cl.Group, late_s: float) -> list[str]:
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_the_first_late_arrival_is_told_once_with_the_rank_and_the_line(
-    ranks_of: Callable[[int], StandingRanks], transport: str
+    ranks_of: Callable[[int], ReusedRanks], transport: str
 ) -> None:
-    ranks = ranks_of(3) if transport == "shared_memory" else StandingRanks(3, transport)
+    ranks = ranks_of(3) if transport == "shared_memory" else ReusedRanks(3, transport)
     try:
         first, second, third = ranks.run(all_reduce_late, 7.0)
     finally:

@@ -1,4 +1,4 @@
-"""Ranks that stay: processes started once per size, and given one function after another.
+"""Ranks that are reused: processes started once per size, and given one function after another.
 
 For tests that leave their group whole. Tests that kill ranks take fresh ones, of ranks.py.
 """
@@ -20,7 +20,7 @@ from tests.harness.ranks import FORKS, SHARED_MEMORY, backend_of, choose
 _PATIENCE_S = 60.0
 
 
-class StandingRanks:
+class ReusedRanks:
     """`size` processes with one group. After an error the next call starts new processes."""
 
     def __init__(self, size: int, transport: str = SHARED_MEMORY) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chorusline.collectives import Group
-from tests.harness.standing_ranks import StandingRanks
+from tests.harness.reused_ranks import ReusedRanks
 
 
 def fails() -> None:
@@ -29,7 +29,7 @@ def rank_of(group: Group) -> int:
 
 
 def test_what_a_call_that_was_given_up_left_is_no_answer_to_the_next() -> None:
-    ranks = StandingRanks(2)
+    ranks = ReusedRanks(2)
     try:
         with pytest.raises(ValueError, match="cannot be read"):
             ranks.run(unreadable)
@@ -45,7 +45,7 @@ def num_imported(group: Group) -> int:
 def test_ranks_are_forked_with_everything_imported() -> None:
     """multiprocessing has one list of what to import, which any imported module may change: then
     each rank of the suite would take half a second of a CPU to start."""
-    ranks = StandingRanks(1)
+    ranks = ReusedRanks(1)
     try:
         assert ranks.run(num_imported) == [2]
     finally:
