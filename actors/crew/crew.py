@@ -406,10 +406,12 @@ class Crew:
     async def _recruiting(
         self, driver: Actor, request: RunRequest, payload: Any, has_taken_over: bool
     ) -> AsyncIterator[None]:
-        """While the body runs, start workers, if the run can admit them."""
-        # A loss ends such a run, so that a new worker would have nothing to join.
+        """While the body runs, start spare workers, and new ones, if the run can admit them."""
+        # A loss ends such a run, so that a new worker would have nothing to join; a spare worker
+        # takes the seat in the next run (`_assemble`).
         if not request.survives_loss:
-            yield
+            async with self._reserve.kept(payload):
+                yield
             return
         recruiter = Recruiter(
             driver,

@@ -66,10 +66,10 @@ def count(text: str) -> int:
     return int(text)
 
 
-def restarts(text: str) -> int:
-    """The value of `3`; 0 means never."""
+def count_or_none(text: str) -> int:
+    """The value of `3`; 0 means none."""
     if not re.fullmatch(r"\d+", text.strip()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of restarts; write 3, or 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number; write 3, or 0")
     return int(text)
 
 

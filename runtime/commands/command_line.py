@@ -179,6 +179,8 @@ def _run_on_ranks(flags: argparse.ArgumentParser, given: list[str]) -> int:
     options = flags.parse_args(given)
     if wrong := function_flags.why_not_detached(options):
         flags.error(wrong)
+    if options.spares and not options.max_restarts:
+        flags.error("--spares has workers wait for a restart; write --max-restarts 3 as well")
     script, function = arguments.script_and_function(options.script)
     if function is not None:
         flags.error(

@@ -95,13 +95,21 @@ def _add_restarts(flags: argparse.ArgumentParser) -> None:
     restarts = flags.add_argument_group("a script on every rank")
     restarts.add_argument(
         "--max-restarts",
-        type=arguments.restarts,
+        type=arguments.count_or_none,
         default=0,
         metavar="N",
         help=(
             "if a rank fails or is lost, start the script again on all ranks, up to N times; after "
             "a failure in new processes (default: 0)"
         ),
+    )
+    restarts.add_argument(
+        "--spares",
+        type=arguments.count_or_none,
+        default=0,
+        metavar="N",
+        help="with --max-restarts: workers that have started and wait, each with the resources of "
+        "a rank; one takes the place of a lost rank at once (default: 0)",
     )
 
 

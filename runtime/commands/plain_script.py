@@ -34,7 +34,7 @@ async def _run(script: PlainScript, options: argparse.Namespace) -> int:
     restarts = 0
     with contextlib.ExitStack() as at_end:
         while True:
-            session = session_of(options, max_failures=0, progress=False)
+            session = session_of(options, max_failures=0, spares=options.spares, progress=False)
             async with session:
                 # A cluster that the first session has started stays for the others.
                 if restarts == 0 and connecting.connect(options.address):

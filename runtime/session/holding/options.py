@@ -84,7 +84,7 @@ class SessionOptions:
             "fewest": fewest,
             "most": most,
             "max_failures": failures,
-            "spares": _checked_spares(given["spares"], failures, strategy),
+            "spares": _checked_spares(given["spares"], given["max_failures"], failures, strategy),
             "replaces_stragglers": _checked_replacing(given["replace_stragglers"], failures),
             "replica_size": size,
             "labels": _checked_labels(given["label_selector"], strategy),
@@ -127,20 +127,23 @@ def _checked_failures(max_failures: int | None | Default, is_pair: bool) -> int 
     return count
 
 
-def _checked_spares(spares: int, max_failures: int | None, placement_strategy: str) -> int:
+def _checked_spares(
+    spares: int, given_failures: int | None | Default, max_failures: int | None, strategy: str
+) -> int:
     count = whole(spares)
     if count is None or not 0 <= count <= MOST_RANKS:
         raise ValueError(
             f"spares must be a number of workers, 0 to {MOST_RANKS}, got {reprlib.repr(spares)}"
         )
     spares = count
-    if spares and max_failures == 0:
+    # With a 0 that was written a spare worker takes the place of a lost one in the next run.
+    if spares and max_failures == 0 and isinstance(given_failures, Default):
         raise ValueError(
-            f"spares={spares} workers would wait for nothing: max_failures is 0, so the first "
-            "lost worker ends the run; set max_failures to None, or to the number of workers "
+            f"spares={spares} workers would wait for nothing: max_failures is 0 by default, so the "
+            "first lost worker ends the run; set max_failures to None, or to the number of workers "
             "that a run may lose"
         )
-    if spares and placement_strategy == "STRICT_PACK":
+    if spares and strategy == "STRICT_PACK":
         raise ValueError(
             f"spares={spares} asks for room beside the workers, but "
             "placement_strategy='STRICT_PACK' gives the workers one whole node; use 'PACK'"

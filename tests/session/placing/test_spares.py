@@ -79,6 +79,19 @@ async def test_a_worker_in_reserve_takes_the_seat_of_a_lost_one(
         assert session.num_workers == 2
 
 
+async def test_a_worker_in_reserve_takes_the_seat_in_the_next_run_if_a_loss_ends_this_one(
+    cluster: None, tmp_path: Path
+) -> None:
+    async with cl.Session(2, spares=1, max_failures=0, resources_per_worker=FEW) as session:
+        run = asyncio.create_task(session.run(train, folder=tmp_path, dies=True))
+        await in_reserve(session, 1)
+        waited = await pids_in_reserve(session)
+        (tmp_path / "in_reserve").touch()
+        with pytest.raises(cl.WorkerLost):
+            await run
+        assert waited < {*await a_look(session, tmp_path)}
+
+
 class DriverThatBeginsLate(Driver):
     """Its calls of `run` come behind those that were sent after them."""
 
