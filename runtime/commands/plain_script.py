@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
 
 from chorusline.actors.errors import WorkerLost
@@ -31,35 +31,37 @@ def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
 
 
 async def _run(script: PlainScript, options: argparse.Namespace) -> int:
-    restarts = 0
-    with contextlib.ExitStack() as at_end:
-        while True:
-            session = session_of(options, max_failures=0, spares=options.spares, progress=False)
-            async with session:
-                # A cluster that the first session has started stays for the others.
-                if restarts == 0 and connecting.connect(options.address):
-                    at_end.callback(connecting.leave)
-                # The workers that are left run the script again, and the session replaces a lost
-                # one. Where the script itself has failed on a rank, all workers are new ones: what
-                # it has left in its process may be the reason.
-                is_lost = True
-                while is_lost:
-                    try:
-                        await session.run(run_plain_script, script=script, num_restarts=restarts)
-                        return 0
-                    except Exception as error:
-                        is_lost = isinstance(error, WorkerLost)
-                        if isinstance(error, WorkerLost):
-                            error.remedy = (
-                                "To start a script again on all ranks, write --max-restarts 3."
-                            )
-                        if restarts == options.max_restarts:
-                            raise
-                        restarts += 1
-                        told = f"{type(error).__name__}: {error}".rstrip(".")
-                        where = "" if is_lost else ", in new processes"
-                        print(
-                            f"chorusline: {told}. All ranks start the script again{where}: "
-                            f"restart {restarts} of {options.max_restarts}",
-                            file=sys.stderr,
-                        )
+    new_session = partial(
+        session_of, options, max_failures=0, spares=options.spares, progress=False
+    )
+    session = await new_session().start()
+    # A cluster that the first session has started stays for the others.
+    is_ours = connecting.connect(options.address)
+    try:
+        for restarts in range(options.max_restarts + 1):
+            try:
+                await session.run(run_plain_script, script=script, num_restarts=restarts)
+                break
+            except WorkerLost as error:
+                # The workers that are left run the script again, and the session replaces this one.
+                error.remedy = "To start a script again on all ranks, write --max-restarts 3."
+                _begin_again(error, restarts + 1, options.max_restarts)
+            except Exception as error:
+                _begin_again(error, restarts + 1, options.max_restarts, ", in new processes")
+                # What the script has left in its processes may be why it has failed.
+                await session.close()
+                session = await new_session().start()
+    finally:
+        await session.close()
+        if is_ours:
+            connecting.leave()
+    return 0
+
+
+def _begin_again(error: Exception, restart: int, most: int, where: str = "") -> None:
+    """Say that all ranks start the script again. Raises the error after the last restart."""
+    if restart > most:
+        raise error
+    told = f"{type(error).__name__}: {error}".rstrip(".")
+    again = f"All ranks start the script again{where}: restart {restart} of {most}"
+    print(f"chorusline: {told}. {again}", file=sys.stderr)
