@@ -41,8 +41,8 @@ def __getattr__(name: str) -> object:
     instead = ""
     # Python itself asks for these names, even where torch is not to be imported or just now is.
     if not name.startswith("_") and name not in ("actors", "collectives", "runtime"):
-        from .collectives import Group
         from .collectives.contract.torch_hints import instead_of_function
+        from .collectives.group import Group
 
         instead = instead_of_function(name, is_method=name in dir(Group))
     raise AttributeError(f"module 'chorusline' has no attribute {name!r}{instead}")

@@ -12,43 +12,52 @@ from .actors.errors import (
 )
 from .actors.messages.messages import Report as Report
 from .actors.ray_calls.actor_store import ActorStore as ActorStore
-from .collectives import (
+from .collectives.contract.communicator import Communicator as Communicator
+from .collectives.contract.errors import (
     ChoruslineError as ChoruslineError,
     CollectiveError as CollectiveError,
     CollectiveMismatch as CollectiveMismatch,
     CollectiveTimeout as CollectiveTimeout,
-    Communicator as Communicator,
-    DebugLevel as DebugLevel,
-    FileStore as FileStore,
-    FlightRecording as FlightRecording,
-    Group as Group,
     GroupAborted as GroupAborted,
     GroupClosed as GroupClosed,
-    GroupDescription as GroupDescription,
-    HashStore as HashStore,
     PayloadUnreadable as PayloadUnreadable,
     PeerLost as PeerLost,
-    PrefixStore as PrefixStore,
-    RecordedCollective as RecordedCollective,
-    ReduceOp as ReduceOp,
-    Rendezvous as Rendezvous,
     SecretMismatch as SecretMismatch,
-    SignedStore as SignedStore,
     StaleStore as StaleStore,
-    Statistics as Statistics,
-    Store as Store,
-    StoreFromTorch as StoreFromTorch,
     StoreLost as StoreLost,
     StoreTimeout as StoreTimeout,
-    TorchStore as TorchStore,
     UnsupportedOperation as UnsupportedOperation,
-    Work as Work,
+)
+from .collectives.contract.operation import ReduceOp as ReduceOp
+from .collectives.contract.work import Work as Work
+from .collectives.diagnosis.debug import (
+    DebugLevel as DebugLevel,
     get_debug_level as get_debug_level,
-    register_backend as register_backend,
     set_debug_level as set_debug_level,
     set_debug_level_from_env as set_debug_level_from_env,
+)
+from .collectives.diagnosis.flight_recorder import (
+    FlightRecording as FlightRecording,
+    RecordedCollective as RecordedCollective,
+)
+from .collectives.diagnosis.statistics import Statistics as Statistics
+from .collectives.group import Group as Group, GroupDescription as GroupDescription
+from .collectives.stores.file_store import FileStore as FileStore
+from .collectives.stores.rendezvous import (
+    Rendezvous as Rendezvous,
     store_from_url as store_from_url,
 )
+from .collectives.stores.signed_store import SignedStore as SignedStore
+from .collectives.stores.store import (
+    HashStore as HashStore,
+    PrefixStore as PrefixStore,
+    Store as Store,
+)
+from .collectives.stores.torch_store import (
+    StoreFromTorch as StoreFromTorch,
+    TorchStore as TorchStore,
+)
+from .collectives.transports.backends import register_backend as register_backend
 from .runtime.averaging.model_averaging import (
     HierarchicalModelAverager as HierarchicalModelAverager,
     ModelAverager as ModelAverager,

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from chorusline import collectives
 from chorusline.collectives.contract.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -604,6 +603,8 @@ class Worker:
 
     def _meet(self, run: RunHere) -> Group:
         """The group of the run's generation."""
+        from chorusline.collectives.group import Group
+
         with self._lock:
             assignment, store = run.assignment, run.store
             group, self._group = self._group, None
@@ -620,7 +621,7 @@ class Worker:
             group.close()
             group = None
         if group is None:
-            group = collectives.Group.create(
+            group = Group.create(
                 store,
                 assignment.rank,
                 assignment.world_size,

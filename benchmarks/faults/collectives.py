@@ -37,17 +37,17 @@ import torch
 
 from benchmarks.alternation import finish, parser, table
 from benchmarks.faults.operations import OPERATIONS, Step
-from chorusline.collectives import (
+from chorusline.collectives.contract.errors import (
     CollectiveError,
     CollectiveTimeout,
-    FileStore,
-    Group,
     GroupAborted,
     PeerLost,
     StoreTimeout,
-    Work,
+    fresh_copy,
 )
-from chorusline.collectives.contract.errors import fresh_copy
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.file_store import FileStore
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = (

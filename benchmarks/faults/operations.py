@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import Group, Work
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
 
 
 @dataclass(frozen=True)

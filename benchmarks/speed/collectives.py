@@ -39,9 +39,10 @@ import torch.distributed as dist
 
 from benchmarks.alternation import attempt, by_time, finish, parser, quartiles, spawn, table, timed
 from benchmarks.speed.collectives_mpi import calls_of, spawn_by_mpiexec
-from chorusline.collectives import FileStore, Group
+from chorusline.collectives.group import Group
 from chorusline.collectives.shared_memory.algorithms import DIRECT_BYTES
 from chorusline.collectives.shared_memory.in_place import IN_PLACE_BYTES
+from chorusline.collectives.stores.file_store import FileStore
 
 _ROOT = Path(__file__).resolve().parents[2]
 

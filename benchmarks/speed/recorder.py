@@ -17,10 +17,12 @@ from types import FrameType
 import torch
 
 from benchmarks.alternation import alternate, finish, parser, spawn, table
-from chorusline.collectives import DebugLevel, FileStore, Group, set_debug_level
 from chorusline.collectives.contract.call_site import padded_site
 from chorusline.collectives.contract.operation import Kind, Operation
+from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 from chorusline.collectives.diagnosis.flight_recorder import FlightRecorder
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.file_store import FileStore
 
 
 class _NoRecorder(FlightRecorder):

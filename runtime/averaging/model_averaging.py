@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import Group, ReduceOp
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.group import Group
 
 from ..join.active import active_join
 from ..process.running import current_group

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import Group, ReduceOp
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 from chorusline.collectives.contract.errors import name_ranks
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 from chorusline.collectives.transports.host import host_identity
 

@@ -22,9 +22,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
 from typing import Any, Self
 
-from chorusline.collectives import CollectiveError, Group, StoreLost
 from chorusline.collectives.contract.call_site import is_users_file, short_site, users_frame
+from chorusline.collectives.contract.errors import CollectiveError, StoreLost
 from chorusline.collectives.diagnosis.debug import logger
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 from chorusline.collectives.stores.store import PrefixStore
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import ChoruslineError, StoreTimeout
+from chorusline.collectives.contract.errors import ChoruslineError, StoreTimeout
 from chorusline.collectives.stores.store import PrefixStore
 
 from .format.epoch_end import write_note

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from chorusline.collectives import Group
 from chorusline.collectives.contract.errors import name_ranks
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
 
 from .format import catalog

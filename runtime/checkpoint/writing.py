@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from chorusline.actors.errors import ends_a_generation
-from chorusline.collectives import ChoruslineError, Group, PeerLost, StoreLost, StoreTimeout
+from chorusline.collectives.contract.errors import (
+    ChoruslineError,
+    PeerLost,
+    StoreLost,
+    StoreTimeout,
+)
+from chorusline.collectives.group import Group
 from chorusline.collectives.stores.store import PrefixStore
 
 from .config import CheckpointConfig

@@ -25,7 +25,9 @@ from pathlib import Path
 
 import torch
 
-from chorusline.collectives import FileStore, Group, Work
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.file_store import FileStore
 
 from .arguments import WrongUsage
 

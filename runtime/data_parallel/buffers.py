@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from chorusline.collectives import CollectiveError, CollectiveMismatch, Group, Work
+from chorusline.collectives.contract.errors import CollectiveError, CollectiveMismatch
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
 
 from .same_model import broadcast_tensors
 

@@ -21,12 +21,12 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chorusline.actors.errors import ends_a_generation
-from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.call_site import users_level
-from chorusline.collectives.contract.errors import name_ranks, named
+from chorusline.collectives.contract.errors import CollectiveMismatch, name_ranks, named
 from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import is_informing
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from ..join.engine import GroupJoinable, Joinable, JoinEngine

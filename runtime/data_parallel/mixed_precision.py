@@ -16,7 +16,8 @@ from torch.func import functional_call
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils._pytree import tree_map
 
-from chorusline.collectives import Group, ReduceOp
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.group import Group
 
 from .gradients.comm_hooks import CommHook, GradBucket
 

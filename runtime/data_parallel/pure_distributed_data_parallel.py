@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import Group, ReduceOp
+from chorusline.collectives.contract.operation import ReduceOp
 from chorusline.collectives.contract.torch_hints import says
+from chorusline.collectives.group import Group
 
 from ..process.running import current_group
 from .same_model import (

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from chorusline.collectives import Group, Work
 from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.dtypes import DTYPES
+from chorusline.collectives.contract.work import Work
 from chorusline.collectives.diagnosis.blame import check_like_rank_0
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from .gradients.gradient_bucket import ordered_sum

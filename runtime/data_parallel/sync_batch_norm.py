@@ -18,9 +18,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from chorusline.collectives import Group
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range, checked_device
 from chorusline.collectives.contract.torch_hints import says
+from chorusline.collectives.group import Group
 
 from ..process.between_runs import between_runs
 from ..process.running import current_group

@@ -17,9 +17,9 @@ import weakref
 
 import torch
 
-from chorusline.collectives import PrefixStore
 from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.errors import name_ranks
+from chorusline.collectives.stores.store import PrefixStore
 
 from .gradients.gradient_bucket import Gradients
 from .gradients.reducer import Reducer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 
 from ..process.step_boundary import boundary
 from .engine import JoinEngine

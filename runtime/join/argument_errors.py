@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from chorusline.collectives import Group
 from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.group import Group
 
 _OF_TORCH = ("DistributedDataParallel", "ZeroRedundancyOptimizer")
 """Classes of torch that a Join takes only from chorusline."""

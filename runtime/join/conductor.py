@@ -26,9 +26,9 @@ from functools import partial
 
 import torch
 
-from chorusline.collectives import Group
 from chorusline.collectives.contract.errors import name_ranks
 from chorusline.collectives.contract.operation import Kind, describe
+from chorusline.collectives.group import Group
 from chorusline.collectives.neutral import take_part, why_not_without
 from chorusline.collectives.operations.host_reads import device_numbers
 

@@ -11,7 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from chorusline.actors.errors import Interrupted
-from chorusline.collectives import Group, Work
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
 from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..process.agreement import Agreement, Note

@@ -5,9 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from chorusline.collectives import CollectiveMismatch, CollectiveTimeout
 from chorusline.collectives.contract.call_site import users_level
-from chorusline.collectives.contract.errors import ALL_ARRIVE, SAME_ORDER, name_ranks
+from chorusline.collectives.contract.errors import (
+    ALL_ARRIVE,
+    SAME_ORDER,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    name_ranks,
+)
 from chorusline.collectives.diagnosis.blame import check_like_rank_0
 
 IN_JOIN, DIVIDES_BY_ALL, THROWS = 1, 2, 4

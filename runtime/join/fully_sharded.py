@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from chorusline.collectives import Group
 from chorusline.collectives.contract.errors import name_ranks
 from chorusline.collectives.contract.operation import Kind
+from chorusline.collectives.group import Group
 from chorusline.collectives.torch_backend.process_group import ChoruslineProcessGroup
 
 from ..process.option_numbers import entries, is_number, plain

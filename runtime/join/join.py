@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from chorusline.collectives import Group, Work
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
 
 from ..process.sharded_tensors import is_fully_sharded
 from .argument_errors import not_a_list, not_joinable, why_not_along, why_not_twice

@@ -30,7 +30,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler
 
-from chorusline.collectives import Group, ReduceOp
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..averaging.model_averaging import PeriodicModelAverager

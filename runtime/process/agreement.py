@@ -16,8 +16,8 @@ import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from chorusline.collectives import Group
 from chorusline.collectives.contract.errors import name_ranks
+from chorusline.collectives.group import Group
 
 from .leftovers import HANDS_IN_NOW, LeftoverVote, read_leftovers
 

@@ -32,7 +32,8 @@ from torch.nn.modules.module import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from chorusline.collectives import Group, TorchStore
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.torch_store import TorchStore
 
 
 class OfGroup:

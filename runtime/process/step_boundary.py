@@ -25,8 +25,8 @@ import torch
 from chorusline.actors.errors import Interrupted
 from chorusline.actors.messages.run_status import RunStatus
 from chorusline.actors.worker.memory import device_memory_bytes
-from chorusline.collectives import Group
 from chorusline.collectives.contract.call_site import users_level
+from chorusline.collectives.group import Group
 
 from .agreement import Agreement, Note
 from .between_runs import between_runs

@@ -24,9 +24,10 @@ import torch.distributed as dist
 import torch.distributed.device_mesh
 from ray.util import get_node_ip_address
 
-from chorusline.collectives import Group, TorchStore
 from chorusline.collectives.contract.deadlines import Seconds, checked_seconds
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import broadcast_object
+from chorusline.collectives.stores.torch_store import TorchStore
 from chorusline.collectives.torch_backend.options import Options
 from chorusline.collectives.torch_backend.registration import NAME
 

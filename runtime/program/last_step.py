@@ -42,9 +42,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from chorusline.actors.ray_calls.actor_store import ActorStore
-from chorusline.collectives import Group, PeerLost, PrefixStore, SignedStore, Store
 from chorusline.collectives.contract.argument_kinds import check_kinds
-from chorusline.collectives.contract.errors import chain_of
+from chorusline.collectives.contract.errors import PeerLost, chain_of
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.signed_store import SignedStore
+from chorusline.collectives.stores.store import PrefixStore, Store
 
 from ..process import torch_distributed
 from ..process.random_state import RandomState

@@ -33,7 +33,7 @@ from chorusline.actors.errors import ends_a_generation
 from chorusline.actors.messages.admission import AdmissionRequest, GivenReplayLog, ReadyToken
 from chorusline.actors.messages.messages import Resumption
 from chorusline.actors.worker.lifeline import Lifeline
-from chorusline.collectives import CollectiveError, GroupAborted
+from chorusline.collectives.contract.errors import CollectiveError, GroupAborted
 from chorusline.collectives.diagnosis.debug import logger
 from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
 from chorusline.collectives.kept_results import KeptResults

@@ -21,7 +21,8 @@ from typing import Any
 from chorusline.actors.errors import LOADS_SHARDS, RESUMES, StateLost, ends_a_generation
 from chorusline.actors.messages.run_status import RunStatus
 from chorusline.actors.worker.lifeline import Lifeline
-from chorusline.collectives import ChoruslineError, CollectiveError, Group, GroupAborted
+from chorusline.collectives.contract.errors import ChoruslineError, CollectiveError, GroupAborted
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..checkpoint.config import CheckpointConfig

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from chorusline.actors.errors import LOADS_SHARDS, StateLost
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..process.sharded_tensors import (

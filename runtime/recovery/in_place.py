@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from chorusline.actors.fault_plan import Instant
 from chorusline.actors.messages.messages import Assignment, Resumption
 from chorusline.actors.worker.lifeline import Lifeline
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..data.dealer import DataPosition

@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 
 from chorusline.actors.errors import StateLost
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..checkpoint.checkpoints import Checkpoints

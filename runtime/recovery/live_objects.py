@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from chorusline.actors.messages.messages import DROPPED, Assignment, OptimizerProgress
-from chorusline.collectives import Group
 from chorusline.collectives.contract.operation import State
+from chorusline.collectives.group import Group
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..data.dealer import Dealer

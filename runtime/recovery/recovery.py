@@ -27,8 +27,8 @@ from chorusline.actors.errors import ends_a_generation
 from chorusline.actors.fault_plan import Instant
 from chorusline.actors.messages.messages import NOWHERE, Resumption
 from chorusline.actors.worker.lifeline import Lifeline
-from chorusline.collectives import Group, GroupAborted, GroupClosed
-from chorusline.collectives.contract.errors import name_ranks
+from chorusline.collectives.contract.errors import GroupAborted, GroupClosed, name_ranks
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_row
 
 from ..data_parallel.distributed_data_parallel import ModelEngine

@@ -22,7 +22,7 @@ import torch
 
 from chorusline.actors.messages.messages import OptimizerProgress
 from chorusline.actors.parcels.pickling import pickled
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of

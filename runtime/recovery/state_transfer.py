@@ -22,7 +22,7 @@ import torch
 
 from chorusline.actors.messages.messages import OptimizerProgress
 from chorusline.actors.parcels.pickling import pickled
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 from chorusline.collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
 from chorusline.collectives.objects.blocking import broadcast_object
 

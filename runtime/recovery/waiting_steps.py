@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of

@@ -23,8 +23,8 @@ from typing import Any
 
 from chorusline.actors.messages.messages import WorkerSnapshot
 from chorusline.actors.messages.whereabouts import Whereabouts
-from chorusline.collectives import FlightRecording, RecordedCollective
 from chorusline.collectives.contract.operation import State
+from chorusline.collectives.diagnosis.flight_recorder import FlightRecording, RecordedCollective
 
 _FEWEST_ENDS = 3  # fewer shared collectives do not show the difference of two clocks
 _SYNCHRONIZING = ("barrier", "all_reduce", "all_gather")

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.contract.errors import CollectiveMismatch
+from chorusline.collectives.group import Group
 from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..join.error_notes import check_same_joins

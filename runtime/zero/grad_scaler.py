@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 
 from ..join.engine import GroupJoinable, Joinable
 from ..join.join_hook import JoinHook

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.contract.errors import CollectiveMismatch
+from chorusline.collectives.group import Group
 
 from .shards.parameter_shard import ParameterShard
 

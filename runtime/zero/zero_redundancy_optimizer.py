@@ -38,11 +38,11 @@ from torch.optim import optimizer as torch_optimizer
 from chorusline.actors.errors import ends_a_generation
 from chorusline.actors.fault_plan import Faults, Instant
 from chorusline.actors.messages.messages import OptimizerProgress
-from chorusline.collectives import CollectiveError, CollectiveMismatch, Group
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 from chorusline.collectives.contract.call_site import users_level
-from chorusline.collectives.contract.errors import name_ranks
+from chorusline.collectives.contract.errors import CollectiveError, CollectiveMismatch, name_ranks
 from chorusline.collectives.contract.plain_numbers import whole
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from ..data_parallel.distributed_data_parallel import (

@@ -16,7 +16,6 @@ from chorusline.actors.messages.messages import Loss, RunFailed, WorkerInfo
 from chorusline.actors.messages.outcomes import raise_failure
 from chorusline.actors.ray_calls.actor_store import STORE_CONCURRENCY, ActorStore, StoreActor
 from chorusline.actors.ray_calls.calls import actor_class
-from chorusline.collectives import Group
 from chorusline.collectives.contract.errors import (
     ChoruslineError,
     GroupAborted,
@@ -24,6 +23,7 @@ from chorusline.collectives.contract.errors import (
     StoreLost,
     StoreTimeout,
 )
+from chorusline.collectives.group import Group
 from chorusline.collectives.stores.store import HashStore, PrefixStore, Store
 from tests.contracts.store import StoreContract
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from chorusline.collectives import CollectiveError, Group, HashStore
+from chorusline.collectives.contract.errors import CollectiveError
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.store import HashStore
 from tests.harness.open_sockets import descriptors
 
 LARGE = (1 << 20) + 64

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from chorusline.collectives import Group, GroupAborted, HashStore
+from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
+from chorusline.collectives.group import Group
 from chorusline.collectives.kept_results import MOST_BYTES, KeptResult, KeptResults
+from chorusline.collectives.stores.store import HashStore
 
 
 def begins(group: Any, rank: int) -> list[Any]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.collectives import CollectiveMismatch, PayloadUnreadable
 from chorusline.collectives.contract.call_site import SITE_BYTES, padded_site
+from chorusline.collectives.contract.errors import CollectiveMismatch, PayloadUnreadable
 from chorusline.collectives.contract.operation import Kind, OnBehalf
 from chorusline.collectives.shared_memory.segment import _started_at
 from chorusline.collectives.transports.comparing import (

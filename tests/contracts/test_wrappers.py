@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 
 
 class Plain(torch.Tensor):

@@ -323,7 +323,7 @@ def test_ctrl_c_in_an_awaiting_program_frees_the_others_and_all_go_on(tmp_path: 
 
 FULL = """
     import os, sys, torch
-    from chorusline.collectives import FileStore, Group
+    from chorusline import FileStore, Group
     blocker = os.open("/dev/shm/full", os.O_CREAT | os.O_WRONLY)
     try:
         while os.write(blocker, bytes(1 << 16)):

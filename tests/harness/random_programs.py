@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import Group, ReduceOp
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.group import Group
 from tests.harness.random_steps import DTYPES, FORMS, Numbers, issue
 
 COLLECTIVES = (

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from chorusline.collectives import Group, ReduceOp
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.group import Group
 from tests.references.reductions import UFUNCS
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

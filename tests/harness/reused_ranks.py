@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import FileStore, Group
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.file_store import FileStore
 from tests.harness.ranks import FORKS, SHARED_MEMORY, backend_of, choose
 
 _PATIENCE_S = 60.0

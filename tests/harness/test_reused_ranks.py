@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 from tests.harness.reused_ranks import ReusedRanks
 
 

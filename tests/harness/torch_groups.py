@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
 # By their names of torch 2.13; torch 2.11 knows the former ones.

@@ -13,9 +13,10 @@ from chorusline.actors.messages.messages import Assignment, RunRequest
 from chorusline.actors.messages.run_status import RunStatus
 from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.actors.worker.lifeline import Lifeline
-from chorusline.collectives import GroupAborted, HashStore
+from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
 from chorusline.collectives.kept_results import KeepingCommunicator
+from chorusline.collectives.stores.store import HashStore
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.program.program import Program
 from chorusline.runtime.recovery.state_transfer import digest_of

@@ -17,7 +17,7 @@ import torch
 
 import chorusline as cl
 from chorusline.actors.fault_plan import Instant
-from chorusline.collectives import GroupAborted
+from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
 from chorusline.runtime.partition.resharding import Range, Transfer
 from chorusline.runtime.zero.shards.shard_state import MASTER, ShardState, exchange

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from chorusline.collectives import ReduceOp
+from chorusline.collectives.contract.operation import ReduceOp
 
 UFUNCS: dict[ReduceOp, Any] = {
     ReduceOp.SUM: np.add,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.proofs.invariance_training import digest
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 from chorusline.runtime.data.dealer import Dealer
 from chorusline.runtime.data.steps.step_rows import DatasetRows
 from chorusline.runtime.data.steps.steps import Steps

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 
 OPTIMIZERS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),

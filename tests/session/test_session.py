@@ -16,8 +16,8 @@ import torch
 
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import Report, WorkerSnapshot
-from chorusline.collectives import DebugLevel, set_debug_level
 from chorusline.collectives.contract.errors import CollectiveError, GroupAborted
+from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
 from chorusline.runtime.process.running import current, current_group
 from chorusline.runtime.program.context import Context, call_of

@@ -26,8 +26,9 @@ from typing import Any, Protocol
 
 import torch
 
-from chorusline.collectives import CollectiveMismatch, Group
+from chorusline.collectives.contract.errors import CollectiveMismatch
 from chorusline.collectives.diagnosis.debug import logger
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 from chorusline.collectives.operations.host_reads import device_numbers
 

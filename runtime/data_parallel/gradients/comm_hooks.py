@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import Group
 from chorusline.collectives.diagnosis.blame import check_like_rank_0
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
 

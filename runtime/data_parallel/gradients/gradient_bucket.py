@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import Group, Work
 from chorusline.collectives.contract.errors import named
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
 
 from ...partition.buckets import BucketPlan, plan_buckets
 from ...partition.shards import padded_numel, room_for, shard_numel

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from chorusline.collectives import CollectiveMismatch, Group
 from chorusline.collectives.contract.call_site import users_level
-from chorusline.collectives.contract.errors import name_ranks
+from chorusline.collectives.contract.errors import CollectiveMismatch, name_ranks
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from ...process.agreement import Agreement

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-from chorusline.collectives import Group, Work
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
 
 from ...partition.shards import shard_numel
 from ...partition.summation_tree import (

@@ -34,8 +34,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from chorusline.actors.errors import ends_a_generation
-from chorusline.collectives import CollectiveError, Group
+from chorusline.collectives.contract.errors import CollectiveError
 from chorusline.collectives.diagnosis.debug import inform
+from chorusline.collectives.group import Group
 from chorusline.collectives.operations.host_reads import device_numbers
 
 from ...join.error_notes import check_same_joins

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 from chorusline.collectives.operations.host_reads import Reading, device_numbers, host_numbers
 
 from .comm_hooks import CommHook, GradBucket

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import Group
 from chorusline.collectives.contract.operation import Operation
 from chorusline.collectives.diagnosis.debug import inform
+from chorusline.collectives.group import Group
 
 from .gradient_bucket import GradientBucket
 

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 
 import torch
 
-from chorusline.collectives import CollectiveMismatch, Group
-from chorusline.collectives.contract.errors import named
+from chorusline.collectives.contract.errors import CollectiveMismatch, named
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
 from ...data_parallel.distributed_data_parallel import names_of

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
 from ...partition.resharding import Range

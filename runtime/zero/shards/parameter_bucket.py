@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from chorusline.collectives import Group, Work
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
 
 from ...partition.buckets import BucketPlan
 from ...partition.resharding import guarded_ranks

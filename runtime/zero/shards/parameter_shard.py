@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import Group, Work
+from chorusline.collectives.contract.work import Work
+from chorusline.collectives.group import Group
 
 from ...data_parallel.gradients.gradient_bucket import GradientBucket
 from ...partition.buckets import BucketPlan, plan_buckets

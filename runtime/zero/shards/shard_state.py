@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from chorusline.actors.errors import StateLost
-from chorusline.collectives import Group
+from chorusline.collectives.group import Group
 
 from ...partition.buckets import BucketPlan
 from ...partition.resharding import Range, RangesLost, Transfer, kept_by, overlap, plan_transfers

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from chorusline.collectives import Group
 from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.group import Group
 
 from ...process.between_runs import between_runs
 from ...process.option_numbers import entries, is_number, plain

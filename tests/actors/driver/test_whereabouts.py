@@ -18,16 +18,10 @@ from chorusline.actors.driver.instructions import AbortRank, AskRanks, EndRun, S
 from chorusline.actors.driver.membership import Membership
 from chorusline.actors.messages.messages import Failure, RunFailed, WorkerInfo
 from chorusline.actors.messages.whereabouts import Whereabouts, tell
-from chorusline.collectives import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    DebugLevel,
-    FlightRecording,
-    RecordedCollective,
-    get_debug_level,
-    set_debug_level,
-)
+from chorusline.collectives.contract.errors import CollectiveMismatch, CollectiveTimeout
 from chorusline.collectives.contract.operation import State
+from chorusline.collectives.diagnosis.debug import DebugLevel, get_debug_level, set_debug_level
+from chorusline.collectives.diagnosis.flight_recorder import FlightRecording, RecordedCollective
 from chorusline.collectives.group import Group
 from chorusline.runtime.program.context import Context
 from chorusline.runtime.session.session import Session

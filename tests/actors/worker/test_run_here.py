@@ -8,7 +8,7 @@ from chorusline.actors.messages.messages import Assignment, RunRequest
 from chorusline.actors.ray_calls.actor_store import ActorStore
 from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.actors.worker.run_here import RunHere
-from chorusline.collectives import GroupAborted
+from chorusline.collectives.contract.errors import GroupAborted
 
 THIRD = Assignment(3, 0, 2, 0, 2, 0)
 

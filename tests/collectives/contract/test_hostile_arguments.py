@@ -10,7 +10,9 @@ import numpy
 import pytest
 import torch
 
-from chorusline.collectives import Group, HashStore, store_from_url
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.rendezvous import store_from_url
+from chorusline.collectives.stores.store import HashStore
 
 HOSTILE: list[tuple[str, Any]] = [
     *[

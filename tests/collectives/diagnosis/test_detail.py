@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives import (
-    DebugLevel,
-    Group,
-    ReduceOp,
-    set_debug_level,
-)
 from chorusline.collectives.contract.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     StoreTimeout,
 )
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
+from chorusline.collectives.group import Group
 from tests.contracts import in_flight, operations
 from tests.harness.ranks import Rank, error_of, run_ranks, transports
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from chorusline.collectives import (
+from chorusline.collectives.diagnosis.debug import (
     DebugLevel,
     get_debug_level,
+    inform,
     set_debug_level,
     set_debug_level_from_env,
 )
-from chorusline.collectives.diagnosis.debug import inform
 from tests.harness.ranks import Rank, run_ranks, transports
 
 

@@ -12,15 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from chorusline.collectives import (
-    Group,
-    ReduceOp,
-)
 from chorusline.collectives.contract.errors import (
     CollectiveTimeout,
 )
-from chorusline.collectives.contract.operation import State
+from chorusline.collectives.contract.operation import ReduceOp, State
 from chorusline.collectives.diagnosis.flight_recorder import CAPACITY, tell_positions
+from chorusline.collectives.group import Group
 from chorusline.collectives.transports.liveness import StorePosition, culprits
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, error_of, run_ranks, transports
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from chorusline.collectives import Group, HashStore
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.store import HashStore
 
 
 def rests(group: Group) -> None:

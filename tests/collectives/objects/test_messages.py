@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chorusline.collectives import (
+from chorusline.collectives.contract.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from chorusline.collectives import FileStore
 from chorusline.collectives.contract.errors import PeerLost
 from chorusline.collectives.shared_memory import futex, layout
 from chorusline.collectives.shared_memory.layout import make_memory
 from chorusline.collectives.shared_memory.segment import SharedSegment
 from chorusline.collectives.shared_memory.symmetric_memory import NOWHERE, make_symmetric, place_of
+from chorusline.collectives.stores.file_store import FileStore
 from tests.harness.ranks import SHARED_MEMORY, Rank, Ranks, error_of
 
 REFUSALS = {

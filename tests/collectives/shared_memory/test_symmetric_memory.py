@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from chorusline.collectives import Group, ReduceOp
 from chorusline.collectives.contract.errors import CollectiveTimeout, PeerLost
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.group import Group
 from chorusline.collectives.shared_memory.algorithms import SLOT_BYTES
 from chorusline.collectives.shared_memory.in_place import IN_PLACE_BYTES, Sharing
 from chorusline.collectives.shared_memory.layout import make_memory

@@ -15,15 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from chorusline.collectives import (
-    Group,
-    HashStore,
-    StaleStore,
-    StoreLost,
-    StoreTimeout,
-    store_from_url,
-)
+from chorusline.collectives.contract.errors import StaleStore, StoreLost, StoreTimeout
+from chorusline.collectives.group import Group
 from chorusline.collectives.stores.file_store import FileStore
+from chorusline.collectives.stores.rendezvous import store_from_url
+from chorusline.collectives.stores.store import HashStore
 from tests.harness.programs import output_of
 from tests.harness.ranks import FORKS
 
@@ -238,7 +234,7 @@ def test_what_the_environment_lacks_is_named(monkeypatch: pytest.MonkeyPatch) ->
 PROGRAM = r"""
 import os, sys
 import torch
-from chorusline.collectives import Group, store_from_url
+from chorusline import Group, store_from_url
 
 store, rank, size = store_from_url("env://", timeout_s=30)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -16,10 +16,12 @@ import torch
 from hypothesis import given, strategies as st
 
 import chorusline as cl
-from chorusline.collectives import Group, HashStore, PrefixStore, Store, store_from_url
 from chorusline.collectives.contract.errors import ChoruslineError, SecretMismatch
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
+from chorusline.collectives.stores.rendezvous import store_from_url
 from chorusline.collectives.stores.signed_store import VARIABLE, SignedStore, signed
+from chorusline.collectives.stores.store import HashStore, PrefixStore, Store
 from tests import ROOT
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
 

@@ -13,15 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from chorusline.collectives import (
-    CollectiveTimeout,
-    Group,
-    HashStore,
-    PeerLost,
-    UnsupportedOperation,
-    register_backend,
-)
+from chorusline.collectives.contract.errors import CollectiveTimeout, PeerLost, UnsupportedOperation
+from chorusline.collectives.group import Group
 from chorusline.collectives.objects.messages import Script, ScriptedWork
+from chorusline.collectives.stores.store import HashStore
+from chorusline.collectives.transports.backends import register_backend
 from tests.contracts.group import HOST_CONTRACT, name_of
 from tests.contracts.handle import check_objects_between_two
 from tests.contracts.operations import check_barrier

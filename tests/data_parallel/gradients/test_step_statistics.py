@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from chorusline.collectives import DebugLevel, Group, HashStore, ReduceOp, set_debug_level
+from chorusline.collectives.contract.operation import ReduceOp
+from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.store import HashStore
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
 from tests.harness.reused_ranks import ReusedRanks
 

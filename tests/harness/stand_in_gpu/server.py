@@ -53,7 +53,7 @@ def _be_rank(connection: Connection, loaded: ctypes.CDLL) -> None:
     gc.freeze()  # What is imported is no garbage; checks that collect are faster.
     import torch
 
-    from chorusline.collectives import FileStore
+    from chorusline.collectives.stores.file_store import FileStore
     from tests.harness.ranks import NCCL, Rank
     from tests.harness.stand_in_gpu import streams
     from tests.harness.stand_in_gpu.installing import install

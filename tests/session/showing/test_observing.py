@@ -22,8 +22,9 @@ from chorusline.actors.messages.run_status import RunStatus
 from chorusline.actors.messages.whereabouts import Whereabouts
 from chorusline.actors.ray_calls.versions import difference, versions_here
 from chorusline.actors.reporting.metrics import COUNTERS, GAUGES, OF_DRIVER, REPORTED, Look, Meter
-from chorusline.collectives import FlightRecording, Group, HashStore
-from chorusline.collectives.diagnosis.flight_recorder import CAPACITY
+from chorusline.collectives.diagnosis.flight_recorder import CAPACITY, FlightRecording
+from chorusline.collectives.group import Group
+from chorusline.collectives.stores.store import HashStore
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
 from chorusline.runtime.program.context import Context
 from chorusline.runtime.session.session import Session
