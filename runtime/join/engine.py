@@ -357,7 +357,8 @@ class JoinEngine:
             joinable._join = None
 
     def _explain(self, error: BaseException) -> None:
-        has_several = len(self._models) > 1
+        # Two of them, whatever they are, may come in another order than that of the list.
+        has_several = sum(joinable._ends_step() for joinable in self._joinables) > 1
         explain(error, self.absent_ranks, follows=self.is_following, has_several=has_several)
 
     def release_followers(self) -> None:

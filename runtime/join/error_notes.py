@@ -90,7 +90,7 @@ def explain(
     it means anywhere.
 
     absent: the ranks that have run out of data, as far as known. follows: whether Join follows
-    groups. has_several: whether it lists several models.
+    groups. has_several: whether it lists several models, or optimizers that end steps.
     """
     # An error with a remedy of its own knows more than this function.
     if isinstance(error, CollectiveMismatch) and error.remedy == SAME_ORDER:
@@ -102,7 +102,7 @@ def explain(
             "are registered before the loop. Ranks with data must issue the same collectives in "
             "the same order."
         )
-        # With several models the order of their steps may be what differs.
+        # With several of them the order of their steps may be what differs.
         if has_several and not follows:
             error.remedy += f" {IN_TURN}."
         error.__post_init__()

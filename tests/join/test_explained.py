@@ -52,6 +52,31 @@ def test_a_collective_before_the_forward_pass_is_told_where_it_belongs(ranks_of)
         assert "groups=[beside]" not in told
 
 
+def pass_once_more(group: cl.Group) -> str:
+    """One more backward pass than steps in a batch; the ranks have two and four batches."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float32), own)
+        first, *rest = model.parameters()
+        optimizers = [
+            cl.ZeroRedundancyOptimizer(part, torch.optim.SGD, lr=0.1, group=own)
+            for part in ([first], rest)
+        ]
+        with pytest.raises(cl.CollectiveMismatch) as raised, cl.Join([model, *optimizers]):
+            for batch in batches_of(own.rank, 2 + 2 * own.rank, torch.float32):
+                loss_of(model, batch).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                model.zero_grad()
+                loss_of(model, batch).backward()
+                model.zero_grad()
+        return str(raised.value)
+
+
+def test_a_model_that_comes_more_often_than_its_optimizers_is_told_of_the_turn(ranks_of):
+    for told in ranks_of(2).run(pass_once_more):
+        assert "If the body uses one of them more often than another" in told
+
+
 def step_first(group: cl.Group) -> str:
     """By the gradients of the batch before; the ranks have one and two batches."""
     with another_group(group, timeout_s=1.5) as own:
