@@ -74,8 +74,9 @@ class Agreement:
     joins: by rank, the Join of the step, as the bits of `JoinEngine.told_by`; 0: it is in none.
     epochs: by rank, the epoch of `ctx.epochs` that it is in, counted from 1; 0: none.
     digests: by rank. Above 0: of the steps of plain optimizers since the vote before
-        (local_steps.py). Below 0: of the generators with which its first forward pass has drawn
-        random numbers, in a first vote, which comes after no step. 0: not to be compared.
+        (local_steps.py), or of the texts among a sharded optimizer's options. Below 0: of the
+        generators with which its first forward pass has drawn random numbers, in a first vote,
+        which comes after no step. 0: not to be compared.
     """
 
     live: tuple[int, ...]

@@ -97,6 +97,18 @@ def numbers_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[f
     ]
 
 
+def texts_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """What is a text or None among the same options, with their names. Other objects are left out:
+    their texts may differ from process to process."""
+    return [
+        f"{name} {entry!r}"
+        for options in groups
+        for name in names
+        for entry in entries(options.get(name))
+        if entry is None or isinstance(entry, str | bytes)
+    ]
+
+
 def set_numbers(
     groups: Sequence[dict[str, Any]], names: Sequence[str], numbers: Sequence[float]
 ) -> None:

@@ -8,6 +8,7 @@ the same bits and makes the same decision.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -239,6 +240,30 @@ def labels_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[st
         for entry in entries(options.get(name))
         if is_number(entry)
     ]
+
+
+def digest_of(texts: Sequence[str]) -> int:
+    """For a vote: of the options that are texts."""
+    return 1 + zlib.crc32(repr(texts).encode()) % 0xFFFFFF
+
+
+def check_same_texts(agreement: Agreement, texts: Sequence[str], group: Group) -> None:
+    """Raise CollectiveMismatch, on all ranks, if ranks would step with different texts. They do not
+    travel, so those of a rank without data are compared as well. texts: of this rank."""
+    told = {rank: digest for rank, digest in enumerate(agreement.digests) if digest > 0}
+    given = [told[rank] for rank in agreement.live if rank in told]
+    different = [rank for rank, digest in told.items() if given and digest != given[-1]]
+    if different:
+        raise CollectiveMismatch(
+            "step()",
+            group.generation,
+            different,
+            "options of the optimizer that are texts or None differ, so each rank would step its "
+            f"shard with a different value; on rank {group.rank} they are {', '.join(texts)}",
+            "Every rank must set the same options. Texts do not travel to a rank that has run out "
+            "of data: set them in a function that Join(..., step_along=[function]) lists, and "
+            "call it after the step.",
+        )
 
 
 def check_same_options(

@@ -67,7 +67,7 @@ from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement, Note, Vote
 from ..process.between_runs import between_runs
 from ..process.leftovers import LeftoverVote
-from ..process.option_numbers import float_of, numbers_of, set_numbers
+from ..process.option_numbers import float_of, numbers_of, set_numbers, texts_of
 from ..process.running import Survival, current_group, recovery_of
 from ..process.step_boundary import boundary
 from .ballot import (
@@ -77,6 +77,8 @@ from .ballot import (
     Outcome,
     ShardedVote,
     check_same_options,
+    check_same_texts,
+    digest_of,
     labels_of,
 )
 from .digests.digest_checks import Correction, DigestChecks
@@ -1065,7 +1067,8 @@ class OptimizerEngine:
             ],
             join=self.optimizer._told_of_join(),
             epoch=boundary().epoch,
-            digest=-boundary().draws,
+            # A first vote compares draws: the constructor has just compared the texts.
+            digest=-boundary().draws or self._digest_of_texts(),
         )
         return ShardedVote(
             self.optimizer.num_steps,
@@ -1090,6 +1093,7 @@ class OptimizerEngine:
         live = outcome.agreement.live
         names = sorted(self.optimizer.defaults)
         check_same_options(outcome, self.optimizer.param_groups, names, self.group.generation)
+        check_same_texts(outcome.agreement, self._option_texts(), self.group)
         self._seen = OptimizerProgress(self._seen.ballots + 1, payload)
         self.last_live = live
         if live:
@@ -1227,6 +1231,14 @@ class OptimizerEngine:
 
     def _option_labels(self) -> list[str]:
         return labels_of(self.optimizer.param_groups, sorted(self.optimizer.defaults))
+
+    def _option_texts(self) -> list[str]:
+        return texts_of(self.optimizer.param_groups, sorted(self.optimizer.defaults))
+
+    def _digest_of_texts(self) -> int:
+        """For a vote; 0 from a rank that steps with none."""
+        steps_nothing = self._why_not or self._steps_nothing
+        return 0 if steps_nothing else digest_of(self._option_texts())
 
     def _follow_options(self, numbers: Sequence[float]) -> None:
         """numbers: the `_option_numbers` of another rank."""

@@ -177,3 +177,85 @@ def test_what_no_step_can_use_is_refused_where_it_is_set(ranks_of, options, name
     told = ranks_of(2).run(set_on_rank_1, options)
     assert named in told[1]
     assert named in told[0] or "rank 1" in told[0]
+
+
+class Signed(torch.optim.Optimizer):
+    """A step of a program's own, some of whose options are texts."""
+
+    def __init__(self, params, lr=0.1, how=None, order=("sign", "scale")):
+        super().__init__(params, {"lr": lr, "how": how, "order": order})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            is_signed = group["how"] in ("sign", b"sign") and group["order"][0] == "sign"
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * (p.grad.sign() if is_signed else p.grad))
+
+
+def step_by_text(group, before, after, who, lengths, along):
+    """who: the ranks whose bodies set an option after the second step. along: whether they do it in
+    a function in step_along."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optim = cl.ZeroRedundancyOptimizer(model, Signed, **before)
+        calls = []
+
+        def set_option():
+            calls.append(0)
+            if len(calls) == 2 and own.rank in who:
+                optim.param_groups[0].update(after)
+
+        try:
+            functions = [set_option] if along else []
+            with cl.Join([model, optim], step_along=functions, skew_warning=None):
+                for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
+                    loss_of(model, batch).backward()
+                    optim.step()
+                    set_option()
+                    optim.zero_grad()
+        except cl.CollectiveMismatch as error:
+            return str(error)
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def step_by_text_in_one_process(before, after, lengths):
+    model = make_model(torch.float64)
+    optim = Signed(model.parameters(), **before)
+    for step in range(max(lengths)):
+        for rank, length in enumerate(lengths):
+            if step < length:
+                batch = batches_of(rank, length, torch.float64)[step]
+                (loss_of(model, batch) / len(lengths)).backward()
+        optim.step()
+        optim.param_groups[0].update(after if step == 1 else {})
+        optim.zero_grad()
+    return list(model.parameters())
+
+
+TEXTS = {
+    "None becomes a text": ({}, {"how": "sign"}, "how 'sign'"),
+    "a text becomes None": ({"how": "sign"}, {"how": None}, "how None"),
+    "another text": ({"how": "none"}, {"how": "sign"}, "how 'sign'"),
+    "bytes": ({"how": b"none"}, {"how": b"sign"}, "how b'sign'"),
+    "a tuple of texts": ({"how": "sign"}, {"order": ("scale", "sign")}, "'scale', order 'sign'"),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_among_the_options_is_the_same_on_all_ranks_or_refused(ranks_of, name):
+    before, after, named = TEXTS[name]
+    for who, lengths, different in [
+        ((0, 1), (5, 1), "rank 1"),
+        ((0, 1), (1, 5), "rank 0"),
+        ((0,), (4, 4), "rank 0"),
+    ]:
+        results = ranks_of(2).run(step_by_text, before, after, who, lengths, False)
+        assert all(f"does not match on {different}: options" in told for told in results)
+        assert sum(named in told for told in results) == 1
+        assert all("call it after the step" in told for told in results)
+    for lengths in [(5, 2), (2, 5), (4, 4)]:
+        whole = step_by_text_in_one_process(before, after, lengths)
+        for parameters in ranks_of(2).run(step_by_text, before, after, (0, 1), lengths, True):
+            assert largest_difference(parameters, whole) < 1e-12
