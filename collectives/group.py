@@ -426,7 +426,7 @@ class Group:
     ) -> Work:
         """finishers: what else ends the operation."""
         self._check_rank(root, "root")
-        is_root = root == self.rank
+        is_root = root == self.rank and not self.is_dry_run
         tensor = self._checked(tensor, "tensor", not is_root)
         finishers = [*finishers]
         flat = read(tensor) if is_root else written(tensor, finishers)

@@ -490,7 +490,8 @@ class Context:
     def broadcast(self, value: T, root: int = 0) -> T:
         """The value of rank `root`, on every rank; any object that can be pickled.
 
-        `value` is ignored on other ranks. The root gets the same object back.
+        `value` is ignored on other ranks. The root gets the same object back; a worker that takes
+        the place of a lost root gets what that one had sent.
         """
         self._call.check_all_take_part("ctx.broadcast()")
         return self._call.broadcast(value, root)

@@ -41,9 +41,9 @@ def _keeps(group: Any) -> Any:
     return told, in_body.tolist(), kept.results(), kept.why_not
 
 
-def alone(size: int, answers: list[KeptResult]) -> DryRunGroup:
+def alone(size: int, answers: list[KeptResult], rank: int) -> DryRunGroup:
     group = DryRunGroup(
-        size - 1, size, torch.device("cpu"), generation=0, timeout_s=1.0, store=HashStore()
+        rank, size, torch.device("cpu"), generation=0, timeout_s=1.0, store=HashStore()
     )
     group.answer_with(answers)
     return group
@@ -51,10 +51,11 @@ def alone(size: int, answers: list[KeptResult]) -> DryRunGroup:
 
 def test_what_all_ranks_got_at_their_beginning_a_rank_gets_that_comes_later(ranks_of: Any) -> None:
     results = ranks_of(3).run(_keeps)
-    for told, in_body, (outside, body), why_not in results:
+    for rank, (told, in_body, (outside, body), why_not) in enumerate(results):
         assert not why_not and len(outside) == 3 and len(body) == 1
-        group = alone(3, [*outside, *body])
-        assert begins(group, 2) == told
+        group = alone(3, [*outside, *body], rank)
+        # In the place of rank 1 too, which had sent: what it has itself is another value.
+        assert begins(group, rank + 5) == told
         mine = torch.tensor([7])
         group.all_reduce(mine).wait()
         assert mine.tolist() == in_body
@@ -63,7 +64,7 @@ def test_what_all_ranks_got_at_their_beginning_a_rank_gets_that_comes_later(rank
 
 def test_an_answer_of_another_number_of_ranks_is_none(ranks_of: Any) -> None:
     _, _, (outside, body), _ = ranks_of(3).run(_keeps)[0]
-    group = alone(4, [*outside, *body])
+    group = alone(4, [*outside, *body], 3)
     with pytest.raises(DryRunRefused, match=r"all_gather \(4 .* theirs was of all_gather \(3"):
         begins(group, 3)
     assert group.refusal
@@ -82,14 +83,14 @@ ASKS: dict[str, Callable[[Group], object]] = {
 
 @pytest.mark.parametrize("what", ASKS)
 def test_what_cannot_be_answered_ends_the_dry_run_with_a_sentence(what: str) -> None:
-    group = alone(2, [])
+    group = alone(2, [], 1)
     with pytest.raises(DryRunRefused, match="before its first step"):
         ASKS[what](group)
     assert "before its first step" in group.refusal
 
 
 def test_a_dry_run_that_is_called_off_ends_at_its_next_operation() -> None:
-    group = alone(2, [])
+    group = alone(2, [], 1)
     group.abort("the dry run is over")
     with pytest.raises(GroupAborted, match="the dry run is over"):
         group.barrier().wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -37,7 +38,8 @@ class Points:
 
 def train(ctx: cl.Context) -> tuple[list[Any], GivenReplayLog, ReadyToken]:
     """Takes the replay log in its second epoch."""
-    HEARD[:] = [ctx.broadcast({"seed": 3 + ctx.rank}), ctx.reduce(2.0 * ctx.rank), ctx.step]
+    seed = {"seed": 3 + ctx.rank, "drawn by": os.getpid()}
+    HEARD[:] = [ctx.broadcast(seed), ctx.reduce(2.0 * ctx.rank), ctx.step]
     ctx.barrier()
     recovery = call_of(ctx).recovery
     assert recovery is not None
@@ -94,12 +96,12 @@ class Waiting(Driver):
         self.lifeline.stop(GroupAborted(0, [], "enough"))
 
 
-def begin_dry_run(function: Any, replay_log: bytes, size: int) -> Waiting:
+def begin_dry_run(function: Any, replay_log: bytes, size: int, rank: int) -> Waiting:
     driver = Waiting()
-    assignment = Assignment(0, size - 1, size, size - 1, size, 0)
+    assignment = Assignment(0, rank, size, rank, size, 0)
     request = RunRequest(0, 5.0, False, max_failures=None)
     group = DryRunGroup(
-        size - 1, size, torch.device("cpu"), generation=0, timeout_s=5.0, store=HashStore()
+        rank, size, torch.device("cpu"), generation=0, timeout_s=5.0, store=HashStore()
     )
     driver.lifeline = Lifeline(request, driver, assignment, lambda: group)  # type: ignore[arg-type]
     program = Program(function, {}, None)
@@ -112,11 +114,13 @@ def begin_dry_run(function: Any, replay_log: bytes, size: int) -> Waiting:
     return driver
 
 
-def test_a_rank_comes_to_the_step_of_the_others_by_itself(ranks_of: Any) -> None:
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_comes_to_the_step_of_the_others_by_itself(ranks_of: Any, rank: int) -> None:
+    """In the place of rank 0, which has sent, or of none."""
     (heard, replay_log, token), (other, _, same) = ranks_of(2).run(_trains)
     assert not replay_log.why_not and token == same
-    assert heard == other and heard[0] == {"seed": 3} and heard[1] == 1.0
-    driver = begin_dry_run(train, replay_log.payload, 3)
+    assert heard == other and heard[0]["seed"] == 3 and heard[1] == 1.0
+    driver = begin_dry_run(train, replay_log.payload, 3, rank)
     assert driver.token == token
     # What stands before the loop, and in the body of the epoch that is under way.
     assert [*heard[:2], 5, told_after(5), (1, 2, 5)] == HEARD
@@ -130,4 +134,4 @@ def unlike(ctx: cl.Context) -> None:
 def test_a_function_that_asks_for_something_else_cannot_have_a_dry_run(ranks_of: Any) -> None:
     (_, replay_log, _), _ = ranks_of(2).run(_trains)
     with pytest.raises(DryRunRefused, match="cannot give"):
-        begin_dry_run(unlike, replay_log.payload, 3)
+        begin_dry_run(unlike, replay_log.payload, 3, 2)

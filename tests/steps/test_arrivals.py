@@ -67,11 +67,13 @@ async def test_a_worker_comes_in_and_the_others_go_on_where_they_are(
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("victim", [0, 1])
 async def test_a_worker_that_comes_hears_what_the_others_have_heard_at_their_beginning(
-    cluster: None, tmp_path: Path
+    cluster: None, tmp_path: Path, victim: int
 ) -> None:
+    """Also in the place of rank 0, which had sent some of it."""
     alone = await told_alone(tmp_path)
-    told = await told_by_three(tmp_path, scenario="asks the others")
+    told = await told_by_three(tmp_path, victims=(victim,), scenario="asks the others")
     [came] = [one for one in told if one.num_steps < 2 * STEPS_OF_EPOCH]
     first, second = (one for one in told if one is not came)
     assert first.began == second.began == 1
