@@ -143,8 +143,9 @@ def train(
             dataset = stream
         for step in ctx.steps(dataset, 16, 3, epoch=epoch):
             if ctx.world_size < full:
-                # Long enough for workers to start, also on a busy machine.
-                time.sleep(0.03 if step.number < 50 else 0.5)
+                # Long enough for workers to start, also on a busy machine; the last ones for one
+                # that has begun again, as its driver had died.
+                time.sleep(0.03 if step.number < 50 else 0.5 if step.number < 90 else 3.0)
             if scenario == "a rank at the entry" and sizes[-1:] == [2] and seat == 2:
                 strike_at_entry()
             for number, batch in enumerate(step):

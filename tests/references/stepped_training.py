@@ -151,7 +151,7 @@ def stepped(
         )
         for step in steps:
             if paces is not None:
-                steps._paces = paces
+                steps.paces = paces
             for batch in step:
                 seen.append(batch.flatten(1)[:, 0].tolist())
                 if skips and bool(batch.sum() < 0):

@@ -204,7 +204,8 @@ def test_ray_deals_gpus_and_workers_find_their_own_among_all() -> None:
     assert done.returncode == 0, done.stderr
     whole, halves, hidden, narrowed, *refused = done.stdout.splitlines()
     assert whole == str([(number, None) for number in range(4)])
-    assert halves == str([(0, None)] * 2)
+    # Of one GPU; Ray may not have counted that of the last session's rank 0 as free yet.
+    assert halves in [str([(number, None)] * 2) for number in range(4)]
     assert [index for index, _ in eval(hidden)] == [0, 0]
     assert len({shown for _, shown in eval(hidden)}) == 2
     assert "the runtime environment sets CUDA_VISIBLE_DEVICES='0' in all workers" in narrowed
