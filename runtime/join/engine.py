@@ -386,6 +386,8 @@ class JoinEngine:
             self._shadow(until)
         finally:
             self._num_around = -1
+            # After an error too: a program that catches it, or runs again, has data.
+            boundary().steps.has_joined = False
 
     def _shadow(self, until: Callable[[], bool]) -> None:
         ledger, bound = self.ledger, boundary()
@@ -407,7 +409,6 @@ class JoinEngine:
             bound.stop_if_agreed()
             if until():  # This rank has data again, and leaves with it.
                 break
-        bound.steps.has_joined = False
         ledger.batch = None
         ledger.live = True
         ledger.has_next = True
@@ -445,16 +446,17 @@ class JoinEngine:
         steps = boundary().steps
         before, steps.has_joined = steps.has_joined, True
         self.calls_functions = True
-        for follow in self._followers:
-            try:
+        try:
+            for follow in self._followers:
                 follow()
-            except AssertionError as error:
-                # torch's GradScaler makes its scale in its first scale(): never, without a batch.
-                if "_scale is None" not in str(error):
-                    raise
-                raise RuntimeError(why_no_scale(self._group.rank)) from error
-        self.calls_functions = False
-        steps.has_joined = before
+        except AssertionError as error:
+            # torch's GradScaler makes its scale in its first scale(): never, without a batch.
+            if "_scale is None" not in str(error):
+                raise
+            raise RuntimeError(why_no_scale(self._group.rank)) from error
+        finally:
+            self.calls_functions = False
+            steps.has_joined = before
 
     @property
     def has_followers(self) -> bool:

@@ -10,7 +10,7 @@ import chorusline as cl
 from chorusline.collectives.contract.errors import name_ranks
 from tests.harness.combinations import combinations
 from tests.harness.reused_ranks import another_group
-from tests.references.training import batches_of, loss_of, make_model
+from tests.references.training import batches_of, largest_difference, loss_of, make_model
 
 Body = Callable[[torch.nn.Module, cl.ZeroRedundancyOptimizer, torch.Tensor, int], None]
 
@@ -135,3 +135,60 @@ def test_a_step_that_a_rank_cannot_take_is_refused_by_all_ranks_in_one_sentence(
         needs = 0 if body is steps_before_a_pass else 2
         ranks = [rank for rank, length in enumerate(lengths) if length > needs]
         assert told[0].startswith(f"on {name_ranks(ranks)}: ") and BODIES[body] in told[0], told[0]
+
+
+def end_as(how, number, joined):
+    """What the body does in batch `number`; joined: on a rank without data."""
+    if number < 2:
+        return
+    if how == "a function raises" and joined:
+        raise ValueError("its own")
+    if how == "the body raises" and not joined:
+        raise ValueError("its own")
+
+
+def train_after_an_error(group, how):
+    lengths, told = (2, 5), ""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        along = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        done = []
+
+        def step():
+            done.append(optimizer)
+            end_as(how, len(done) - 1, len(done) > lengths[own.rank])
+            optimizer.step()
+
+        try:
+            listed = [step] if how != "other steps" else [step, along]
+            with cl.Join([model], step_along=listed, skew_warning=None):
+                for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
+                    loss_of(model, batch).backward()
+                    step()
+                    optimizer.zero_grad()
+        except (ValueError, cl.CollectiveError) as error:
+            told = type(error).__name__
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        with cl.Join([model], skew_warning=None):
+            for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
+                loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return told, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["a function raises", "the body raises", "other steps"])
+def test_after_an_error_in_shadowed_steps_the_next_join_of_a_process_is_as_the_first(ranks_of, how):
+    module = make_model(torch.float64)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+    for number in range(5):
+        for rank in range(2) if number < 2 else [1]:
+            (loss_of(module, batches_of(rank, 5, torch.float64)[number]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for told, parameters in ranks_of(2).run(train_after_an_error, how):
+        assert told
+        assert largest_difference(parameters, module.parameters()) < 1e-12
