@@ -26,7 +26,7 @@ from chorusline.actors.errors import StreamLost
 from ..process.step_boundary import boundary
 from .dealer import Dealt
 from .dealing import Remainder
-from .number_set import MOST, NumberSet, set_of
+from .number_set import MOST, NumberSet
 
 
 class Used(Enum):
@@ -142,7 +142,7 @@ class Cursor:
         return {
             "loop": loop,
             "epoch": epoch,
-            "passages": {  # The key in checkpoints; the name of earlier versions.
+            "iterations": {
                 name: _state(self._begun.get(name), rest, used, by_id)
                 for name, rest in rests.items()
             },
@@ -156,7 +156,7 @@ class Cursor:
         if epoch_is_over:
             self._resume_at(loop, epoch + 1, [])
         else:
-            self._resume_at(loop, epoch, [part["passages"] for part in parts])
+            self._resume_at(loop, epoch, [part["iterations"] for part in parts])
 
     def resume_next_loop(self, epoch: int, iterations: Sequence[dict[str, Any]]) -> None:
         """Resume the coming loop in this epoch. iterations: as in `state`, by rank."""
@@ -205,7 +205,7 @@ def check_parts(parts: Sequence[Any]) -> None:
     """Raise ValueError unless `Cursor.resume` takes `parts`, of a checkpoint that anybody may have
     written."""
     for part in parts:
-        iterations = part["passages"] if isinstance(part, dict) and "passages" in part else None
+        iterations = part["iterations"] if isinstance(part, dict) and "iterations" in part else None
         if (
             not isinstance(iterations, dict)
             # -1: saved before the first loop over epochs.
@@ -229,10 +229,11 @@ def _check_iteration(iteration: dict[str, Any], most: int) -> None:
         or not all(is_count(count) for _, counts in runs for count in counts)
         or not is_count(iteration.get("given"))
         or type(iteration.get("is_over")) is not bool
-        or not is_count(iteration.get("num_ids", 0))
+        or not is_count(iteration.get("num_ids"))
+        or not isinstance(iteration.get("ids", 0), str | None)
     ):
         raise ValueError("the samples that a rank was given are not listed as a run lists them")
-    set_of(iteration.get("ids"), most)
+    NumberSet.from_text(iteration["ids"] or "", most)
 
 
 def is_count(value: object, least: int = 0) -> bool:
@@ -243,7 +244,7 @@ def told_place(parts: Sequence[dict[str, Any]], *, epoch_is_over: bool) -> str:
     """Where a function resumes, for people; empty without a loop over `ctx.epochs`. The arguments
     are those of `Cursor.resume`. Pure."""
     loop, epoch = parts[0]["loop"], parts[0]["epoch"]
-    iterations = [iteration for part in parts for iteration in part["passages"].values()]
+    iterations = [iteration for part in parts for iteration in part["iterations"].values()]
     if loop < 0:
         return ""
     if epoch_is_over or not iterations:
@@ -268,8 +269,9 @@ def _rest(parts: Sequence[dict[str, Any] | None], most: int) -> Remainder:
     if all(part["is_over"] for part in begun):
         return Remainder(runs, None)
     if any(part["ids"] is not None for part in begun):  # Counts identify no samples.
-        given = functools.reduce(operator.or_, (set_of(part["ids"], most) for part in begun))
-        missing = max(part.get("num_ids", 0) for part in begun) - len(given)
+        sets = (NumberSet.from_text(part["ids"] or "", most) for part in begun)
+        given = functools.reduce(operator.or_, sets)
+        missing = max(part["num_ids"] for part in begun) - len(given)
         if missing > 0:
             raise StreamLost(
                 "it died together with a rank",

@@ -229,15 +229,3 @@ def _bits_of(numbers: Iterable[int]) -> bytes:
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
     packed = (mask.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
     return packed.numpy().tobytes().rstrip(b"\0")
-
-
-def set_of(told: object, most: int = MOST) -> NumberSet:
-    """The set that a state has: as text, or number by number, as checkpoints had it before. Raises
-    ValueError for what no state has, and for a number that is not below `most`."""
-    if told is None:
-        return NumberSet()
-    if isinstance(told, str):
-        return NumberSet.from_text(told, most)
-    if isinstance(told, list) and all(type(one) is int and 0 <= one < most for one in told):
-        return NumberSet(told)
-    raise ValueError("it is not a set of numbers")

@@ -249,8 +249,8 @@ class FunctionCall:
         between_runs().places.clear()  # The state is not that of the last run, nor is the place.
         self.is_resumed = True
         self._boundaries = max(part["boundaries"] for part in parts)
-        self.origin = parts[0].get("origin", self.origin)
-        self.steps_before = parts[0].get("steps_before", 0)
+        self.origin = parts[0]["origin"]
+        self.steps_before = parts[0]["steps_before"]
         self.cursor.resume([part["data"] for part in parts], epoch_is_over=epoch_is_over)
 
     @staticmethod
@@ -261,10 +261,10 @@ class FunctionCall:
             if (
                 not isinstance(part, dict)
                 or not is_count(part.get("boundaries"))
-                or not is_count(part.get("steps_before", 0), least=-(1 << 63))
+                or not is_count(part.get("steps_before"), least=-(1 << 63))
                 # Trackers name files by it.
-                or not isinstance(part.get("origin", ""), str)
-                or not re.fullmatch(r"[0-9A-Za-z_-]{0,64}", part.get("origin", ""))
+                or not isinstance(part.get("origin"), str)
+                or not re.fullmatch(r"[0-9A-Za-z_-]{0,64}", part["origin"])
             ):
                 raise ValueError("the place of a rank in the run has another form")
         if not parts:
@@ -303,7 +303,7 @@ class FunctionCall:
             return  # Before the epoch's first step the place is that after the epoch before.
         data = self.cursor.state(Used.AGREED, by_id=self._has_recovered)
         seat = self.rank, self.world_size
-        between_runs().places[name] = LoopPlace(data["epoch"], seat, was_live, data["passages"])
+        between_runs().places[name] = LoopPlace(data["epoch"], seat, was_live, data["iterations"])
 
     def count_step(self) -> None:
         """A plain optimizer has stepped with the current batch, which ends the batch."""

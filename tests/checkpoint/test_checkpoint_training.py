@@ -281,15 +281,15 @@ def test_for_the_next_run_only_samples_of_agreed_steps_are_used():
         (True, Remainder((), frozenset({5, 1, 2, 3}))),
     ]:
         iterations = [
-            cursor.state(Used.AGREED, by_id=by_id)["passages"] for cursor in (over, inside)
+            cursor.state(Used.AGREED, by_id=by_id)["iterations"] for cursor in (over, inside)
         ]
         after = Cursor()
         after.resume_next_loop(0, iterations)
         assert next(after.epochs(1)) == 0 and after.rest_of("data") == rest
     begin_over(over, "alone", [5, 1], agreed=1)
-    told = over.state(Used.AGREED)["passages"]["alone#0"]
+    told = over.state(Used.AGREED)["iterations"]["alone#0"]
     assert told["given"] == 1 and not told["is_over"], "its last batch was in no step"
-    assert over.state()["passages"]["alone#0"]["is_over"], "as a checkpoint counts"
+    assert over.state()["iterations"]["alone#0"]["is_over"], "as a checkpoint counts"
 
 
 def test_a_shard_that_is_iterated_again_does_not_change_what_its_first_iteration_was_given():
@@ -301,11 +301,11 @@ def test_a_shard_that_is_iterated_again_does_not_change_what_its_first_iteration
     batches.close()  # As a loop that is broken off.
     with torch.no_grad():
         next(iter(shard))
-    assert [one["given"] for one in cursor.state()["passages"].values()] == [4]
+    assert [one["given"] for one in cursor.state()["iterations"].values()] == [4]
     assert sum(map(len, shard)) == 10
     with torch.no_grad():
         next(iter(shard))
-    told = cursor.state()["passages"].values()
+    told = cursor.state()["iterations"].values()
     assert [(one["given"], one["is_over"]) for one in told] == [(4, False), (10, True)]
 
 
@@ -432,8 +432,8 @@ async def test_a_session_goes_on_from_the_checkpoint_when_it_is_run_again(
 
 def test_an_epoch_is_not_gone_on_with_in_a_dataset_of_another_length() -> None:
     cursor = Cursor()
-    told = {"runs": (), "given": 5, "ids": None, "is_over": False}
-    resumed = {"loop": 0, "epoch": 1, "passages": {"61/4/1/0/True#0": told}}
+    told = {"runs": (), "given": 5, "ids": None, "is_over": False, "num_ids": 0}
+    resumed = {"loop": 0, "epoch": 1, "iterations": {"61/4/1/0/True#0": told}}
     cursor.resume([resumed])
     assert next(cursor.epochs(3)) == 1
     with pytest.raises(ValueError, match="the dataset has 70 samples, and had 61 when this epoch"):
@@ -445,12 +445,12 @@ def test_an_epoch_is_not_gone_on_with_in_a_dataset_of_another_length() -> None:
 
 
 def test_an_epoch_over_two_datasets_goes_on_in_both() -> None:
-    told = {"runs": (), "given": 5, "ids": None, "is_over": False}
+    told = {"runs": (), "given": 5, "ids": None, "is_over": False, "num_ids": 0}
     keys = ["61/4/1/0/True", "70/4/1/0/True"]
     for first, second in (keys, reversed(keys)):
         cursor = Cursor()
         iterations = {f"{key}#0": told for key in keys}
-        cursor.resume([{"loop": 0, "epoch": 1, "passages": iterations}])
+        cursor.resume([{"loop": 0, "epoch": 1, "iterations": iterations}])
         assert next(cursor.epochs(3)) == 1
         for key in (first, second):
             assert cursor.rest_of(key) == Remainder(((5,),))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from chorusline.runtime.data.cursor import Cursor, check_parts
-from chorusline.runtime.data.number_set import Numbers, NumberSet, set_of
+from chorusline.runtime.data.number_set import Numbers, NumberSet
 from chorusline.runtime.data.row_reader import RowReader
 
 MANY = list(range(3, 5000, 7))
@@ -36,31 +36,25 @@ def test_numbers_are_a_list_in_little_room(some, more, start, stop):
 
 @given(NUMBERS, NUMBERS, st.integers(0, 400))
 def test_a_set_of_numbers_is_a_set_and_survives_as_text(some, more, stop):
-    for made in (NumberSet(some), NumberSet(Numbers(some)), set_of(some)):
+    for made in (NumberSet(some), NumberSet(Numbers(some))):
         assert made == set(some) and list(made) == sorted(set(some)) and len(made) == len(set(some))
-        assert set_of(made.text()) == made == pickle.loads(pickle.dumps(made))
+        assert NumberSet.from_text(made.text()) == made == pickle.loads(pickle.dumps(made))
         assert (made | NumberSet(more)) == {*some, *more}
         assert made.has_all_below(stop) is (set(range(stop)) <= set(some))
         assert all((number in made) is (number in set(some)) for number in range(5000))
-    assert set_of(None) == set()
 
 
 def text(bits: bytes) -> str:
     return base64.b64encode(zlib.compress(bits, 9)).decode()
 
 
-WRONG: dict[str, Any] = {
+WRONG: dict[str, str] = {
     "no base64": "*",
     "no zlib": base64.b64encode(b"text").decode(),
     "cut off": text(bytes(range(200)) * 9)[:-8],
     "beyond the dataset": text(b"\xff" * 2),
     "a bit beyond the dataset": text(b"\xff\x40"),
     "far beyond it": text(b"\xff" * (64 << 20)),
-    "a number": 5,
-    "a negative number": [-1],
-    "a number beyond the dataset": [14],
-    "a truth": [True],
-    "a list of lists": [[1]],
 }
 
 
@@ -68,15 +62,15 @@ WRONG: dict[str, Any] = {
 def test_what_is_no_set_of_the_numbers_of_a_dataset_is_refused(what):
     tracemalloc.start()
     with pytest.raises(ValueError):
-        set_of(WRONG[what], 14)
+        NumberSet.from_text(WRONG[what], 14)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20, "a few characters become no more bytes"
     tracemalloc.stop()
-    assert len(set_of(text(b"\xff\x3f"), 14)) == 14
+    assert len(NumberSet.from_text(text(b"\xff\x3f"), 14)) == 14
 
 
 def test_a_text_of_a_stream_takes_a_bit_for_each_row():
     tracemalloc.start()
-    rows = set_of(text(b"\xff" * (1 << 20)))
+    rows = NumberSet.from_text(text(b"\xff" * (1 << 20)))
     assert len(rows) == 8 << 20 and rows.has_all_below(8 << 20)
     assert tracemalloc.get_traced_memory()[1] < 8 << 20
     tracemalloc.stop()
@@ -102,7 +96,7 @@ def test_a_reader_and_a_rank_keep_some_bytes_for_a_batch_and_not_for_each_row():
 SOUND = {
     "loop": 0,
     "epoch": 1,
-    "passages": {
+    "iterations": {
         "14/2/1/0/True#0": {
             "runs": [[2, [3, 4]]],
             "given": 1,
@@ -123,14 +117,14 @@ JSON = st.recursive(
 
 @given(
     st.sampled_from(
-        ["loop", "epoch", "passages", "runs", "given", "ids", "is_over", "num_ids", ""]
+        ["loop", "epoch", "iterations", "runs", "given", "ids", "is_over", "num_ids", ""]
     ),
     JSON,
 )
 def test_whatever_a_checkpoint_says_of_a_place_in_the_data_is_taken_or_refused(field, value):
-    (key,) = SOUND["passages"]
-    iteration = {**SOUND["passages"][key]}
-    part: Any = {**SOUND, "passages": {key: iteration}}
+    (key,) = SOUND["iterations"]
+    iteration = {**SOUND["iterations"][key]}
+    part: Any = {**SOUND, "iterations": {key: iteration}}
     if field in iteration:
         iteration[field] = value
     elif field:

@@ -15,7 +15,7 @@ import pickle
 import re
 import reprlib
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -229,11 +229,11 @@ def _validated(plain: Any) -> Manifest:
         files=files,
         entries=[_entry(one, files) for one in _list(given["entries"], "entries")],
         progress=_list(given["progress"], "progress"),
-        metadata_sha256=_text(given.get("metadata_sha256", ""), "metadata_sha256"),
-        torch=_text(given.get("torch", ""), "torch"),
+        metadata_sha256=_text(given["metadata_sha256"], "metadata_sha256"),
+        torch=_text(given["torch"], "torch"),
         tied={
             name: {one: _text(other, "a name") for one, other in _mapping(pairs, "tied")}
-            for name, pairs in _mapping(given.get("tied", {}), "tied")
+            for name, pairs in _mapping(given["tied"], "tied")
         },
     )
     _check_paths(manifest.entries)
@@ -242,22 +242,13 @@ def _validated(plain: Any) -> Manifest:
 
 
 def _fields_of(value: Any, kind: type, what: str) -> dict[str, Any]:
-    """A dictionary with the fields of a dataclass: all that have no default, and no other one."""
-    given = dict(_mapping(value, what))
-    known = {one.name: one for one in fields(kind)}
-    lacking = [
-        name
-        for name, one in known.items()
-        if name not in given and one.default is one.default_factory is MISSING
-    ]
-    if lacking or not given.keys() <= known.keys():
-        unknown = [name for name in given if name not in known]
-        # A field under another name is both missing and unknown: what is missing says more.
-        raise ValueError(
-            f"{what} lacks {', '.join(lacking)}"
-            if lacking
-            else f"{what} has {', '.join(map(repr, unknown[:_NAMED]))}, which a save does not write"
-        )
+    """A dictionary with the fields of a dataclass, and no other one."""
+    given, known = dict(_mapping(value, what)), [one.name for one in fields(kind)]
+    # A field under another name is both missing and unknown: what is missing says more.
+    if lacking := [name for name in known if name not in given]:
+        raise ValueError(f"{what} lacks {', '.join(lacking)}")
+    if unknown := [repr(name) for name in given if name not in known]:
+        raise ValueError(f"{what} has {', '.join(unknown[:_NAMED])}, which a save does not write")
     return given
 
 
@@ -278,7 +269,7 @@ def _entry(value: Any, files: dict[str, int]) -> ManifestEntry:
         path,
         None if dtype is None else _text(dtype, f"the dtype of {name}"),
         shape,
-        [_item(one, files, name) for one in _list(given.get("items"), f"items of {name}")],
+        [_item(one, files, name) for one in _list(given["items"], f"items of {name}")],
     )
     # A pickled value: one item, which says nothing of elements.
     if entry.dtype is None:
