@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from chorusline.actors.errors import Interrupted
+from chorusline.collectives.contract.errors import name_ranks
 from chorusline.collectives.contract.work import Work
 from chorusline.collectives.group import Group
 from chorusline.collectives.operations.host_reads import device_numbers
@@ -18,7 +19,6 @@ from chorusline.collectives.operations.host_reads import device_numbers
 from ..process.agreement import Agreement, Note
 from ..process.running import Survival
 from ..process.step_boundary import boundary
-from .argument_errors import check_groups, refuse_torchs_join, why_not_inside
 from .conductor import Conductor
 from .error_notes import (
     DIVIDES_BY_ALL,
@@ -29,10 +29,6 @@ from .error_notes import (
     THROWS,
     explain,
     warn_of_skew,
-    why_exhausted,
-    why_no_scale,
-    why_not_one_more,
-    why_not_skipped,
 )
 from .join_hook import JoinHook
 from .ledger import JoinLedger
@@ -142,12 +138,20 @@ class Joinable(ABC):
         """Raise ValueError if this joinable cannot be shadowed without another one."""
 
 
+def _refuse_torchs_join(joinable: object, config: object) -> None:
+    """torch's Join has been given `joinable`, and sets its `config` in it."""
+    raise TypeError(
+        f"torch's Join cannot shadow the collectives of a chorusline {type(joinable).__name__}: "
+        "write chorusline.Join, which takes the same list"
+    )
+
+
 class GroupJoinable(Joinable):
     """A joinable whose collectives run on one group, and whose steps carry an agreement."""
 
     group: Group
 
-    _join_config = property(fset=refuse_torchs_join)
+    _join_config = property(fset=_refuse_torchs_join)
     """torch's Join sets it in each of its joinables, before anything else that ours lack."""
 
     @property
@@ -213,7 +217,7 @@ class JoinEngine:
         self._groups = [joinable.join_group for joinable in joinables]
         self._group = self._groups[0]
         followed = [*groups, *(g for j in joinables for g in j._groups_to_follow())]
-        check_groups(self._groups, followed)
+        _check_groups(self._groups, followed)
         self._followed = list(dict.fromkeys(followed))
         self._hooks = [joinable.join_hook(**hook_arguments) for joinable in joinables]
         self._device = joinables[0].join_device
@@ -453,7 +457,13 @@ class JoinEngine:
             # torch's GradScaler makes its scale in its first scale(): never, without a batch.
             if "_scale is None" not in str(error):
                 raise
-            raise RuntimeError(why_no_scale(self._group.rank)) from error
+            raise RuntimeError(
+                "step_along steps by a GradScaler, which has no scale on rank "
+                f"{self._group.rank}: this rank has had no batch so far, and a GradScaler gets "
+                "its scale in its first scale(loss). Call scaler.scale(torch.zeros((), "
+                "device=...)) on all ranks before the Join, or use a ZeroRedundancyOptimizer "
+                "and chorusline.GradScaler"
+            ) from error
         finally:
             self.calls_functions = False
             steps.has_joined = before
@@ -486,7 +496,23 @@ class JoinEngine:
             self._step_followers()
 
     def _why_not_skipped(self, absent: Sequence[int]) -> str:
-        return why_not_skipped(absent, has_several=len(self._models) > 1)
+        """absent: the ranks that have run out of data, and stepped what is in step_along; empty
+        where all have data again by now."""
+        who = name_ranks(absent, "that has", "that have") if absent else "ranks that have"
+        # What several sharded optimizers need is a group, too, unless each has one step in a batch.
+        remedy = (
+            "use a ZeroRedundancyOptimizer for each model in place of step_along, and give Join a "
+            "group to follow, groups=[ctx.group.new_group(range(ctx.world_size))]; then each step "
+            "is announced, as often as the body takes it"
+            if len(self._models) > 1
+            else "use a ZeroRedundancyOptimizer, which does not need this"
+        )
+        return (
+            "the ranks with data ran a different number of backward passes for this step than for "
+            f"the step before, or left out optimizer.step(), but {who} run out of data call step() "
+            "of what is in step_along after as many passes as before. Run the same number of "
+            f"passes in every step, run all but the last in model.no_sync(), or {remedy}"
+        )
 
     @property
     def absent_ranks(self) -> list[int]:
@@ -501,9 +527,20 @@ class JoinEngine:
         ledger, inner = self.ledger, boundary().joins[-1]
         # Ranks in threads of one process share the list: another rank's Join is not around this.
         if inner is not self and inner.is_of_ranks(self._group):
-            raise RuntimeError(why_not_inside(joinable))
+            raise RuntimeError(
+                f"a {type(joinable).__name__} that an outer Join lists takes a step inside another "
+                "Join. A rank that is out of data would shadow the steps of the inner Join alone, "
+                "while the others wait for it in this one. List the joinables of both in one Join, "
+                "Join([first, second])"
+            )
         if joinable is self._counts_steps and ledger.is_over:
-            raise RuntimeError(why_not_one_more(ledger.pattern.of_batch))
+            raise RuntimeError(
+                "the last batch of this epoch has more steps, or synchronised backward passes, "
+                f"than any batch before ({ledger.pattern.of_batch} so far), and the other ranks do "
+                "not wait for another one. Give all batches the same number of them (passes that "
+                "only accumulate belong in model.no_sync()), or give the Join a group to follow, "
+                "groups=[…]; then each one is announced"
+            )
 
     def expects_pass_of(self, model: Joinable) -> bool:
         """Whether a rank that has run out of data would now send gradients of this model next: it
@@ -645,4 +682,25 @@ class JoinEngine:
         if self._throws and 0 < len(live) < self._group.size:
             self._is_exhausted = True
             absent = [rank for rank in range(self._group.size) if rank not in live]
-            raise RuntimeError(why_exhausted(absent))
+            raise RuntimeError(
+                f"Detected at least one rank that exhausted inputs: {name_ranks(absent)}. Every "
+                "rank raises this at the same step, because throw_on_early_termination is set"
+            )
+
+
+def _check_groups(groups: Sequence[Group], followed: Sequence[Group]) -> None:
+    """Raises ValueError for groups that cannot be in one Join. groups: of the joinables."""
+    first = groups[0]
+    for group in (*groups, *followed):
+        if group.ranks != first.ranks or group.rank != first.rank:
+            raise ValueError(
+                "Using join context manager with multiple process groups of different ranks: "
+                f"{group} has {list(group.ranks)}, {first} has {list(first.ranks)}. A rank joins "
+                "in all of them or in none; use one Join for each set of ranks"
+            )
+    for group in followed:
+        if group in groups:
+            raise ValueError(
+                f"{group} is the group of a joinable, which issues collectives of its own on "
+                "it. Pass another group of these ranks: group.new_group(range(group.size))"
+            )

@@ -123,61 +123,6 @@ def explain(
         error.__post_init__()
 
 
-def why_not_skipped(absent: Sequence[int], *, has_several: bool) -> str:
-    """absent: the ranks that have run out of data, and stepped what is in step_along; empty where
-    all have data again by now. has_several: whether the Join lists several models."""
-    who = name_ranks(absent, "that has", "that have") if absent else "ranks that have"
-    # What several sharded optimizers need is a group, too, unless each has one step in a batch.
-    remedy = (
-        "use a ZeroRedundancyOptimizer for each model in place of step_along, and give Join a "
-        "group to follow, groups=[ctx.group.new_group(range(ctx.world_size))]; then each step is "
-        "announced, as often as the body takes it"
-        if has_several
-        else "use a ZeroRedundancyOptimizer, which does not need this"
-    )
-    return (
-        "the ranks with data ran a different number of backward passes for this step than for "
-        f"the step before, or left out optimizer.step(), but {who} run out of data call step() of "
-        "what is in step_along after as many passes as before. Run the same number of passes in "
-        f"every step, run all but the last in model.no_sync(), or {remedy}"
-    )
-
-
-def why_not_one_more(so_far: int) -> str:
-    """so_far: the steps, or synchronised passes, of the last batch."""
-    return (
-        "the last batch of this epoch has more steps, or synchronised backward passes, than any "
-        f"batch before ({so_far} so far), and the other ranks do not wait for another one. Give "
-        "all batches the same number of them (passes that only accumulate belong in "
-        "model.no_sync()), or give the Join a group to follow, groups=[…]; then each one is "
-        "announced"
-    )
-
-
-def why_not_stepped_along(rank: int) -> str:
-    return (
-        f"a function in step_along calls step() of a ZeroRedundancyOptimizer on rank {rank}, which "
-        "has run out of data and takes the steps of the listed optimizers by itself. Call "
-        "optimizer.step() in the body alone, and leave it out of the function"
-    )
-
-
-def why_no_scale(rank: int) -> str:
-    return (
-        f"step_along steps by a GradScaler, which has no scale on rank {rank}: this rank has had "
-        "no batch so far, and a GradScaler gets its scale in its first scale(loss). Call "
-        "scaler.scale(torch.zeros((), device=...)) on all ranks before the Join, or use a "
-        "ZeroRedundancyOptimizer and chorusline.GradScaler"
-    )
-
-
-def why_exhausted(absent: Sequence[int]) -> str:
-    return (
-        f"Detected at least one rank that exhausted inputs: {name_ranks(absent)}. Every rank "
-        "raises this at the same step, because throw_on_early_termination is set"
-    )
-
-
 def warn_of_skew(skew: float, steps_taken: Sequence[int]) -> None:
     """Warn in the user's line that takes the step. One rank calls it."""
     by_rank = ", ".join(f"rank {rank}: {n}" for rank, n in enumerate(steps_taken))

@@ -19,19 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+import torch
 
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
+from chorusline.collectives.contract.articles import with_article
 from chorusline.collectives.contract.work import Work
 from chorusline.collectives.group import Group
 
 from ..process.sharded_tensors import is_fully_sharded
-from .argument_errors import not_a_list, not_joinable, why_not_along, why_not_twice
 from .engine import GroupJoinable, Joinable, JoinEngine
 from .step_along import followers_of
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Join:
@@ -86,23 +85,32 @@ class Join:
         **kwargs: Any,
     ) -> None:
         if isinstance(joinables, Joinable) or not isinstance(joinables, Sequence):
-            raise TypeError(not_a_list(joinables))
+            raise TypeError(
+                "Join takes a list of joinables, as in Join([model]); got "
+                f"{with_article(type(joinables))}"
+            )
         if len(joinables) == 0:
             raise ValueError("The join context manager requires at least one joinable")
         listed: list[Joinable] = []
         for number, given in enumerate(joinables):
             joinable = _of_fully_shard(given)
             if not isinstance(joinable, Joinable):
-                raise TypeError(not_joinable(number, joinable))
+                raise TypeError(_not_joinable(number, joinable))
             for first, one in enumerate(listed):
                 if one is joinable:
-                    raise ValueError(why_not_twice(first, number, joinable))
+                    raise ValueError(
+                        f"Join lists one {type(joinable).__name__} at places {first} and {number}, "
+                        "and a rank without data would shadow each step of it more than once. List "
+                        "it once; if the body steps it more often than the others, give Join a "
+                        "group to follow, groups=[ctx.group.new_group(range(ctx.world_size))]: "
+                        "then each step is announced"
+                    )
             listed.append(joinable)
         for number, each in enumerate(step_along if isinstance(step_along, Sequence) else ()):
             is_listed = any(each is joinable for joinable in listed)
             # One that a user writes and does not list may be stepped along.
             if is_listed or isinstance(each, GroupJoinable):
-                raise ValueError(why_not_along(number, each, is_listed=is_listed))
+                raise ValueError(_why_not_along(number, each, is_listed=is_listed))
         followers = followers_of(step_along, listed)
         check_kinds(Join.__init__, locals())
         if skew_warning is not None:
@@ -172,3 +180,42 @@ def _of_fully_shard(given: Any) -> Any:
     from .fully_sharded import FullyShardedModel
 
     return FullyShardedModel(given)
+
+
+_OF_TORCH = ("DistributedDataParallel", "ZeroRedundancyOptimizer")
+"""Classes of torch that a Join takes only from chorusline."""
+
+
+def _not_joinable(number: int, given: object) -> str:
+    """given: the object at this place of the list, which is no joinable."""
+    kind = type(given).__name__
+    if kind in _OF_TORCH:
+        remedy = "is torch's class. Use the class of that name in chorusline"
+    elif isinstance(given, torch.optim.Optimizer):
+        remedy = (
+            "is stepped by each rank alone. Write Join([model], step_along=[optimizer]) for an "
+            "optimizer of a DistributedDataParallel's parameters, or make it a "
+            "ZeroRedundancyOptimizer"
+        )
+    elif isinstance(given, torch.nn.Module):
+        remedy = "is not wrapped. Write Join([DistributedDataParallel(module)])"
+    elif hasattr(given, "step"):
+        remedy = "has no collectives. Objects with a step() belong in step_along=[...]"
+    else:
+        remedy = "is not a Joinable: derive its class from chorusline.Joinable"
+    return f"Join takes joinables, and number {number} of its list, {with_article(kind)}, {remedy}"
+
+
+def _why_not_along(number: int, given: object, *, is_listed: bool) -> str:
+    """given: the joinable at this place of step_along. is_listed: whether the Join lists it too."""
+    kind = type(given).__name__
+    remedy = (
+        "leave it out of step_along"
+        if is_listed
+        else f"list {with_article(kind)} among the joinables in place of step_along, after what it "
+        "belongs to: Join([model, optimizer, scaler])"
+    )
+    return (
+        f"step_along[{number}] is {with_article(kind)}, a joinable, whose steps a rank without "
+        f"data shadows by itself: {remedy}"
+    )

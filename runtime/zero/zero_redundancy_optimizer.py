@@ -62,7 +62,6 @@ from ..data_parallel.same_model import (
     unlike_values,
 )
 from ..join.engine import GroupJoinable, Joinable, JoinEngine
-from ..join.error_notes import why_not_stepped_along
 from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement, Note, Vote
 from ..process.between_runs import between_runs
@@ -347,7 +346,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         if self._join is not None:
             # A rank without data shadows this step by itself, and would take it twice.
             if self._join.calls_functions:
-                raise RuntimeError(why_not_stepped_along(self.group.rank))
+                raise RuntimeError(
+                    "a function in step_along calls step() of a ZeroRedundancyOptimizer on rank "
+                    f"{self.group.rank}, which has run out of data and takes the steps of the "
+                    "listed optimizers by itself. Call optimizer.step() in the body alone, and "
+                    "leave it out of the function"
+                )
             self._join.notified(self)
         engine = self._engine
         engine.loss_scale = given_scale(self, self.uses_scaler)

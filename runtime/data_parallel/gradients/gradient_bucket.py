@@ -299,24 +299,3 @@ class Gradients:
     def drop(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
-
-
-def why_not_changed(changed: str) -> str:
-    """changed: names of parameters."""
-    return (
-        f"the gradient of a parameter ({changed}) was changed after the backward pass. With a "
-        "ZeroRedundancyOptimizer the gradients have been sent to their shards by then, so the "
-        "change would have no effect. To clip by norm, write ZeroRedundancyOptimizer(..., "
-        "max_norm=...); to change single gradients, use parameter.register_hook; for anything "
-        "else use a plain optimizer. A pass of another model that has the same parameter changes "
-        "it too: models that share one belong in one module, which is wrapped"
-    )
-
-
-def why_not_after(changed: str) -> str:
-    """The same where a pass in no_sync() has added to gradients that were sent."""
-    return (
-        f"a backward pass in no_sync() has added to the gradient of a parameter ({changed}) after "
-        "the step's pass outside of no_sync(), which a ZeroRedundancyOptimizer takes for the last "
-        "one. Run all passes of a step but the last one in no_sync(), and the last one outside"
-    )

@@ -57,7 +57,7 @@ from ...process.leftovers import ABSENT, HANDS_IN_NOW, LeftoverVote, belongs, se
 from ...process.step_boundary import boundary
 from .comm_hooks import CommHook
 from .earlier_passes import EarlierPasses, Pass, check_passes
-from .gradient_bucket import GradientBucket, Gradients, why_not_after, why_not_changed
+from .gradient_bucket import GradientBucket, Gradients
 from .held_gradients import HeldGradients
 from .local_steps import LocalSteps
 from .micro_batch_sums import SumPhase
@@ -379,7 +379,12 @@ class Reducer:
         if self.summing is not SumPhase.NO:
             # The sum of the step is made; a gradient that comes now would be in none.
             if self.summing is SumPhase.ENDED:
-                raise RuntimeError(why_not_between(self.gradients.names[number]))
+                raise RuntimeError(
+                    f"a backward pass has given parameter {self.gradients.names[number]} a "
+                    "gradient after the last micro-batch of a step of ctx.steps, when the ranks "
+                    "had already summed theirs. Run all backward passes inside the loop over the "
+                    "step's batches"
+                )
             return
         if self._pass is Pass.QUIET or not self.is_syncing:
             if self._pass is Pass.NONE:  # It began inside the model, not at its output.
@@ -402,8 +407,12 @@ class Reducer:
             bucket.missing -= 1
         elif self._pass is Pass.SENDING and bucket in self.buckets[: self._num_launched]:
             # A launched bucket lacks this gradient. One that is not launched holds the sum.
-            shape = tuple(parameter.shape)
-            raise RuntimeError(why_not_twice(self.gradients.names[number], shape))
+            raise RuntimeError(
+                f"parameter {self.gradients.names[number]} of shape {tuple(parameter.shape)} got a "
+                "second gradient in the same backward pass after its bucket was sent: it is used "
+                "in several checkpointed segments. Checkpoint with use_reentrant=False, or pass "
+                "static_graph=True, which waits for all gradients of a parameter"
+            )
         if bucket.missing == 0:
             self._launch_complete_buckets()
 
@@ -811,7 +820,21 @@ class Reducer:
         changed = self.gradients.why_changed()
         if not changed:
             return ""
-        return why_not_after(changed) if self.has_leftover else why_not_changed(changed)
+        if self.has_leftover:
+            return (
+                "a backward pass in no_sync() has added to the gradient of a parameter "
+                f"({changed}) after the step's pass outside of no_sync(), which a "
+                "ZeroRedundancyOptimizer takes for the last one. Run all passes of a step but the "
+                "last one in no_sync(), and the last one outside"
+            )
+        return (
+            f"the gradient of a parameter ({changed}) was changed after the backward pass. With a "
+            "ZeroRedundancyOptimizer the gradients have been sent to their shards by then, so the "
+            "change would have no effect. To clip by norm, write ZeroRedundancyOptimizer(..., "
+            "max_norm=...); to change single gradients, use parameter.register_hook; for anything "
+            "else use a plain optimizer. A pass of another model that has the same parameter "
+            "changes it too: models that share one belong in one module, which is wrapped"
+        )
 
     # -- steps of several micro-batches (model_steps.py) ------------------------------------------
 
@@ -1107,21 +1130,3 @@ class GradientWatch:
 
 def _keep(_: OnGradient | None, gradient: torch.Tensor) -> None:
     """The hook on a gradient: it does nothing but to hold its first argument."""
-
-
-def why_not_twice(name: str, shape: tuple[int, ...]) -> str:
-    """name, shape: of a parameter."""
-    return (
-        f"parameter {name} of shape {shape} got a second gradient in the same backward pass after "
-        "its bucket was sent: it is used in several checkpointed segments. Checkpoint with "
-        "use_reentrant=False, or pass static_graph=True, which waits for all gradients of a "
-        "parameter"
-    )
-
-
-def why_not_between(name: str) -> str:
-    return (
-        f"a backward pass has given parameter {name} a gradient after the last micro-batch of a "
-        "step of ctx.steps, when the ranks had already summed theirs. Run all backward passes "
-        "inside the loop over the step's batches"
-    )
