@@ -43,6 +43,7 @@ from .gradients.comm_hooks import CommHook
 from .gradients.earlier_passes import Pass
 from .gradients.gradient_bucket import GradientBucket
 from .gradients.held_gradients import ClearPattern
+from .gradients.local_steps import keeps_state
 from .gradients.reducer import Reducer
 from .gradients.reductions import why_not_sharded
 from .gradients.step_statistics import StepClock, StepStatistics, tell_beginning, tell_choice
@@ -560,11 +561,12 @@ class _ModelHook(JoinHook):
             num_missed = max(ledger.steps_taken) - ledger.steps_taken[model.group.rank]
             # A rank that steps along takes the steps of the others, or is told that it does not.
             num_missed *= not model._join.steps_along(model)
-            steps = model._reducer.local_steps
+            steps, lacks_state = model._reducer.local_steps, False
             if ledger.somebody_missed_a_step:
                 follows = num_missed > 0 and not steps.has_stepped_along
-                self._follow_settings(model._join, follows=follows)
-            steps.leave_join(num_missed, model._engine.optimizers())
+                lacks_state = self._follow_settings(model._join, follows=follows)
+            optimizers = [] if lacks_state else model._engine.optimizers()
+            steps.leave_join(num_missed, optimizers)
         if ledger.somebody_may_lag:
             self._follow_frozen(model._join)
         if model._reducer.is_sharded:
@@ -712,30 +714,35 @@ class _ModelHook(JoinHook):
                 for parameter, is_trained in zip(parameters, newest, strict=True):
                     parameter.requires_grad_(bool(is_trained))
 
-    def _follow_settings(self, join: JoinEngine, *, follows: bool) -> None:
+    def _follow_settings(self, join: JoinEngine, *, follows: bool) -> bool:
         """All ranks have the GradScaler of a rank that took the last step from now on: the
         gradients of one step are a sum, so all losses have to be scaled alike. follows: this rank
-        missed steps, and takes over the options that the body of the others has set since."""
+        missed steps, and takes over the options that the body of the others has set since.
+
+        Returns whether its optimizers keep no state, and those of that rank have made some."""
         group, scaler = self._model.group, self._model._reducer.local_steps.scaler
         state = None if scaler is None else scaler.state_dict()
         numbers = {id(p): number for number, p in enumerate(self._model.parameters())}
         own: dict[Any, tuple[torch.optim.Optimizer, list[float]]] = {}
+        has_state = False
         for one in self._model._engine.optimizers():
             groups = [[numbers.get(id(p), -1) for p in each["params"]] for each in one.param_groups]
             key = type(one).__name__, repr(groups)
             own[key] = one, numbers_of(one.param_groups, sorted(one.defaults))
+            has_state = has_state or keeps_state(one)
         told = {key: options for key, (_, options) in own.items()}
-        everybody = all_gather_object(group, (state, told))
-        newest_state, newest = everybody[join.newest_rank(join.ledger.last_live)]
+        everybody = all_gather_object(group, (state, told, has_state))
+        newest_state, newest, keeps = everybody[join.newest_rank(join.ledger.last_live)]
         for key, (one, options) in own.items() if follows else ():
             given = newest.get(key, options)
             # Another number of numbers is named by the vote of the next pass.
             if len(given) == len(options):
                 set_numbers(one.param_groups, sorted(one.defaults), given)
+        lacks_state = keeps and not has_state
         # The ranks with data step without a GradScaler.
         if newest_state is None:
-            return
-        unknown = [rank for rank, (state, _) in enumerate(everybody) if state is None]
+            return lacks_state
+        unknown = [rank for rank, (state, *_) in enumerate(everybody) if state is None]
         if unknown:
             raise CollectiveMismatch(
                 "Join",
@@ -750,6 +757,7 @@ class _ModelHook(JoinHook):
         assert scaler is not None
         if state != newest_state:
             scaler.load_state_dict(newest_state)
+        return lacks_state
 
     def _settle(self, join: JoinEngine) -> None:
         """Learn from a rank that took the last step whether a step followed its last pass."""

@@ -120,3 +120,39 @@ def test_a_rank_that_steps_by_old_momentum_is_told_once(ranks_of, lengths):
             if not (is_told and any(missed)):
                 expected, _ = train(None, *case, lengths)
                 assert largest_difference(parameters, expected) < 1e-12, case
+
+
+def keep_momentum_late(group: cl.Group, lengths: Sequence[int], clears: bool) -> list[list[str]]:
+    """In two epochs, from the fourth batch on. Returns what each has warned."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(DTYPE), own)
+        optim, data = SGD(model.parameters()), data_of(own, lengths, DTYPE)
+        epochs = []
+        for _ in range(2):
+            with (
+                warnings.catch_warnings(record=True) as told,
+                cl.Join([model], skew_warning=None),
+            ):
+                warnings.simplefilter("always")
+                for number in range(max(map(len, data))):
+                    if number == 3:
+                        optim.param_groups[0]["momentum"] = 0.9
+                    optim.zero_grad()
+                    backward_of_all(model, data, number)
+                    optim.step()
+                    if clears:
+                        optim.state.clear()
+            epochs.append([str(one.message) for one in told])
+        return epochs
+
+
+@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("lengths", [(5, 3), (1, 4), (4, 4)])
+def test_a_rank_that_kept_nothing_is_told_where_the_others_have_made_state(
+    ranks_of, lengths, clears
+):
+    missed = [max(lengths) - length for length in lengths]
+    for rank, (first, second) in enumerate(ranks_of(2).run(keep_momentum_late, lengths, clears)):
+        assert first == []
+        assert len(second) == (missed[rank] > 0 and not clears)
+        assert all(f"had no data for {missed[rank]} step" in one for one in second)

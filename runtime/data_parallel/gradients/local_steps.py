@@ -169,7 +169,7 @@ class LocalSteps:
         """An optimizer has stepped. groups, unsent: as in `_Steps`. has_joined: this rank has no
         data. keeps_options: a rank without data may be compared with this one: in a Join also a
             rank that lists nothing in step_along, by the steps of its last batch."""
-        self.has_stepped_along |= has_joined and bool(_tensors_of(optimizer))
+        self.has_stepped_along |= has_joined and keeps_state(optimizer)
         if self._num_missed:
             self._warn_of_old(optimizer)
         self.have_been_seen = True
@@ -198,7 +198,8 @@ class LocalSteps:
 
     def leave_join(self, num_missed: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """A Join ends. num_missed: the passes that this rank had no data for, where step_along
-        lists no optimizer of the model. optimizers: those that have ever stepped here."""
+        lists no optimizer of the model. optimizers: those that have ever stepped here; none where
+        the others have made state since, and these have none."""
         # Stepped after the loop only, on all ranks. One vote tells of steps before the loop.
         has_steps = self._are_taken_in_loop or self._num_votes < 2
         self._num_votes, self._are_taken_in_loop = 0, False
@@ -211,7 +212,7 @@ class LocalSteps:
 
     def _warn_of_old(self, optimizer: torch.optim.Optimizer) -> None:
         state = _tensors_of(optimizer)
-        # An optimizer that never stepped here has made its state since.
+        # An optimizer that never stepped here, or kept nothing, has made its state since.
         old = state if self._old is None else [one() for one, _ in self._old]
         if any(one is other for one in state for other in old):
             name, missed = type(optimizer).__name__, self._num_missed
@@ -301,6 +302,10 @@ class LocalSteps:
             else:
                 ordered.append(steps)
         return ordered
+
+
+def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(_tensors_of(optimizer))
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
