@@ -287,9 +287,11 @@ class Group:
         )
         # Imported when it is asked for: it costs each operation a comparison by all ranks.
         if get_debug_level() >= DebugLevel.DETAIL:
-            from .transports.comparing import comparing
+            from .transports.comparing import ComparingCommunicator
 
-            communicator = comparing(communicator, rendezvous, generation, name)
+            communicator = ComparingCommunicator(  # type: ignore[abstract]
+                communicator, rendezvous, generation, name
+            )
         return cls(
             communicator,
             generation=generation,

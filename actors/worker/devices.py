@@ -108,7 +108,9 @@ def choose_gpu(
     # Ranks that share a GPU cannot use NCCL as it is (transports/shared_gpus.py).
     shares = {MAY_SHARE: "1"} if share < 1 else {}
     # CUDA shows a process one part of a GPU (MIG), whatever the list says.
-    hidden = own[:1] if own[0].startswith(_MIG) else own if _hides(environment) else []
+    # And the user may want the other GPUs hidden. Ray 2.50 takes any value for a no.
+    hides = environment.get(RAY_HIDES_NONE, "").lower() in ("0", "false")
+    hidden = own[:1] if own[0].startswith(_MIG) else own if hides else []
     if hidden:
         return Gpu(0, {VISIBLE: ",".join(hidden), **shares})
     # Of several, CUDA's first; `own` has the same order.
@@ -121,11 +123,6 @@ def choose_gpu(
             f"a GPU (MIG) must be listed in {VISIBLE} before `ray start`"
         )
     return Gpu(index, shares)
-
-
-def _hides(environment: Mapping[str, str]) -> bool:
-    """Whether the user wants the other GPUs hidden. Ray 2.50 takes any value for a no."""
-    return environment.get(RAY_HIDES_NONE, "").lower() in ("0", "false")
 
 
 def _names(assigned: Sequence[int | str]) -> str:

@@ -90,11 +90,6 @@ def set_debug_level_from_env() -> None:
     set_debug_level(DebugLevel.OFF)
 
 
-def is_informing() -> bool:
-    """Whether the level is INFO or above."""
-    return get_debug_level() >= DebugLevel.INFO
-
-
 def inform(text: str, *arguments: object) -> None:
     """Log at INFO, even in a program that has not configured logging."""
     if not logger.hasHandlers():

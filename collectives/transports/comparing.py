@@ -45,7 +45,8 @@ class ComparingCommunicator(WrappingCommunicator):
     """Compares each collective, then lets `inner` move the tensors."""
 
     def __init__(self, inner: Communicator, store: Store, generation: int, name: str) -> None:
-        """Blocks until all ranks have come; closes `inner` and raises if one does not."""
+        """Blocks until all ranks have come; closes `inner` and raises if one does not. name: the
+        group's name."""
         super().__init__(inner)
         self.compares = True
         self._generation = generation
@@ -132,11 +133,6 @@ class ComparingCommunicator(WrappingCommunicator):
         self._num_compared += 1
         self._side.all_gather(comparing, everybody.view(-1), row).wait()
         return everybody
-
-
-def comparing(inner: Communicator, store: Store, generation: int, name: str) -> Communicator:
-    """`inner`, with the comparison before each collective. name: the group's name."""
-    return ComparingCommunicator(inner, store, generation, name)  # type: ignore[abstract]
 
 
 # -- what is compared: pure ------------------------------------------------------------------------

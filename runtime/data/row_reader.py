@@ -356,9 +356,3 @@ def _goes_on(key: ReadingKey, reading: _Reading, later: ReadingKey, name: str | 
 def is_restarted() -> bool:
     """Whether Ray has started this process in the place of one that has died."""
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
-
-
-def row_reader_class() -> Any:
-    """The Ray class of RowReader. Ray restarts the actor if it dies. The actor mostly waits, so it
-    reserves no CPU."""
-    return ray.remote(num_cpus=0, max_restarts=-1)(RowReader)

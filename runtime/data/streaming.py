@@ -40,7 +40,7 @@ from .dealer import Cut, Dealer, Left
 from .fetching.collating import collated
 from .fetching.loader_rows import LoaderRows
 from .number_set import Numbers
-from .row_reader import ReaderDied, ReadingKey, Row, is_restarted, row_reader_class
+from .row_reader import ReaderDied, ReadingKey, Row, RowReader, is_restarted
 
 _log = logging.getLogger("chorusline")
 
@@ -137,7 +137,10 @@ class Stream:
             # takes no actor.
             node_id = runtime.get_node_id()
             here = NodeAffinitySchedulingStrategy(node_id, soft=node_id in nodes_leaving())
-            kind = row_reader_class().options(scheduling_strategy=here)
+            # It mostly waits, so it reserves no CPU.
+            kind = ray.remote(num_cpus=0, max_restarts=-1)(RowReader).options(
+                scheduling_strategy=here
+            )
             self._reader = kind.remote(self._source, is_restarted)
         return self._reader
 

@@ -25,7 +25,7 @@ from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.errors import CollectiveMismatch, name_ranks, named
 from chorusline.collectives.contract.torch_hints import TOO_MANY, says
-from chorusline.collectives.diagnosis.debug import is_informing
+from chorusline.collectives.diagnosis.debug import DebugLevel, get_debug_level
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
@@ -199,7 +199,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             steps_along=lambda: self._join is not None and self._join.steps_along(self),
             cursors=recovery.cursors if recovery is not None else None,
         )
-        if is_informing():
+        if get_debug_level() >= DebugLevel.INFO:
             reducer.clock = StepClock(group.rank, reducer.gradients.names)
             tell_beginning(module, group, named, **settings)
             tell_choice(reducer.buckets, group.rank, reducer.gradients.names)
@@ -260,7 +260,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             if leaf.requires_grad:
                 if leaf.is_leaf and leaf in self._hooked:  # A parameter, returned once more.
                     continue
-                leaf.register_hook(self._output_has_gradient)
+                leaf.register_hook(lambda _: self._reducer.output_has_gradient())
                 if leaf.is_leaf:
                     self._hooked[leaf] = True
 
@@ -293,9 +293,6 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             self._norms_group = self.group
             for norm in self._sync_norms:
                 norm.bind(self.group, checks_at_once=self._norms_check)
-
-    def _output_has_gradient(self, gradient: torch.Tensor) -> None:
-        self._reducer.output_has_gradient()
 
     def register_comm_hook(
         self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Any]]

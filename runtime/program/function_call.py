@@ -185,11 +185,6 @@ class FunctionCall:
         if is_loaded:
             self.registry.note_loaded(entry, (boundary().steps.taken, self._boundaries))
 
-    def has_checkpoint(self, group: Group) -> bool:
-        """Whether the session's CheckpointConfig has a checkpoint to resume from. Collective over
-        `group`."""
-        return self.checkpoints is not None and self.checkpoints.has_any(group)
-
     def save(self, path: str | Path | None) -> Saving:
         """As `Context.save`."""
         if self.recovery is not None and self.recovery.arrivals.is_dry_run:

@@ -240,8 +240,9 @@ class FunctionRun:
         if self._recovery is None or self._recovery.arrivals.is_dry_run:
             raise error
         group, call = self._lifeline.group, self._call
-        # What no rank holds may be on the disk.
-        if isinstance(error, StateLost) and group and call and call.has_checkpoint(group):
+        checkpoints = call.checkpoints if call is not None else None
+        # What no rank holds may be on the disk. All ranks ask.
+        if isinstance(error, StateLost) and group and checkpoints and checkpoints.has_any(group):
             # All ranks are in the next generation already, and all raise StateLost.
             self._recovery.forget()
             self._goes_back = True

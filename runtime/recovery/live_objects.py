@@ -62,7 +62,7 @@ class LiveObjects:
     ) -> None:
         self.plain = PlainSteps(on_plain_step, vote)
         self.replica_size = replica_size
-        # Nobody reads it: it keeps the optimizer alive, which `_optimizers` does not.
+        # Nobody reads it: it keeps the optimizer alive, which `made_optimizers` does not.
         self.stepped_last: OptimizerEngine | None = None
         """The optimizer whose step ended last on this rank; None before the first. Other ranks may
         still be in that step, and need this rank's state, even after the function has returned.
@@ -71,8 +71,8 @@ class LiveObjects:
         """Whether the function has begun to make a model."""
         self._call: RunningCall | None = None  # None: before the first call
         self._began_at = 0.0
-        self._optimizers: list[weakref.ref[OptimizerEngine]] = []
-        self._models: list[weakref.ref[ModelEngine]] = []
+        self.made_optimizers: list[weakref.ref[OptimizerEngine]] = []
+        self.made_models: list[weakref.ref[ModelEngine]] = []
 
     def begin(self, call: RunningCall) -> None:
         """The function is called, and makes all its objects again."""
@@ -80,7 +80,7 @@ class LiveObjects:
             model.let_go()
         self.plain.begin()
         self._call, self._began_at = call, time.time()
-        self._optimizers, self._models = [], []
+        self.made_optimizers, self.made_models = [], []
         self.stepped_last, self.makes_model = None, False
 
     @property
@@ -88,19 +88,13 @@ class LiveObjects:
         assert self._call is not None
         return self._call
 
-    def add_optimizer(self, optimizer: OptimizerEngine) -> None:
-        self._optimizers.append(weakref.ref(optimizer))
-
-    def add_model(self, model: ModelEngine) -> None:
-        self._models.append(weakref.ref(model))
-
     def optimizers(self) -> dict[int, OptimizerEngine]:
         """The optimizers that still exist, by number."""
-        return {n: one for n, made in enumerate(self._optimizers) if (one := made())}
+        return {n: one for n, made in enumerate(self.made_optimizers) if (one := made())}
 
     def models(self) -> dict[int, ModelEngine]:
         """The models that still exist, by number."""
-        return {n: one for n, made in enumerate(self._models) if (one := made())}
+        return {n: one for n, made in enumerate(self.made_models) if (one := made())}
 
     @property
     def are_being_made(self) -> bool:
@@ -127,7 +121,7 @@ class LiveObjects:
         return Facts(
             # Dropped optimizers keep their place.
             (
-                *(one.progress if (one := made()) else DROPPED for made in self._optimizers),
+                *(one.progress if (one := made()) else DROPPED for made in self.made_optimizers),
                 *self.plain.votes,
             ),
             self._missing(),

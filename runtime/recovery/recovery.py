@@ -23,6 +23,8 @@ or collective, and is left there.
 
 from __future__ import annotations
 
+import weakref
+
 from chorusline.actors.errors import ends_a_generation
 from chorusline.actors.fault_plan import Instant
 from chorusline.actors.messages.messages import NOWHERE, Resumption
@@ -102,10 +104,10 @@ class Recovery:
         self._objects.makes_model = True
 
     def watch_model(self, model: ModelEngine) -> None:
-        self._objects.add_model(model)
+        self._objects.made_models.append(weakref.ref(model))
 
     def watch_optimizer(self, optimizer: OptimizerEngine) -> None:
-        self._objects.add_optimizer(optimizer)
+        self._objects.made_optimizers.append(weakref.ref(optimizer))
 
     def watch_registered(self, entry: Registered) -> None:
         self._objects.plain.watch(entry)

@@ -20,7 +20,6 @@ from chorusline.actors.errors import NoCluster, StartupError
 
 from ..notebook import in_kernel
 from ..process.running import is_running
-from .detached.status import needs_cluster
 from .interrupts import show_in_one_line
 from .showing import rays_notices
 
@@ -97,7 +96,11 @@ def check_stays(name: str, address: str | None) -> None:
         is_ours = _node() is not None and _node().head
     if is_ours:
         show_in_one_line()
-        raise needs_cluster(name)
+        raise NoCluster(
+            f"the session {name!r} cannot be detached here",
+            "the cluster is one that this program starts, and ends with it; start one that stays, "
+            "with `ray start --head`, and connect to that one first, by address='auto'",
+        )
 
 
 def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:

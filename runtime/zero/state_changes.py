@@ -103,9 +103,6 @@ class StateOfParameter:
     def clear(self) -> None:
         del self._state[self._parameter]
 
-    def is_of(self, state: ShardedState, parameter: torch.Tensor) -> bool:
-        return self._state._shard is state._shard and self._parameter is parameter
-
     def __getattr__(self, name: str) -> Any:
         if hasattr(dict, name):
             raise RuntimeError(_IN_SHARDS)
@@ -131,7 +128,8 @@ class ShardedState(MutableMapping[torch.Tensor, Any]):
 
     def __setitem__(self, parameter: torch.Tensor, value: Any) -> None:
         # Python assigns the result of `state[p] |= {…}`, which has changed it already.
-        if isinstance(value, StateOfParameter) and value.is_of(self, parameter):
+        is_state = isinstance(value, StateOfParameter)
+        if is_state and value._state._shard is self._shard and value._parameter is parameter:
             return
         if not isinstance(value, dict) or value:
             raise RuntimeError(_IN_SHARDS)

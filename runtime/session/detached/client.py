@@ -27,7 +27,7 @@ from chorusline.collectives.diagnosis.debug import get_debug_level
 from ..holding.options import SessionOptions
 from ..showing.news_pump import Audience, delivered_news
 from .history import Bookmark
-from .session_host import session_host_class
+from .session_host import SessionHost
 from .status import RESULTS_KEPT_S, DetachedStatus, duration, not_found, taken
 
 _HERE_S = 5.0
@@ -81,7 +81,8 @@ class DetachedClient:
         of_actor = detached.options_of_host()
         of_actor |= {"runtime_env": environment} if environment else {}
         try:
-            host = session_host_class().options(**of_actor).remote(name, options, idle_timeout_s)
+            actor: Any = ray.remote(SessionHost)
+            host = actor.options(**of_actor).remote(name, options, idle_timeout_s)
         except ValueError:  # Another program was faster.
             raise taken(name, None) from None
         client = cls(name, host)

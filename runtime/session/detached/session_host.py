@@ -423,8 +423,3 @@ class _Collecting(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._lines.append((next(self._numbers), record.getMessage()))
-
-
-def session_host_class() -> Any:
-    """The Ray class of SessionHost. Unlike all other actors, Ray starts it again."""
-    return ray.remote(max_restarts=-1)(SessionHost)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from chorusline.actors.errors import NoCluster, StartupError
+from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import WorkerSnapshot
 
 IDLE_TIMEOUT_S = 1800.0
@@ -128,12 +128,4 @@ def not_found(name: str, others: list[str]) -> StartupError:
         f"{has}. It may have ended: when idle for its limit, by `chorusline stop`, or with the "
         "cluster. `chorusline status` lists what runs; address= names another cluster; "
         f"Session(name={name!r}, detached=True) starts one",
-    )
-
-
-def needs_cluster(name: str) -> NoCluster:
-    return NoCluster(
-        f"the session {name!r} cannot be detached here",
-        "the cluster is one that this program starts, and ends with it; start one that stays, with "
-        "`ray start --head`, and connect to that one first, by address='auto'",
     )

@@ -32,7 +32,9 @@ def gather_state(
        the result a rank holds one chunk only, and rank `to` one chunk of each rank.
     """
     mine = {
-        parameter: StateDescription(one.elements, {k: _on_cpu(v) for k, v in one.whole.items()})
+        parameter: StateDescription(
+            one.elements, tree_map_only(torch.Tensor, torch.Tensor.cpu, dict(one.whole))
+        )
         for parameter, one in state.described.items()
     }
     described: dict[int, StateDescription] = {}
@@ -89,10 +91,6 @@ def _gather_bucket(
                     target.view(-1)[first : first + where.numel] = row[
                         where.start - at : where.stop - at
                     ]
-
-
-def _on_cpu(value: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.Tensor.cpu, value)
 
 
 def check_fits(
