@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..process.option_numbers import told_apart
+
 _MOST = 10_000
 """The most numbers that are compared of one object."""
 
@@ -76,6 +78,7 @@ def why_unlike(by_rank: Sequence[Numbers]) -> tuple[str, tuple[int, ...]] | None
         # A number that is none is like itself here.
         unlike = tuple(rank for rank, other in at.items() if repr(other) != repr(value))
         if unlike:
-            each = ", ".join(f"{other:g} on rank {rank}" for rank, other in at.items())
+            shown = zip(at, told_apart([*at.values()]), strict=True)
+            each = ", ".join(f"{text} on rank {rank}" for rank, text in shown)
             return f"{path} is {each}", unlike
     return None

@@ -50,6 +50,12 @@ def float_of(given: object) -> float | None:
     return None if isinstance(given, bool | np.bool_) or not is_number(given) else number_of(given)
 
 
+def told_apart(numbers: Sequence[float]) -> list[str]:
+    """For people: short, unless two that differ would have the same text."""
+    short = [f"{one:g}" for one in numbers]
+    return short if len({*short}) == len({*numbers}) else [*map(repr, numbers)]
+
+
 def weight_of(given: object, takes: str) -> float:
     """The weight of a rank's loss, or of its value in a mean. takes: what the text for something
     else says first.

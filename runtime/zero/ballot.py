@@ -32,7 +32,7 @@ from ..process.agreement import (
     read_agreement,
 )
 from ..process.leftovers import LeftoverVote, newest_ranks, sends_again
-from ..process.option_numbers import entries, is_number
+from ..process.option_numbers import entries, is_number, told_apart
 from .shards.exact_norm import total_of
 
 _STEP, _STEP_SQUARED, _SQUARED_NORM, _PER_RANK = range(4)
@@ -284,9 +284,10 @@ def check_same_options(
         # The first one that differs is enough for the text; the others often follow from it.
         if different:
             is_of_step = label in OF_THE_STEP
+            shown = told_apart([*given.values()])
             each = ", ".join(
-                f"{value:g} on rank {rank}" if value or not is_of_step else f"None on rank {rank}"
-                for rank, value in given.items()
+                f"{text if value or not is_of_step else None} on rank {rank}"
+                for text, (rank, value) in zip(shown, given.items(), strict=True)
             )
             effect = (
                 "so the loss scales of the ranks would become different"

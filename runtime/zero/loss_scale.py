@@ -8,6 +8,8 @@ import torch
 
 from chorusline.collectives.contract.errors import name_ranks
 
+from ..process.option_numbers import told_apart
+
 
 def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> torch.Tensor | None:
     """The scale of this step, None without a GradScaler, which sets `found_inf` and `grad_scale`
@@ -46,8 +48,8 @@ def agreed_scale(scales: Sequence[float], live: Sequence[int]) -> float:
             "GradScaler that scales nothing is one with enabled=False"
         )
     by_rank = ", ".join(
-        f"{scale:g} on rank {rank}" if scale else f"none on rank {rank}"
-        for rank, scale in zip(live, scales, strict=True)
+        f"{text if scale else 'none'} on rank {rank}"
+        for rank, scale, text in zip(live, scales, told_apart(scales), strict=True)
     )
     raise RuntimeError(
         f"the loss scales of the ranks differ: {by_rank}; every rank must call "

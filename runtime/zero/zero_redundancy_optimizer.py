@@ -30,6 +30,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement, Note, Vote
 from ..process.between_runs import between_runs
 from ..process.leftovers import LeftoverVote
-from ..process.option_numbers import float_of, numbers_of, set_numbers, texts_of
+from ..process.option_numbers import float_of, numbers_of, set_numbers, texts_of, told_apart
 from ..process.running import Survival, current_group, recovery_of
 from ..process.step_boundary import boundary
 from .ballot import (
@@ -1247,11 +1248,13 @@ class OptimizerEngine:
     def _follow_options(self, numbers: Sequence[float]) -> None:
         """numbers: the `_option_numbers` of another rank."""
         groups = self.optimizer.param_groups
-        before = [options.get("lr") for options in groups]
+        # As numbers: a rate in a tensor stays the same tensor.
+        before = [numbers_of([options], ["lr"]) for options in groups]
         set_numbers(groups, sorted(self.optimizer.defaults), numbers[: -len(OF_THE_STEP)])
         self.optimizer.max_norm = numbers[-len(OF_THE_STEP)] or None
-        pairs = zip(before, [options.get("lr") for options in groups], strict=True)
-        changed = [pair for pair in pairs if pair[0] != pair[1]]
+        after = [numbers_of([options], ["lr"]) for options in groups]
+        rates = zip(chain(*before), chain(*after), strict=True)
+        changed = [(own, theirs) for own, theirs in rates if own != theirs]
         join = self.optimizer._join
         if not changed or join is None or join.may_step_schedules:
             return
@@ -1259,14 +1262,15 @@ class OptimizerEngine:
         if self.group.rank not in self.last_live and any("initial_lr" in one for one in groups):
             self._warn_of_schedule(*changed[0])
 
-    def _warn_of_schedule(self, before: Any, now: Any) -> None:
+    def _warn_of_schedule(self, before: float, now: float) -> None:
         """before, now: a learning rate of this rank, which has taken over that of the others."""
         if self._has_warned_of_schedule:
             return
         self._has_warned_of_schedule = True
+        theirs, own = told_apart([now, before])
         warnings.warn(
-            f"the learning rate of the ranks with data has become {now:g}, and rank "
-            f"{self.group.rank}, which has run out of data, had {before:g}: the loop's body has "
+            f"the learning rate of the ranks with data has become {theirs}, and rank "
+            f"{self.group.rank}, which has run out of data, had {own}: the loop's body has "
             "stepped a schedule of this optimizer that step_along does not list. This rank takes "
             "over the rate, but its schedule has counted fewer steps, and gives another rate in "
             "the next epoch. List it: Join(..., step_along=[schedule])",

@@ -1,5 +1,8 @@
 """Options that are set in the loop's body reach a rank without data, whatever holds the numbers."""
 
+import copy
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -170,6 +173,7 @@ def set_on_rank_1(group, options):
         ({"betas": (0.9, np.float32("nan"))}, "betas of the optimizer is NaN on rank 1"),
         ({"lr": 10**400}, "lr is 0.1 on rank 0, inf on rank 1"),
         ({"lr": -torch.inf}, "lr is 0.1 on rank 0, -inf on rank 1"),
+        ({"lr": np.float32(0.1)}, "lr is 0.1 on rank 0, 0.10000000149011612 on rank 1"),
         ({"params": None}, "have [0] parameters, and were given"),
     ],
 )
@@ -177,6 +181,49 @@ def test_what_no_step_can_use_is_refused_where_it_is_set(ranks_of, options, name
     told = ranks_of(2).run(set_on_rank_1, options)
     assert named in told[1]
     assert named in told[0] or "rank 1" in told[0]
+
+
+def hold_by_rank(group, kind, by_rank, sharded):
+    options = by_rank[group.rank]
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        try:
+            if sharded:
+                optim = cl.ZeroRedundancyOptimizer(model, kind, **options)
+            else:
+                optim = kind(model.parameters(), **options)
+            for batch in batches_of(own.rank, 3, torch.float64):
+                loss_of(model, batch).backward()
+                optim.step()
+                optim.zero_grad()
+        except cl.CollectiveMismatch as error:
+            return str(error)
+        return ""
+
+
+OF_MOMENTUM = {"lr": 0.1, "momentum": 0.5}
+HELD = {
+    "a flag, a number": (torch.optim.SGD, "nesterov", (True, 1), OF_MOMENTUM),
+    "a number, numpy's flag": (torch.optim.SGD, "nesterov", (1, np.bool_(True)), OF_MOMENTUM),
+    "whole, not whole": (torch.optim.SGD, "momentum", (0, 0.0), {"lr": 0.1}),
+    "a list, a pair": (torch.optim.AdamW, "betas", ([0.5, 0.75], (0.5, np.float64(0.75))), {}),
+    "a tensor": (torch.optim.AdamW, "lr", (0.5, torch.tensor(0.5)), {}),
+}
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
+@pytest.mark.parametrize("name", HELD)
+def test_an_option_is_the_same_whatever_holds_it_on_a_rank(ranks_of, name, sharded):
+    kind, option, values, others = HELD[name]
+    by_rank = [others | {option: value} for value in values]
+    assert ranks_of(2).run(hold_by_rank, kind, by_rank, sharded) == ["", ""]
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
+def test_numbers_that_differ_are_written_so_that_they_differ(ranks_of, sharded):
+    by_rank = [{"lr": 0.1}, {"lr": np.float32(0.1)}]
+    *_, told = ranks_of(2).run(hold_by_rank, torch.optim.SGD, by_rank, sharded)
+    assert "0.10000000149011612" in told
 
 
 class Signed(torch.optim.Optimizer):
@@ -259,3 +306,29 @@ def test_a_text_among_the_options_is_the_same_on_all_ranks_or_refused(ranks_of, 
         whole = step_by_text_in_one_process(before, after, lengths)
         for parameters in ranks_of(2).run(step_by_text, before, after, (0, 1), lengths, True):
             assert largest_difference(parameters, whole) < 1e-12
+
+
+def warn_of_rate(group, rate):
+    with another_group(group) as own, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        # Processes share a tensor that they are sent.
+        optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=copy.deepcopy(rate))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.5)
+        with cl.Join([model, optim], skew_warning=None):
+            for batch in batches_of(own.rank, 2 + 2 * own.rank, torch.float64):
+                loss_of(model, batch).backward()
+                optim.step()
+                optim.zero_grad()
+                schedule.step()
+        return [str(one.message) for one in told]
+
+
+@pytest.mark.parametrize(
+    "rate", [0.5, torch.tensor(0.5), torch.tensor([0.5]), np.float32(0.5), np.array(0.5)]
+)
+def test_a_rate_of_a_schedule_that_is_not_listed_is_told_whatever_holds_it(ranks_of, rate):
+    joined, live = ranks_of(2).run(warn_of_rate, rate)
+    assert live == []
+    (one,) = joined
+    assert "with data has become 0.0625, and rank 0, which has run out of data, had 0.125" in one

@@ -33,7 +33,7 @@ from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from ...process.agreement import Agreement
-from ...process.option_numbers import plain
+from ...process.option_numbers import plain, told_apart
 from .gradient_bucket import Gradients
 
 _MOST = (1 << 24) - 1  # A vote in float32 counts to 2^24.
@@ -406,9 +406,9 @@ def _difference(
         # A group may have an option on one of the ranks alone.
         for label in (*options, *theirs_options):
             if options.get(label) != theirs_options.get(label):
+                shown = _shown([told[number][3].get(label) for told in compared.values()])
                 each = ", ".join(
-                    f"{_shown(told[number][3].get(label))} on rank {rank}"
-                    for rank, told in compared.items()
+                    f"{text} on rank {rank}" for rank, text in zip(compared, shown, strict=True)
                 )
                 return (
                     f"{label} is {each}, so the parameters of the ranks drift apart",
@@ -427,5 +427,6 @@ def _counted(told: Sequence[Any]) -> str:
     return " and ".join(times) or "none"
 
 
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _shown(values: Sequence[Any]) -> list[str]:
+    texts = iter(told_apart([one for one in values if isinstance(one, float)]))
+    return [next(texts) if isinstance(one, float) else str(one) for one in values]

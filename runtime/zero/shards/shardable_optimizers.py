@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from chorusline.collectives.contract.articles import with_article
@@ -216,7 +215,7 @@ def describe_parameters(
     for number, options in enumerate(groups, start=first_group):
         # Other objects are left out: their texts may differ from process to process.
         options_alike = {
-            name: bool(value) if isinstance(value, bool | np.bool_) else plain(value)
+            name: plain(value)
             for name, value in options.items()
             if name in defaults and (isinstance(value, str) or any(map(is_number, entries(value))))
         }
