@@ -28,6 +28,7 @@ _OPS = {
 }
 
 
+_OF_NUMBERS = ("__float__", "__index__", "__complex__", "__array__")
 _SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32)
 
 
@@ -99,13 +100,16 @@ def _is_or_holds_number(value: object) -> bool:
         return any(map(_is_or_holds_number, parts))
     if isinstance(value, timedelta):
         return True
-    return any(hasattr(type(value), name) for name in ("__float__", "__complex__", "__array__"))
+    return any(hasattr(type(value), name) for name in _OF_NUMBERS)
 
 
 def reduced(group: Group, value: Any, op: str, weight: float | None) -> Any:
     """As Context.reduce says. Collective; blocks the training thread."""
+    if isinstance(value, numpy.generic | numpy.ndarray) and value.dtype.char in "gG":
+        # Longer than any number of torch's or Python's.
+        value = value.astype("complex128" if value.dtype.char == "G" else "float64")
     if isinstance(value, numpy.generic):
-        value = value.item() if isinstance(value.item(), int | float | complex) else float(value)
+        value = value.item()
     if isinstance(value, numpy.ndarray):
         # A copy in the machine's order of bytes: torch takes no other, and warns of one to read.
         there = torch.from_numpy(numpy.array(value, dtype=value.dtype.newbyteorder("=")))

@@ -32,17 +32,23 @@ class Metrics:
     loss: Any
 
 
+class Index:
+    def __index__(self) -> int:
+        return 1
+
+
 VALUES: dict[str, Callable[[int], Any]] = {
     "a float": float,
     "an int": int,
     "a complex": lambda n: n + 2j * n,
+    "long complex": lambda n: numpy.clongdouble(n + 2j * n),
+    "array long complex": lambda n: numpy.array([n + 2j * n, 1], dtype=numpy.clongdouble),
     "array >f8": lambda n: numpy.array([n, 1], dtype=">f8"),
     "array without dimensions": lambda n: numpy.array(float(n)),
 }
 for kind in KINDS:
     VALUES[kind] = getattr(numpy, kind)
-    if kind != "longdouble":
-        VALUES[f"array {kind}"] = partial(lambda kind, n: numpy.array([n, 1], dtype=kind), kind)
+    VALUES[f"array {kind}"] = partial(lambda kind, n: numpy.array([n, 1], dtype=kind), kind)
 for kind in ("float16", "bfloat16", "float64", "int16", "uint8", "uint16", "bool", "complex64"):
     VALUES[f"tensor {kind}"] = partial(
         lambda dtype, n: torch.tensor([n, 1]).to(dtype), getattr(torch, kind)
@@ -94,7 +100,7 @@ def test_what_is_no_number_comes_back(value: object) -> None:
         *(decimal.Decimal(1), fractions.Fraction(1, 2), numpy.array([None])),
         *(numpy.ma.array([1.0, 2.0], mask=[0, 1]), timedelta(seconds=1), [timedelta(seconds=1)]),
         *(Metrics(1.0), [Metrics(1.0)], SimpleNamespace(loss=1.0), deque([1.0]), range(3)),
-        *({"loss": 1.0}.values(), array("d", [1.0])),
+        *({"loss": 1.0}.values(), array("d", [1.0]), Index(), [Index()]),
     ],
     ids=lambda value: type(value).__name__,
 )
