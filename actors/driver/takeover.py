@@ -46,7 +46,9 @@ def found_in(places: Sequence[PlaceInRun], by_seat: Mapping[int, Member]) -> Fou
         rank = place.assignment.rank
         if place.assignment.generation == generation:
             by_rank[rank] = place
-        elif rank in former_ranks:
+        # The former ranks are those of the generation before. A worker of an earlier one has left
+        # the run, for example because its node is drained; another one has its number since.
+        elif place.assignment.generation == generation - 1 and rank in former_ranks:
             late[former_ranks.index(rank)] = place
     by_rank |= late
     members = []

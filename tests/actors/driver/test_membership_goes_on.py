@@ -507,6 +507,22 @@ def test_another_driver_tells_those_who_have_not_heard_of_the_decision() -> None
     assert resumed["worker-2-0"].progress == (OptimizerProgress(5),)
 
 
+def test_a_worker_that_has_left_the_run_is_not_taken_for_the_rank_that_has_its_number_now() -> None:
+    """Its node is drained, and not gone yet."""
+    membership = Membership()
+    for seat in range(4):
+        membership.handle(WorkerRegistered(worker(seat), 3))
+    told_last = Resumption(
+        Assignment(3, 0, 3, 0, 3, 0), FormerRanks.of((0, 1, -1)), (OptimizerProgress(5),), 2
+    )
+    places = (
+        place_in_run(0, Assignment(1, 0, 3, 0, 3, 0)),
+        *(place_in_run(r + 1, Assignment(3, r, 3, r, 3, 0), told_last) for r in range(3)),
+    )
+    told = membership.handle(RunTakenOver(request(0, 1, None), places))
+    assert told == [AttachRank(f"worker-{seat}-0") for seat in (1, 2, 3)]
+
+
 def test_a_worker_that_died_with_the_driver_is_lost() -> None:
     membership = Membership()
     membership.handle(WorkerRegistered(worker(0), 0))
