@@ -68,8 +68,8 @@ from .runtime.averaging.post_local_sgd import (
     PostLocalSGDState as PostLocalSGDState,
     post_localSGD_hook as post_localSGD_hook,
 )
-from .runtime.checkpoint import (
-    CheckpointConfig as CheckpointConfig,
+from .runtime.checkpoint.config import CheckpointConfig as CheckpointConfig
+from .runtime.checkpoint.format.errors import (
     CheckpointCorrupted as CheckpointCorrupted,
     CheckpointError as CheckpointError,
     CheckpointMismatch as CheckpointMismatch,
@@ -77,9 +77,8 @@ from .runtime.checkpoint import (
     CheckpointPlaceUnusable as CheckpointPlaceUnusable,
     CheckpointUntrusted as CheckpointUntrusted,
     CheckpointWriteFailed as CheckpointWriteFailed,
-    Saving as Saving,
-    SavingTimes as SavingTimes,
 )
+from .runtime.checkpoint.saving import Saving as Saving, SavingTimes as SavingTimes
 from .runtime.data.dataset_batches import Shard as Shard
 from .runtime.data.dealing import deal as deal
 from .runtime.data.steps.steps import Step as Step, Steps as Steps
@@ -123,104 +122,3 @@ from .runtime.zero.zero_redundancy_optimizer import (
 )
 
 __version__: str
-
-__all__ = [
-    # A session and what a train function gets.
-    "Session",
-    "SessionSnapshot",
-    "run",
-    "attach",
-    "Context",
-    "before_restart",
-    "Report",
-    "Progress",
-    # Where runs are recorded.
-    "Tracker",
-    "TrackedRun",
-    "TrackedEvent",
-    "JSONLinesTracker",
-    "TensorBoardTracker",
-    "MLflowTracker",
-    "WandbTracker",
-    "OpenTelemetryTracker",
-    # Training.
-    "DistributedDataParallel",
-    "PureDistributedDataParallel",
-    "ZeroRedundancyOptimizer",
-    "GradScaler",
-    "SyncBatchNorm",
-    "Join",
-    "Joinable",
-    "JoinHook",
-    "Shard",
-    "Steps",
-    "Step",
-    "Stream",
-    "deal",
-    # Other ways to bring ranks together.
-    "GradBucket",
-    "ModelAverager",
-    "PeriodicModelAverager",
-    "HierarchicalModelAverager",
-    "PostLocalSGDOptimizer",
-    "PostLocalSGDState",
-    "post_localSGD_hook",
-    # Checkpoints.
-    "CheckpointConfig",
-    "Saving",
-    "SavingTimes",
-    "RandomState",
-    # Collectives.
-    "Group",
-    "GroupDescription",
-    "register_backend",
-    "Communicator",
-    "Work",
-    "ReduceOp",
-    "Statistics",
-    "Store",
-    "FileStore",
-    "HashStore",
-    "PrefixStore",
-    "SignedStore",
-    "ActorStore",
-    "TorchStore",
-    "StoreFromTorch",
-    "Rendezvous",
-    "store_from_url",
-    # Diagnosis.
-    "DebugLevel",
-    "get_debug_level",
-    "set_debug_level",
-    "set_debug_level_from_env",
-    "FlightRecording",
-    "RecordedCollective",
-    # Errors.
-    "ChoruslineError",
-    "CollectiveError",
-    "CollectiveTimeout",
-    "CollectiveMismatch",
-    "PeerLost",
-    "GroupAborted",
-    "GroupClosed",
-    "PayloadUnreadable",
-    "UnsupportedOperation",
-    "StoreTimeout",
-    "StoreLost",
-    "SecretMismatch",
-    "StaleStore",
-    "WorkerLost",
-    "StateLost",
-    "StreamLost",
-    "StartupError",
-    "RankFailed",
-    "DriverLost",
-    "Interrupted",
-    "CheckpointError",
-    "CheckpointWriteFailed",
-    "CheckpointPlaceUnusable",
-    "CheckpointUntrusted",
-    "CheckpointNotFound",
-    "CheckpointCorrupted",
-    "CheckpointMismatch",
-]

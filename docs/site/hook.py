@@ -42,6 +42,9 @@ BEHIND_GUIDES = ("changelog.md", "contributing.md", "decisions.md", "architectur
 
 _MARK_IN_A_NAME = re.compile(r"(?<=[/_.(,=\[:])(?=\w)|(?<=[a-z])(?=[A-Z])")
 
+_FOUND_BY_NAME = "chorusline.runtime.lightning.", "chorusline.runtime.notebook."
+"""Names that Lightning and IPython find in chorusline, and `__all__` leaves out."""
+
 HEADINGS = {
     "sessions": "Sessions and runs",
     "training": "Training",
@@ -115,14 +118,15 @@ def _links_of_the_root(text: str) -> str:
 
 
 def _public_names() -> dict[str, griffe.Object]:
-    """Every name of chorusline.__all__, in its order, and what it is."""
+    """Every name of chorusline.__all__, and what it is."""
     module = griffe.load(
         "chorusline", search_paths=[str(ROOT)], resolve_aliases=True, resolve_external=True
     )
     found = {}
-    for name in (str(export).strip("'\"") for export in module.exports or ()):
-        member = module.members[name]
-        found[name] = member.final_target if member.is_alias else member
+    for name, member in module.members.items():
+        path = member.target_path if member.is_alias else ""
+        if path.startswith("chorusline.") and not path.startswith(_FOUND_BY_NAME):
+            found[name] = member.final_target
     return found
 
 
@@ -179,9 +183,10 @@ def _overview(public: dict[str, griffe.Object]) -> str:
     ]
     for page, heading in HEADINGS.items():
         lines += ["", f"## [{heading}]({page}.md)", "", "| name | what it is |", "|---|---|"]
-        for name, what in public.items():
-            if page in places.get(name, []):
-                lines.append(f"| [`{name}`][chorusline.{name}] | {_first_sentence(what)} |")
+        for name in places:
+            if page in places[name] and name in public:
+                said = _first_sentence(public[name])
+                lines.append(f"| [`{name}`][chorusline.{name}] | {said} |")
     return "\n".join(lines) + "\n"
 
 

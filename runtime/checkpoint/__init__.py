@@ -10,28 +10,3 @@ restore.py      loads the state of registered objects from a checkpoint
 export.py       one file in the plain format
 format/         the files: torch.distributed.checkpoint's format with checksums, and the errors
 """
-
-from .config import CheckpointConfig
-from .format.errors import (
-    CheckpointCorrupted,
-    CheckpointError,
-    CheckpointMismatch,
-    CheckpointNotFound,
-    CheckpointPlaceUnusable,
-    CheckpointUntrusted,
-    CheckpointWriteFailed,
-)
-from .saving import Saving, SavingTimes
-
-__all__ = [
-    "CheckpointConfig",
-    "CheckpointCorrupted",
-    "CheckpointError",
-    "CheckpointMismatch",
-    "CheckpointNotFound",
-    "CheckpointPlaceUnusable",
-    "CheckpointUntrusted",
-    "CheckpointWriteFailed",
-    "Saving",
-    "SavingTimes",
-]
