@@ -51,7 +51,7 @@ def _follower(number: int, each: Any, given: Sequence[Any], joinables: Sequence[
 
 
 def _check_needs_nothing(number: int, each: Any) -> None:
-    """Raises TypeError for what a joined rank cannot call, as it needs an argument."""
+    """Raises TypeError for what a joined rank cannot call, as it needs an argument or an await."""
     is_module = isinstance(each, torch.nn.Module)
     function = each.step if hasattr(each, "step") else each.forward if is_module else each
     if isinstance(each, torch.optim.Optimizer):
@@ -59,12 +59,19 @@ def _check_needs_nothing(number: int, each: Any) -> None:
         function = type(each).step.__get__(each)
     elif hasattr(getattr(function, "func", function), "_wrapped_by_lr_sched"):
         return  # That function by itself, or a partial of it: the optimizer is bound in it.
+    named = getattr(each, "__name__", type(each).__name__)
+    # A call of these runs nothing.
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        kind = "async" if inspect.iscoroutinefunction(function) else "a generator"
+        raise TypeError(
+            f"step_along[{number}], {named}, is {kind}, and a rank that has run out of data only "
+            "calls it, which runs nothing of it. List a plain function, and call that in the body"
+        )
     try:
         inspect.signature(function).bind()
     except ValueError:
         return  # Of a function without a signature, the call will tell.
     except TypeError as error:
-        named = getattr(each, "__name__", type(each).__name__)
         raise TypeError(
             f"step_along[{number}], {named}, cannot be called without arguments ({error}), and a "
             f"rank that has run out of data has no argument for it. {_in_place_of(each)}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -175,3 +176,33 @@ def test_one_optimizer_in_place_of_the_list_is_named_by_its_class(alone: cl.Grou
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"got an SGD\."):
         cl.Join([model], step_along=optimizer)  # type: ignore[arg-type]
+
+
+class Later:
+    async def step(self) -> None:
+        """Runs where it is awaited."""
+
+
+async def later() -> None:
+    """Runs where it is awaited."""
+
+
+def one_by_one() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("listed", "named"),
+    [
+        (later, "later, is async"),
+        (functools.partial(later), "partial, is async"),
+        (Later(), "Later, is async"),
+        (one_by_one, "one_by_one, is a generator"),
+    ],
+)
+def test_a_function_of_which_a_call_runs_nothing_is_refused(
+    alone: cl.Group, listed: Any, named: str
+) -> None:
+    model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), alone)
+    with pytest.raises(TypeError, match=rf"step_along\[0\], {named}, and a rank that has run out"):
+        cl.Join([model], step_along=[listed])
