@@ -104,7 +104,8 @@ class Crew:
         """Hears what the workers report and print."""
         self._driver: Actor | None = None  # None: before the start, and after the end
         self._incarnation = -1
-        self._is_assembled = False
+        self.is_assembled = False
+        """Whether the last run left all actors as they were, so that the next one just begins."""
         self._was_assembled = False  # Ever.
 
     @property
@@ -136,12 +137,12 @@ class Crew:
 
     async def _assemble(self, timeout_s: float) -> None:
         # The last run left all as it was: a run in a notebook begins without a question.
-        if self._is_assembled and self._seats.has_all:
+        if self.is_assembled and self._seats.has_all:
             return
         if self._driver is None:
             await self._start_driver(timeout_s)
         # Before empty seats are counted: it empties those of workers that are gone or hang.
-        if self._workers and not self._is_assembled:
+        if self._workers and not self.is_assembled:
             await self._sort_out(timeout_s)
         fresh = {
             seat: await self._take_from_reserve(seat) or self._start_worker(seat)
@@ -163,7 +164,7 @@ class Crew:
                     f"{len(failed)} of {len(self._workers) + len(failed)} workers did not start",
                     f"{why}{_IF_SLOW}",
                 )
-        self._is_assembled = self._was_assembled = True
+        self.is_assembled = self._was_assembled = True
 
     @contextlib.asynccontextmanager
     async def _looking_after_seats(self) -> AsyncIterator[None]:
@@ -217,11 +218,6 @@ class Crew:
                     "num_workers=(fewest, most)",
                 )
             await asyncio.sleep(_LOOK_S)
-
-    @property
-    def is_assembled(self) -> bool:
-        """Whether the last run left all actors as they were, so that the next one just begins."""
-        return self._is_assembled
 
     async def _start_driver(self, timeout_s: float) -> Actor:
         try:
@@ -299,7 +295,7 @@ class Crew:
         cancelled, it ends the run on all ranks first.
         """
         driver: Actor | None = None if has_begun else self._living_driver()
-        self._is_assembled = False  # Until the run has ended well.
+        self.is_assembled = False  # Until the run has ended well.
         program = [payload]
         call = driver.run.remote(request, program) if driver is not None else None
         began_with = dict(self._workers)
@@ -348,7 +344,7 @@ class Crew:
             raise
         if outcome is None:
             raise await self._nobody_is_in(began_with)
-        self._is_assembled = self._leaves_all(outcome)
+        self.is_assembled = self._leaves_all(outcome)
         return outcome
 
     async def _outcome(self, call: Any) -> RunSucceeded | RunFailed | None:
@@ -395,7 +391,7 @@ class Crew:
             outcome = await answer(call, STEP_S)
         except (ActorGone, NoAnswer, asyncio.CancelledError):
             return False
-        self._is_assembled = self._leaves_all(outcome)
+        self.is_assembled = self._leaves_all(outcome)
         return True
 
     def _leaves_all(self, outcome: object) -> bool:
@@ -433,7 +429,7 @@ class Crew:
 
     async def cancel(self, run: int, reason: str) -> None:
         """End a run; returns when its ranks have stopped, or their time to stop is over."""
-        self._is_assembled = False
+        self.is_assembled = False
         try:
             await answer(self._living_driver().cancel.remote(run, reason), GRACE_S + _ANSWER_S)
         except (ActorGone, NoAnswer):
@@ -442,7 +438,7 @@ class Crew:
 
     async def dismiss(self) -> None:
         """End everything: close the groups, kill the actors, and wait until they are dead."""
-        self._is_assembled = False
+        self.is_assembled = False
         try:
             await self._stop_workers("the session was closed")
         finally:
@@ -511,11 +507,11 @@ class Crew:
     def _kill_worker(self, seat: int) -> None:
         ray.kill(self._workers.pop(seat))
         self._starting.discard(seat)
-        self._is_assembled = False
+        self.is_assembled = False
 
     def _kill_driver(self) -> None:
         driver, self._driver = self._driver, None
-        self._is_assembled = False
+        self.is_assembled = False
         if driver is not None:
             ray.kill(driver)
 

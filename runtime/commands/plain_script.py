@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import sys
 import uuid
-from functools import partial
 from pathlib import Path
 
 from chorusline.actors.errors import WorkerLost
@@ -31,10 +30,8 @@ def run_on_ranks(path: Path, options: argparse.Namespace) -> int:
 
 
 async def _run(script: PlainScript, options: argparse.Namespace) -> int:
-    new_session = partial(
-        session_of, options, max_failures=0, spares=options.spares, progress=False
-    )
-    session = await new_session().start()
+    of_script = {"max_failures": 0, "spares": options.spares, "progress": False}
+    session = await session_of(options, **of_script).start()
     # A cluster that the first session has started stays for the others.
     is_ours = connecting.connect(options.address)
     try:
@@ -50,7 +47,7 @@ async def _run(script: PlainScript, options: argparse.Namespace) -> int:
                 _begin_again(error, restarts + 1, options.max_restarts, ", in new processes")
                 # What the script has left in its processes may be why it has failed.
                 await session.close()
-                session = await new_session().start()
+                session = await session_of(options, **of_script).start()
     finally:
         await session.close()
         if is_ours:

@@ -188,9 +188,9 @@ class SessionHost:
                 self._run.is_over.set()
 
     async def _hear_again(self, run: _Run) -> None:
-        has_more = True
-        while has_more:
-            news = await self._local.news_of(run.number, _SNAPSHOT_S)
+        has_more, crew = True, self._local.crew
+        while has_more and crew is not None:
+            news = await crew.listener.pull(run.number, _SNAPSHOT_S)
             run.history.add(news)
             has_more = news.has_more
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ray
 
 from chorusline.actors.crew.crew import STEP_S, Crew
-from chorusline.actors.crew.news import News
 from chorusline.actors.driver.driver import GRACE_S
 from chorusline.actors.errors import DriverLost
 from chorusline.actors.messages.messages import (
@@ -212,10 +211,6 @@ class LocalSession:
             if isinstance(outcome, RunSucceeded) or not (outcome.nobody_began and left):
                 return outcome
         raise AssertionError("the last beginning returns or raises")
-
-    async def news_of(self, run: int, timeout_s: float) -> News:
-        """What the workers still hold of a run that has ended, and was not pulled yet."""
-        return await self.crew.listener.pull(run, timeout_s) if self.crew is not None else News()
 
     def _new_request(self, audience: Audience) -> RunRequest:
         options, checkpoint = self._options, self._options.checkpoint

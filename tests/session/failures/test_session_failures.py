@@ -230,7 +230,7 @@ async def test_a_driver_that_dies_between_two_runs_costs_nothing(session: Sessio
     assert session._holder.crew is not None
     for is_assembled in (True, False):
         ray.kill(session._holder.crew._driver)
-        session._holder.crew._is_assembled = (
+        session._holder.crew.is_assembled = (
             is_assembled  # Not, where a worker was lost in the last run.
         )
         assert await session.run(lambda ctx: os.getpid()) == before
