@@ -107,6 +107,10 @@ def train(ctx: cl.Context, plan: Plan, folder: str) -> Told:
             path, (-1, optimizer_engine_of(optim).progress.ballots, [])
         )  # A batch of that step does not count.
         raise
+    except BaseException:
+        # A worker that leaves, whose process may come again: nobody knows whether its last one did.
+        append(path, (-2, optimizer_engine_of(optim).progress.ballots, []))
+        raise
     assert call_of(ctx).recovery is not None
     parameters = [p.detach().clone() for p in model.parameters()]
     recoveries = call_of(ctx).recovery.num_recoveries
@@ -133,13 +137,16 @@ def possible_steps(told: list[Told], folder: str) -> Iterator[Steps]:
     for path in sorted(Path(folder).glob("*.diary")):
         seat, pid = map(int, path.stem.split("-"))
         taken: dict[int, tuple[int, list[int]]] = {}
+        left_in: set[int] = set()
         for epoch, ballot, numbers in entries_of(path):
-            if epoch < 0:
+            if epoch == -1:
                 taken.pop(ballot, None)
+            elif epoch == -2:
+                left_in.add(ballot)
             else:
                 taken[ballot] = (epoch, numbers)
         for ballot, batch in taken.items():
-            if pid not in alive and ballot == max(taken):
+            if ballot in left_in or (pid not in alive and ballot == max(taken)):
                 in_doubt.append((ballot, (seat, pid), batch))
             else:
                 certain.setdefault(ballot, {})[seat, pid] = batch

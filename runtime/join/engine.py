@@ -389,8 +389,6 @@ class JoinEngine:
         try:
             self._shadow(until)
         finally:
-            # After an error too: what this process trains next has data.
-            boundary().steps.has_joined = False
             self._num_around = -1
             # After an error too: a program that catches it, or runs again, has data.
             boundary().steps.has_joined = False

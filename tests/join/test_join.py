@@ -41,36 +41,6 @@ def train(group, lengths, optimizer, dtype, divide_by_initial=True, sharded=True
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def fails_without_data(group):
-    """The rank without data calls a function that raises."""
-    other = another_group(group)  # The error ends it.
-    model = cl.DistributedDataParallel(make_model(torch.float32), other)
-    stepper = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    stepped = []
-
-    def step():
-        if len(stepped) == 2:
-            raise KeyError("lost")
-        stepped.append(stepper.step())
-
-    with pytest.raises((KeyError, cl.CollectiveError)) as told:
-        with cl.Join([model], step_along=[step]):
-            for batch in batches_of(group.rank, 1 + 11 * group.rank, torch.float32):
-                loss_of(model, batch).backward()
-                stepper.step()
-                stepper.zero_grad()
-    other.close()
-    return type(told.value).__name__
-
-
-def test_after_an_error_without_data_a_process_trains_as_before(ranks_of):
-    ranks, lengths = ranks_of(2), (1, 12)
-    assert ranks.run(fails_without_data)[0] == "KeyError"
-    expected = reference(lengths, "sgd", torch.float32, True)
-    for parameters in ranks.run(train, lengths, "sgd", torch.float32, True, False):
-        assert all(map(torch.equal, parameters, expected))
-
-
 @combinations(
     3,
     divide_by_initial=[True, False],

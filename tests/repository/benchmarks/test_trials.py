@@ -379,7 +379,7 @@ def test_every_system_trains_and_is_struck(name: str) -> None:
     if reason := SYSTEMS[name].why_not():
         pytest.skip(reason)
     trial = play(SYSTEMS[name], 0, [Fault("kill", 0.4, 0.9, 0.0, 0.0)], Size(2, 400))
-    assert trial.struck == ["kill"] and trial.is_over and trial.next_s
+    assert trial.struck == ["kill"] and trial.is_over and trial.next_s, trial
     assert trial.ending is not None and trial.ending.again == 0
     # torchft's samples of a replica that is away are used by nobody.
     assert trial.violations() == [] or "torchft" in name
