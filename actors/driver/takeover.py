@@ -57,6 +57,6 @@ def found_in(places: Sequence[PlaceInRun], by_seat: Mapping[int, Member]) -> Fou
             members.append(by_seat[by_rank[rank].info.seat])
         else:
             # Nobody can tell which worker had this rank; there is none to be called.
-            unknown = replace(newest.info, worker_id=f"lost with the driver, rank {rank}")
+            unknown = replace(newest.info, worker_id=f"lost with the driver, rank {rank}", pid=0)
             members.append(Member(unknown, MemberState.LOST))
     return Found(generation, tuple(members), by_rank, tuple(late), resumption)

@@ -34,6 +34,7 @@ class WorkerInfo:
 
     worker_id: Ray's actor id.
     seat: its place in the session, from 0. A replacement takes the same seat.
+    pid: 0 for a worker that was lost with its driver: of it only the rank is known.
     device: of its tensors, as torch writes it.
     num_cpus: promised by Ray; may be a fraction.
     versions: of Python, torch and chorusline (versions.py).
@@ -55,6 +56,8 @@ class WorkerInfo:
             raise ValueError(f"seat must be at least 0, got {self.seat}")
 
     def __str__(self) -> str:
+        if not self.pid:
+            return "a worker that was lost with its driver"
         return f"worker in seat {self.seat} (pid {self.pid} on {self.hostname}, {self.device})"
 
 

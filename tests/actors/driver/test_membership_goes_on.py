@@ -528,5 +528,9 @@ def test_a_worker_that_died_with_the_driver_is_lost() -> None:
     membership.handle(WorkerRegistered(worker(0), 0))
     places = (place_in_run(0, Assignment(0, 0, 2, 0, 2, 0)),)
     told = membership.handle(RunTakenOver(request(0, 1, None), places))
-    assert [one.worker_id for one in told if isinstance(one, FreezeRank)] == ["worker-0-0"]
-    assert len(resumptions(membership.handle(froze(0)))) == 1
+    [freeze] = [one for one in told if isinstance(one, FreezeRank)]
+    assert freeze.worker_id == "worker-0-0"
+    # Not the seat and the process of another one.
+    assert "rank 1" in str(freeze.error) and "a worker that was lost" in str(freeze.error)
+    [resumed] = resumptions(membership.handle(froze(0))).values()
+    assert [one.pid for one in resumed.gone] == [0]
