@@ -498,7 +498,8 @@ class JoinEngine:
     def _why_not_skipped(self, absent: Sequence[int]) -> str:
         """absent: the ranks that have run out of data, and stepped what is in step_along; empty
         where all have data again by now."""
-        who = name_ranks(absent, "that has", "that have") if absent else "ranks that have"
+        call = "calls" if len(absent) == 1 else "call"
+        who = name_ranks(absent, "has", "have") if absent else "some ranks have"
         # What several sharded optimizers need is a group, too, unless each has one step in a batch.
         remedy = (
             "use a ZeroRedundancyOptimizer for each model in place of step_along, and give Join a "
@@ -509,9 +510,9 @@ class JoinEngine:
         )
         return (
             "the ranks with data ran a different number of backward passes for this step than for "
-            f"the step before, or left out optimizer.step(), but {who} run out of data call step() "
-            "of what is in step_along after as many passes as before. Run the same number of "
-            f"passes in every step, run all but the last in model.no_sync(), or {remedy}"
+            f"the step before, or left out optimizer.step(), but {who} run out of data, and {call} "
+            "step() of what is in step_along after as many passes as before. Run the same number "
+            f"of passes in every step, run all but the last in model.no_sync(), or {remedy}"
         )
 
     @property
