@@ -164,7 +164,7 @@ def test_what_differs_between_the_ranks_is_found_at_construction_and_named(ranks
         assert shape[0] == [1, 2] and "parameter 0 differs from rank 0's" in shape[1]
         assert f"on rank {rank} it is ({2 + rank},) torch.float32, trainable" in shape[1]
         assert "lr" not in shape[1], "what is the same on all ranks"
-        assert f"on rank {rank} it is amsgrad {rank == 1}." in flag[1]
+        assert f"on rank {rank} it is amsgrad {float(rank == 1)}." in flag[1], "as a number"
         assert number[0] == [1, 2] and "by rank: {0: 2, 1: 3, 2: 4}" in number[1]
         assert option[0] == [1, 2] and f"lr {0.1 + rank}" in option[1]
 
