@@ -181,7 +181,10 @@ def draw(seed: int, *, has_nodes: bool = True) -> Plan:
     faults: list[Fault] = []
     at = 0
     for number, seat in enumerate(seats):
-        # Apart, where there would be more deaths at once than copies.
+        # Apart, where there would be more deaths at once than copies; not at all after a drain,
+        # which the run hears of some steps later.
+        if number + 1 >= replicas and any(fault.kind == "drain" for fault in faults):
+            break
         is_near = number + 1 < replicas and number > 0
         at += rng.randint(0, 1) if is_near else rng.randint(2, steps - 2)
         phases = list(PHASES) if number > 0 else IN_A_STEP
