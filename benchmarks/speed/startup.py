@@ -59,7 +59,7 @@ def cluster(num_cpus: int) -> Iterator[None]:
     """A Ray cluster of its own process, which programs find by RAY_ADDRESS."""
     program = (
         "import ray, signal, sys\n"
-        f"ray.init(num_cpus={num_cpus}, include_dashboard=False)\n"
+        f"ray.init('local', num_cpus={num_cpus}, include_dashboard=False)\n"
         "print(ray.get_runtime_context().gcs_address, flush=True)\n"
         "sys.stdin.read()\n"
     )

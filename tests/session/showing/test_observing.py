@@ -232,7 +232,7 @@ def scraped():
         return answer.read().decode()
 
 async def main():
-    ray.init(num_cpus=2, include_dashboard=False,
+    ray.init("local", num_cpus=2, include_dashboard=False,
              _system_config={"metrics_report_interval_ms": 1000})
     seen, over, until = {}, Path(sys.argv[1]), time.monotonic() + 60
     async with cl.Session(num_workers=2) as session:
