@@ -32,13 +32,20 @@ _PATIENCE_S = 120.0
 _SPARE_S = 6.0
 """Before the first step, for a spare worker to be ready: each way has it."""
 
+_VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "ACCELERATE_USE_CPU": "true",
+    # Else torchrun's ranks look for those of the run before (docs/trials.md).
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
 _RUN = ("-m", "chorusline.runtime.commands.command_line", "run")
 _OURS = (*_RUN, "--workers", str(_RANKS), "--max-restarts", "5")
 _TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", str(_RANKS), "--max-restarts", "5")
 WAYS = {
     "a spare worker": (*_OURS, "--spares", "1"),
     "no spare worker": _OURS,
-    "torchrun": (*_TORCHRUN, "--monitor-interval", "0.1"),
+    "torchrun": (*_TORCHRUN, "--standalone", "--monitor-interval", "0.1"),
 }
 
 
@@ -59,7 +66,7 @@ def killed(way: str, script: str) -> tuple[float, float, int]:
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=_ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, **_VARIABLES, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         at_end.callback(_end, process)
 
@@ -69,7 +76,7 @@ def killed(way: str, script: str) -> tuple[float, float, int]:
             while not any(one >= step for one, _ in taken(folder, _VICTIM)[begun:]):
                 if process.poll() is not None or time.monotonic() > give_up_at:
                     output.seek(0)
-                    raise RuntimeError(f"no step {step}: {output.read()[-2000:]}")
+                    raise RuntimeError(f"no step {step}: {output.read().strip()[-500:]!r}")
                 time.sleep(0.01)
             return taken(folder, _VICTIM)[begun:]
 
