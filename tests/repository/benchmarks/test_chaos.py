@@ -140,8 +140,8 @@ def test_minutes_of_chaos_have_the_faults_that_were_drawn_and_leave_no_complaint
     plans = [draw(seed * 1_000_003 + number) for number in range(figures["rounds"])]
     struck = [Fault(*fault) for fault in figures["struck"]]
     assert set(struck) <= {fault for plan in plans for fault in plan.faults}
-    # Others may wait for a recovery or a step that does not come any more; the first never does.
-    assert {plan.faults[0] for plan in plans} <= set(struck)
+    # Some wait for a recovery, a step or a seat that does not come any more.
+    assert len(struck) >= figures["rounds"]
     assert figures["recoveries"] >= figures["rounds"]
     assert {fault.kind for fault in struck} == set(FAULTS), "of all kinds in the first four rounds"
     assert figures["faults"] == len(struck) and figures["wrong"] == 0
