@@ -403,29 +403,26 @@ class Crew:
         self, driver: Actor, request: RunRequest, payload: Any, has_taken_over: bool
     ) -> AsyncIterator[None]:
         """While the body runs, start spare workers, and new ones, if the run can admit them."""
-        # A loss ends such a run, so that a new worker would have nothing to join; a spare worker
-        # takes the seat in the next run (`_assemble`).
-        if not request.survives_loss:
-            async with self._reserve.kept(payload):
+        async with self._reserve.kept(payload):
+            # A loss ends such a run, so that a new worker would have nothing to join; a spare
+            # worker takes the seat in the next run (`_assemble`).
+            if not request.survives_loss:
                 yield
-            return
-        recruiter = Recruiter(
-            driver,
-            request,
-            self._seats,
-            self._workers,
-            self._start_worker,
-            self._reserve,
-            self._take_from_reserve,
-            self._starting,
-            payload,
-            self.listener,
-        )
-        async with (
-            self._reserve.kept(payload),
-            recruiter.at_work(has_taken_over=has_taken_over),
-        ):
-            yield
+                return
+            recruiter = Recruiter(
+                driver,
+                request,
+                self._seats,
+                self._workers,
+                self._start_worker,
+                self._reserve,
+                self._take_from_reserve,
+                self._starting,
+                payload,
+                self.listener,
+            )
+            async with recruiter.at_work(has_taken_over=has_taken_over):
+                yield
 
     async def cancel(self, run: int, reason: str) -> None:
         """End a run; returns when its ranks have stopped, or their time to stop is over."""

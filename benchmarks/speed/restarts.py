@@ -29,8 +29,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _SCRIPTS = _ROOT / "tests/commands/plain_scripts"
 _RANKS, _VICTIM, _KILLED_AFTER, _STEPS, _PACE_S = 3, 2, 37, 300, 0.1
 _PATIENCE_S = 120.0
-_SPARE_S = 6.0
-"""Before the first step, for a spare worker to be ready: each way has it."""
 
 _VARIABLES = {
     "OMP_NUM_THREADS": "1",
@@ -80,8 +78,6 @@ def killed(way: str, script: str) -> tuple[float, float, int]:
                 time.sleep(0.01)
             return taken(folder, _VICTIM)[begun:]
 
-        since(0, 1)
-        time.sleep(max(0.0, _SPARE_S - _KILLED_AFTER * _PACE_S))
         since(0, _KILLED_AFTER)
         at = time.time()
         os.kill(int((folder / f"pid-{_VICTIM}").read_text()), signal.SIGKILL)

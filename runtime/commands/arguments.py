@@ -66,7 +66,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-def count_or_none(text: str) -> int:
+def count_or_zero(text: str) -> int:
     """The value of `3`; 0 means none."""
     if not re.fullmatch(r"\d+", text.strip()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number; write 3, or 0")

@@ -95,7 +95,7 @@ def _add_restarts(flags: argparse.ArgumentParser) -> None:
     restarts = flags.add_argument_group("a script on every rank")
     restarts.add_argument(
         "--max-restarts",
-        type=arguments.count_or_none,
+        type=arguments.count_or_zero,
         default=0,
         metavar="N",
         help=(
@@ -105,7 +105,7 @@ def _add_restarts(flags: argparse.ArgumentParser) -> None:
     )
     restarts.add_argument(
         "--spares",
-        type=arguments.count_or_none,
+        type=arguments.count_or_zero,
         default=0,
         metavar="N",
         help="with --max-restarts: workers that have started and wait, each with the resources of "
