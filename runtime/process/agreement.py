@@ -13,6 +13,7 @@ ballot), in float32 or wider: bfloat16 cannot count beyond 256.
 from __future__ import annotations
 
 import enum
+import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -190,6 +191,11 @@ class Vote:
             at = first + 2 * rank * num_cursors
             vote[at : at + len(halves)] = halves
         return vote
+
+
+def digest_of(text: str) -> int:
+    """Of what ranks compare, for a vote: above 0, and small enough for a vote in float32."""
+    return zlib.crc32(text.encode()) % ((1 << 24) - 1) + 1
 
 
 def leftovers_in(total: Sequence[float], num_ranks: int) -> tuple[LeftoverVote, ...]:

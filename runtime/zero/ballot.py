@@ -8,7 +8,6 @@ the same bits and makes the same decision.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ from ..process.agreement import (
     read_agreement,
 )
 from ..process.leftovers import LeftoverVote, newest_ranks, sends_again
-from ..process.option_numbers import entries, is_number, told_apart
+from ..process.option_numbers import entries, is_number, texts_of, told_apart
 from .shards.exact_norm import total_of
 
 _STEP, _STEP_SQUARED, _SQUARED_NORM, _PER_RANK = range(4)
@@ -242,14 +241,11 @@ def labels_of(groups: Sequence[dict[str, Any]], names: Sequence[str]) -> list[st
     ]
 
 
-def digest_of(texts: Sequence[str]) -> int:
-    """For a vote: of the options that are texts."""
-    return 1 + zlib.crc32(repr(texts).encode()) % 0xFFFFFF
-
-
-def check_same_texts(agreement: Agreement, texts: Sequence[str], group: Group) -> None:
+def check_same_texts(
+    agreement: Agreement, groups: Sequence[dict[str, Any]], names: Sequence[str], group: Group
+) -> None:
     """Raise CollectiveMismatch, on all ranks, if ranks would step with different texts. They do not
-    travel, so those of a rank without data are compared as well. texts: of this rank."""
+    travel, so those of a rank without data are compared as well. groups, names: of the options."""
     told = {rank: digest for rank, digest in enumerate(agreement.digests) if digest > 0}
     given = [told[rank] for rank in agreement.live if rank in told]
     different = [rank for rank, digest in told.items() if given and digest != given[-1]]
@@ -259,7 +255,8 @@ def check_same_texts(agreement: Agreement, texts: Sequence[str], group: Group) -
             group.generation,
             different,
             "options of the optimizer that are texts or None differ, so each rank would step its "
-            f"shard with a different value; on rank {group.rank} they are {', '.join(texts)}",
+            f"shard with a different value; on rank {group.rank} they are "
+            f"{', '.join(texts_of(groups, names))}",
             "Every rank must set the same options. Texts do not travel to a rank that has run out "
             "of data: set them in a function that Join(..., step_along=[function]) lists, and "
             "call it after the step.",

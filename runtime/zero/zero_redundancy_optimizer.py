@@ -64,7 +64,7 @@ from ..data_parallel.same_model import (
 )
 from ..join.engine import GroupJoinable, Joinable, JoinEngine
 from ..join.join_hook import JoinHook
-from ..process.agreement import Agreement, Note, Vote
+from ..process.agreement import Agreement, Note, Vote, digest_of
 from ..process.between_runs import between_runs
 from ..process.leftovers import LeftoverVote
 from ..process.option_numbers import float_of, numbers_of, set_numbers, texts_of, told_apart
@@ -78,7 +78,6 @@ from .ballot import (
     ShardedVote,
     check_same_options,
     check_same_texts,
-    digest_of,
     labels_of,
 )
 from .digests.digest_checks import Correction, DigestChecks
@@ -1098,7 +1097,7 @@ class OptimizerEngine:
         live = outcome.agreement.live
         names = sorted(self.optimizer.defaults)
         check_same_options(outcome, self.optimizer.param_groups, names, self.group.generation)
-        check_same_texts(outcome.agreement, self._option_texts(), self.group)
+        check_same_texts(outcome.agreement, self.optimizer.param_groups, names, self.group)
         self._seen = OptimizerProgress(self._seen.ballots + 1, payload)
         self.last_live = live
         if live:
@@ -1237,13 +1236,12 @@ class OptimizerEngine:
     def _option_labels(self) -> list[str]:
         return labels_of(self.optimizer.param_groups, sorted(self.optimizer.defaults))
 
-    def _option_texts(self) -> list[str]:
-        return texts_of(self.optimizer.param_groups, sorted(self.optimizer.defaults))
-
     def _digest_of_texts(self) -> int:
-        """For a vote; 0 from a rank that steps with none."""
-        steps_nothing = self._why_not or self._steps_nothing
-        return 0 if steps_nothing else digest_of(self._option_texts())
+        """For a vote, of the options that are texts; 0 from a rank that steps with none."""
+        if self._why_not or self._steps_nothing:
+            return 0
+        names = sorted(self.optimizer.defaults)
+        return digest_of(repr(texts_of(self.optimizer.param_groups, names)))
 
     def _follow_options(self, numbers: Sequence[float]) -> None:
         """numbers: the `_option_numbers` of another rank."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -32,13 +31,12 @@ from chorusline.collectives.contract.errors import CollectiveMismatch, name_rank
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
-from ...process.agreement import Agreement
+from ...process.agreement import Agreement, digest_of
 from ...process.option_numbers import plain, told_apart
 from .gradient_bucket import Gradients
 
-_MOST = (1 << 24) - 1  # A vote in float32 counts to 2^24.
 _NO_STEPS = 1
-"""The digest where no optimizer has stepped: one more than the crc32 of an empty text."""
+"""The digest of an empty text: no optimizer has stepped."""
 
 _CHANGING = (torch.Tensor, np.ndarray, list)
 """Values of options that may change and stay the same object."""
@@ -277,7 +275,7 @@ class LocalSteps:
             if not is_known or value is not before[at] or isinstance(value, _CHANGING):
                 self._texts[at] = repr(_comparable(value))
         self._raw, self._is_fixed = raw, not any(isinstance(value, _CHANGING) for value in raw)
-        self._digest = zlib.crc32(",".join(self._texts).encode()) % _MOST + _NO_STEPS
+        self._digest = digest_of(",".join(self._texts))
         return self._digest
 
     def _in_one_order(self) -> list[_Steps]:
