@@ -547,10 +547,11 @@ class Context:
             rank of weight 0 does not count, whatever its value is (even NaN).
         group: some of the ranks, as `self.group.new_group` has made it; then these alone call it.
 
-        Raises ValueError for an unknown op, and, on all ranks, if the weights add up to 0;
-        TypeError for a list, dictionary or dataclass of numbers, and for a number of another kind,
-        which would stay this rank's own; OverflowError for an int of more than 64 bits, and for
-        such a product.
+        Raises ValueError for an unknown op, for a container that contains itself, and, on all
+        ranks, if the weights add up to 0; TypeError for a list, dictionary or dataclass of numbers,
+        for an iterator, and for a number of another kind, such as a Decimal, a date or a number of
+        ctypes, which would stay this rank's own; OverflowError for an int of more than 64 bits, and
+        for such a product.
         """
         op = "mean" if op == "avg" else op
         number = checked_weight(op, weight)
