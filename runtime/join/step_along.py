@@ -19,7 +19,8 @@ def followers_of(given: object, joinables: Sequence[object]) -> list[Follower]:
     """What a joined rank calls in each step that it shadows, for step_along=given.
 
     Raises TypeError for what is no list of objects with a step(), functions and AveragedModels;
-    ValueError for an AveragedModel whose model the Join does not have, or does not keep up to date.
+    ValueError for an object that is listed twice, and for an AveragedModel whose model the Join
+    does not have, or does not keep up to date.
     """
     takes = isinstance(given, Sequence) and not isinstance(given, str)
     if not takes or not all(hasattr(each, "step") or callable(each) for each in given):  # type: ignore[attr-defined]
@@ -30,7 +31,30 @@ def followers_of(given: object, joinables: Sequence[object]) -> list[Follower]:
             "AveragedModel, are also possible"
         )
     assert isinstance(given, Sequence)
+    _check_listed_once(given)
     return [_follower(number, each, given, joinables) for number, each in enumerate(given)]
+
+
+def _check_listed_once(given: Sequence[Any]) -> None:
+    """Raises ValueError for one object at two places, perhaps by its method. A function may have
+    two: the body may call it before a step and after it."""
+    does = [_step_or_update(each) for each in given]
+    for number, method in enumerate(does):
+        if method is not None and (first := does.index(method)) < number:
+            verb = getattr(method, "__name__", "step")
+            raise ValueError(
+                f"step_along lists one {type(given[first]).__name__} at places {first} and "
+                f"{number}, and a rank that has run out of data would call its {verb}() as often "
+                f"in each step. List it once; if the body does so in a batch, write a function "
+                "that makes all these calls, call that in the body, and list the function"
+            )
+
+
+def _step_or_update(each: Any) -> Any:
+    """The method that a rank without data calls; None for a function, unless it is one's `step`."""
+    if isinstance(each, AveragedModel):
+        return each.update_parameters
+    return getattr(each, "step", each if getattr(each, "__name__", "") == "step" else None)
 
 
 def _follower(number: int, each: Any, given: Sequence[Any], joinables: Sequence[Any]) -> Follower:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms.join import Join as TorchJoin
+from torch.optim.swa_utils import AveragedModel
 
 import chorusline as cl
 from tests.harness.reused_ranks import another_group
@@ -89,6 +90,43 @@ def test_a_function_that_steps_a_sharded_optimizer_is_refused_on_the_rank_withou
     for told in ranks_of(2).run(steps_in_a_function, lengths):
         assert f"calls step() of a ZeroRedundancyOptimizer on rank {joined}, which has run" in told
         assert "needs gradients" not in told
+
+
+class Stepping:
+    def step(self) -> None: ...
+
+
+def make_nothing() -> None: ...
+
+
+def listed_twice(group: cl.Group) -> tuple[cl.DistributedDataParallel, dict[str, Any]]:
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, {
+        "SGD": optimizer,
+        "StepLR": torch.optim.lr_scheduler.StepLR(optimizer, 1),  # It replaces the step of SGD.
+        "AveragedModel": AveragedModel(model.module),
+        "Stepping": Stepping(),
+    }
+
+
+@pytest.mark.parametrize("between", [0, 1])
+@pytest.mark.parametrize("kind", ["SGD", "StepLR", "AveragedModel", "Stepping"])
+def test_an_object_that_is_stepped_has_one_place(kind: str, between: int, alone: cl.Group) -> None:
+    model, known = listed_twice(alone)
+    one = known[kind]
+    first = [known["SGD"]] if kind == "AveragedModel" else []
+    listed = [*first, one, *[make_nothing] * between]
+    says = rf"one {kind} at places {len(first)} and {len(listed)}, .* write a function"
+    for again in [one] if kind == "AveragedModel" else [one, one.step]:
+        with pytest.raises(ValueError, match=says):
+            cl.Join([model], step_along=[*listed, again])
+
+
+def test_a_function_may_have_two_places(alone: cl.Group) -> None:
+    model, known = listed_twice(alone)
+    function = known["SGD"].zero_grad
+    cl.Join([model], step_along=[function, known["SGD"], function])
 
 
 class Meter:
