@@ -506,6 +506,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         self._engine.sync_buffers(agreement.live, self._join)
         if agreement.says(Note.COMPARES) == len(agreement.live) > 1:
             self._engine.warn_of_drift(agreement.live, f"in step {self._reducer.num_agreed}")
+        self._engine.compare_samples(agreement)
         # After that: a step whose buffers are not synchronised is not agreed on here.
         self._step_agreed(
             agreement, self._engine.recovery, ends_step=self._reducer.ends_steps, counts=False
@@ -1102,17 +1103,33 @@ class ModelEngine:
         """Warn if parameters differ between these ranks, each of which has taken all steps with its
         own copy; collective, where these are several."""
         found = _unlike_parameter(self.module, self.group, ranks) if len(ranks) > 1 else None
-        if found is None or self.has_warned_of_drift:  # Once: they stay so.
+        if found is not None:
+            self._tell_drift(found[0], ranks[0], found[1], when)
+
+    def compare_samples(self, agreement: Agreement) -> None:
+        """The same for what the votes tell of one parameter after the step before; on all ranks."""
+        told = {rank: sample for rank, sample in enumerate(agreement.samples) if sample}
+        if len({*told.values()}) < 2:
+            return
+        steps, number = self.reducer.local_steps, self.reducer.num_agreed - bool(agreement.live)
+        first = min(told)
+        unlike = [rank for rank, sample in told.items() if sample != told[first]]
+        self._tell_drift(steps.sampled(number)[0], first, unlike, f"after step {number}")
+
+    def _tell_drift(self, name: str, rank: int, unlike: Sequence[int], when: str) -> None:
+        """The same on all ranks, of which `rank` warns, once: they stay so."""
+        self.reducer.local_steps.takes_samples = False
+        if self.has_warned_of_drift:
             return
         self.has_warned_of_drift = True
-        if self.group.rank == ranks[0]:
-            name, unlike = found
+        if self.group.rank == rank:
             warnings.warn(
-                f"parameter {name} differs between rank {ranks[0]} and {name_ranks(unlike)} "
+                f"parameter {name} differs between rank {rank} and {name_ranks(unlike)} "
                 f"{when}, although these ranks have taken the same steps: what the program writes "
-                "to parameters or gradients is not the same on all ranks, such as weights that "
-                "one rank has loaded, or a hook that steps by this rank's own gradient. (Only the "
-                "last bits may also differ by the type of the CPU or GPU.)",
+                "to parameters or gradients is not the same on all ranks, such as weights that one "
+                "rank has loaded, a max_norm of its own by which a rank clips, or a hook that "
+                "steps by this rank's own gradient. (Only the last bits may also differ by the "
+                "type of the CPU or GPU.)",
                 stacklevel=users_level(),
             )
 

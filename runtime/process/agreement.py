@@ -78,6 +78,8 @@ class Agreement:
         (local_steps.py), or of the texts among a sharded optimizer's options. Below 0: of the
         generators with which its first forward pass has drawn random numbers, in a first vote,
         which comes after no step. 0: not to be compared.
+    samples: by rank, of some bits of a parameter after the last step of a plain optimizer
+        (local_steps.py). 0: not to be compared.
     """
 
     live: tuple[int, ...]
@@ -92,6 +94,7 @@ class Agreement:
     joins: tuple[int, ...] = ()
     epochs: tuple[int, ...] = ()
     digests: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
 
     @property
     def num_contributing(self) -> int:
@@ -108,16 +111,17 @@ NOTES_AT = 4
 
 _VOTES, _WEIGHT, _WEIGHING, _ASKING = range(NOTES_AT)
 _HEAD = NOTES_AT + len(Note)
-_OF_RANK = 5
-"""What a rank says of its leftovers, its outlook, and its digest. The outlook is one number, whose
-lowest bit says whether the rank may continue, the next eight its Join, and the rest its epoch."""
+_OF_RANK = 6
+"""What a rank says of its leftovers, its outlook, its digest, and its sample. The outlook is one
+number, whose lowest bit says whether the rank may continue, the next eight its Join, and the rest
+its epoch."""
 _LOW = 1 << 23
 """A cursor travels as two numbers, since float32 counts only to 2^24."""
 
 
 def vote_numel(num_ranks: int, num_parameters: int, num_cursors: int = 0) -> int:
     """The length of a vote: the number of votes, the weight, the number of weighing ranks and of
-    ranks that ask for a stop; the notes; leftovers, outlook and digest per rank; used per
+    ranks that ask for a stop; the notes; leftovers, outlook, digest and sample per rank; used per
     parameter; two numbers per cursor and rank."""
     return _HEAD + _OF_RANK * num_ranks + num_parameters + 2 * num_cursors * num_ranks
 
@@ -138,7 +142,7 @@ class Vote:
     cursors: samples that the rank has taken of each iteration that it is in (dealer.py); each below
         2^47.
     notes: about the backward passes of the step.
-    join, digest: of this rank, as in an Agreement; below 2^8 and 2^24.
+    join, digest, sample: of this rank, as in an Agreement; below 2^8, 2^24 and 2^24.
     epoch: of this rank, as in an Agreement; of a larger one the lowest 15 bits travel.
     """
 
@@ -154,6 +158,7 @@ class Vote:
     join: int = 0
     epoch: int = 0
     digest: int = 0
+    sample: int = 0
 
     def numbers(self, rank: int, num_ranks: int, num_cursors: int = 0) -> list[float]:
         """vote_numel numbers. They are made on the host, and go up in one copy. num_cursors: where
@@ -185,7 +190,7 @@ class Vote:
             vote[NOTES_AT + note] = 1.0
         outlook = float(self.has_next + 2 * self.join + 512 * (self.epoch % (1 << 15)))
         beside = slice(_HEAD + 3 * num_ranks + rank, _HEAD + _OF_RANK * num_ranks, num_ranks)
-        vote[beside] = outlook, float(self.digest)
+        vote[beside] = outlook, float(self.digest), float(self.sample)
         if self.cursors:
             halves = [float(half) for cursor in self.cursors for half in divmod(cursor, _LOW)]
             at = first + 2 * rank * num_cursors
@@ -193,9 +198,10 @@ class Vote:
         return vote
 
 
-def digest_of(text: str) -> int:
+def digest_of(compared: str | bytes) -> int:
     """Of what ranks compare, for a vote: above 0, and small enough for a vote in float32."""
-    return zlib.crc32(text.encode()) % ((1 << 24) - 1) + 1
+    given = compared.encode() if isinstance(compared, str) else compared
+    return zlib.crc32(given) % ((1 << 24) - 1) + 1
 
 
 def leftovers_in(total: Sequence[float], num_ranks: int) -> tuple[LeftoverVote, ...]:
@@ -280,7 +286,8 @@ def read_agreement(total: Sequence[float], num_ranks: int, num_cursors: int = 0)
         leftovers=leftovers,
         joins=tuple(joins_in(total, num_ranks)),
         epochs=tuple(outlook // 512 for outlook in outlooks),
-        digests=tuple(map(int, values[4 * num_ranks : _OF_RANK * num_ranks])),
+        digests=tuple(map(int, values[4 * num_ranks : 5 * num_ranks])),
+        samples=tuple(map(int, values[5 * num_ranks : _OF_RANK * num_ranks])),
         stop=num_asking > 0,
         notes=notes,
         cursors=tuple(

@@ -238,8 +238,8 @@ def write(p):
 
 
 def drift_in_a_join(group, lengths, writes_from):
-    """From a batch on each rank writes parameters by its own gradients, past all that a step
-    sees."""
+    """From a batch on each rank writes parameters of the first layer by its own gradients, past all
+    that a step sees: where the last batch does so first, its sample is of the second layer."""
     with another_group(group) as own, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model = cl.DistributedDataParallel(make_model(torch.float64), own)
@@ -249,7 +249,7 @@ def drift_in_a_join(group, lengths, writes_from):
                 data = batches_of(own.rank, lengths[own.rank], torch.float64)
                 for number, batch in enumerate(data):
                     if number == writes_from:
-                        for p in model.parameters():
+                        for p in model.module[0].parameters():
                             p.register_post_accumulate_grad_hook(write)
                     loss_of(model, batch).backward()
                     optimizer.step()

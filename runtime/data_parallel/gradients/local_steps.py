@@ -9,6 +9,11 @@ these stand for, and all of them raise the same error.
 Optimizers are found when they step, by torch's global hook (distributed_data_parallel.py); nobody
 has to list them.
 
+No option tells what the body does to gradients (clipping) and to parameters (averages). So the vote
+also has a digest of a few bits of one parameter, as the last of these steps has left it: of another
+parameter in each step, so that what parts the ranks for good is noticed soon. A rank that has just
+run out of data compares the last step that it took.
+
 A rank that has run out of data, and lists no optimizer in step_along, misses steps. It gets the
 parameters of another rank at the end of the Join, and keeps the old state of its optimizers
 (momentum). If it steps by such a state, it warns.
@@ -16,6 +21,7 @@ parameters of another rank at the end of the Join, and keeps the old state of it
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import warnings
 import weakref
@@ -37,6 +43,8 @@ from .gradient_bucket import Gradients
 
 _NO_STEPS = 1
 """The digest of an empty text: no optimizer has stepped."""
+
+_SAMPLE_BYTES = 1024
 
 _CHANGING = (torch.Tensor, np.ndarray, list)
 """Values of options that may change and stay the same object."""
@@ -132,6 +140,9 @@ class LocalSteps:
         self._scale_before: torch.Tensor | None = None  # at the vote before; None: no scaler then
         self._steps: list[_Steps] = []
         self._voted: list[_Steps] = []
+        self.takes_samples = True
+        """Whether the ranks compare a few bits of their parameters after each step."""
+        self._sample = 0
         self._is_known = True
         """Whether this rank has taken all steps since the vote before that a rank takes."""
         self._was_known = False
@@ -163,10 +174,12 @@ class LocalSteps:
         unsent: bool,
         has_joined: bool,
         keeps_options: bool,
+        number: int,
     ) -> None:
         """An optimizer has stepped. groups, unsent: as in `_Steps`. has_joined: this rank has no
         data. keeps_options: a rank without data may be compared with this one: in a Join also a
-            rank that lists nothing in step_along, by the steps of its last batch."""
+            rank that lists nothing in step_along, by the steps of its last batch. number: of the
+            votes so far, which says what is sampled."""
         self.has_stepped_along |= has_joined and keeps_state(optimizer)
         if self._num_missed:
             self._warn_of_old(optimizer)
@@ -179,6 +192,21 @@ class LocalSteps:
             self._steps.append(_Steps(optimizer, groups, unsent, scaler))
         if keeps_options:
             self._steps[-1].used.append(self._steps[-1].options())
+        # The end of the Join compares all parameters of a rank without data that steps along. One
+        # that steps by old state has said that it drifts.
+        self._sample = 0
+        if self.takes_samples and not (has_joined or unsent or self._has_warned):
+            self._sample = _sample_of(self.sampled(number)[1])
+
+    def sampled(self, number: int) -> tuple[str, torch.Tensor]:
+        """What is sampled after this number of votes: a parameter, with its name."""
+        names, parameters = self._gradients.names, self._gradients.parameters
+        return names[number % len(names)], parameters[number % len(names)]
+
+    def sample(self) -> int:
+        """The digest of it for this rank's vote; 0: none."""
+        sample, self._sample = self._sample, 0
+        return sample
 
     @property
     def were_skipped(self) -> bool:
@@ -192,7 +220,7 @@ class LocalSteps:
         """The model continues among other ranks, or after its run: nothing is compared with what
         was before."""
         self._steps, self._voted, self._is_known = [], [], False
-        self._num_missed = 0
+        self._num_missed = self._sample = 0
 
     def leave_join(self, num_missed: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """A Join ends. num_missed: the passes that this rank had no data for, where step_along
@@ -300,6 +328,15 @@ class LocalSteps:
             else:
                 ordered.append(steps)
         return ordered
+
+
+def _sample_of(parameter: torch.Tensor) -> int:
+    """A digest of its first elements; 0 on a GPU, for which the host would wait."""
+    # As bytes: a view as a tensor of numpy takes six times as long.
+    if parameter.device.type != "cpu" or not parameter.is_contiguous():
+        return 0
+    num_bytes = min(parameter.numel() * parameter.element_size(), _SAMPLE_BYTES)
+    return digest_of(ctypes.string_at(parameter.data_ptr(), num_bytes)) if num_bytes else 0
 
 
 def keeps_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -600,6 +600,7 @@ class Reducer:
             join=self._join(),
             epoch=boundary().epoch,
             digest=-boundary().draws or digest,  # A first vote compares draws, and follows no step.
+            sample=steps.sample(),
         )
         return vote.numbers(self.group.rank, self.group.size, self._num_cursors)
 
@@ -1039,6 +1040,7 @@ class Reducer:
             unsent=self.has_leftover,
             has_joined=boundary().steps.has_joined,
             keeps_options=self._is_uneven(),
+            number=self.num_agreed,
         )
 
     # -- from one generation to the next -------------------------------------------------------
