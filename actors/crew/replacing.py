@@ -33,8 +33,8 @@ class Leavers:
         words: of the workers that have answered."""
         leaving = {}
         for word in words:
-            seat, worker_id, steps = word.info.seat, word.info.worker_id, word.steps
-            if steps.is_straggler:
+            seat, worker_id, status = word.info.seat, word.info.worker_id, word.status
+            if status.is_straggler:
                 # The first worker only: its successor in the seat stays, however slow it is.
                 self._by_seat.setdefault(seat, worker_id)
             if self._by_seat.get(seat) == worker_id:

@@ -390,8 +390,8 @@ class Driver(StoreActor):
     async def some_rank_saves(self) -> bool:
         """Whether a worker writes down what it holds before its run ends."""
         calls = {worker_id: worker.snapshot.remote() for worker_id, worker in self._workers.items()}
-        said = (await answers(calls, _ANSWER_S)).values()
-        return any(isinstance(one, messages.WorkerSnapshot) and one.steps.is_saving for one in said)
+        seen = (await answers(calls, _ANSWER_S)).values()
+        return any(one.status.is_saving for one in seen if isinstance(one, messages.WorkerSnapshot))
 
     async def kernel_killed_some(self, worker_id: str) -> bool:
         """Whether the kernel of this worker's machine has just killed a process for lack of

@@ -473,7 +473,7 @@ class WorkerSnapshot:
     rank, running_s: in the run in progress; None between runs.
     collectives: issued in the generation, by kind.
     last_report: None before the first one.
-    steps: of the run in progress, or of the last one.
+    status: of the run in progress, or of the last one.
     memory_bytes: of the process.
     device_memory_bytes: of its tensors on a GPU.
     """
@@ -485,7 +485,7 @@ class WorkerSnapshot:
     running_s: float | None = None
     collectives: dict[str, int] = field(default_factory=dict)
     last_report: Report | None = None
-    steps: RunStatus = field(default_factory=RunStatus)
+    status: RunStatus = field(default_factory=RunStatus)
     memory_bytes: int = 0
     device_memory_bytes: int = 0
 
@@ -493,8 +493,8 @@ class WorkerSnapshot:
         words = [f"{self.info}: {self.state.value}, generation {self.generation}"]
         if self.rank is not None:
             words.append(f"rank {self.rank} for {self.running_s:.1f} s")
-        if self.steps.taken:
-            words.append(f"{self.steps.taken} steps")
+        if self.status.taken:
+            words.append(f"{self.status.taken} steps")
         words += [f"{count} {kind}" for kind, count in sorted(self.collectives.items())]
         if self.last_report is not None:
             values = ", ".join(f"{name}={value}" for name, value in self.last_report.values.items())

@@ -269,7 +269,7 @@ class Worker:
             running_s=time.monotonic() - run.began_at if run else None,
             collectives=dict(group.statistics.operations) if group else {},
             last_report=self._last[1].last,
-            steps=replace(self._last_status),
+            status=replace(self._last_status),
             memory_bytes=resident_bytes(),
             device_memory_bytes=self._last_status.device_memory_bytes,
         )

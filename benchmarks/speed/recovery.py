@@ -248,7 +248,7 @@ def train_in_steps(
             optim.zero_grad()
             log.note(f"step-of-{ctx.world_size}", optim.num_steps)
             if (Path(folder).parent / "stop").exists():
-                boundary().steps.stop_is_wanted = True  # All ranks stop after the next step.
+                boundary().status.stop_is_wanted = True  # All ranks stop after the next step.
     return optim.num_steps
 
 

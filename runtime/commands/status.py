@@ -157,7 +157,7 @@ def drawn(
 def happened(seen: Survey) -> list[str]:
     """What has happened to the workers of the run in progress, or of the last one: how many were
     lost, and the last lines."""
-    statuses = [word.steps for word in seen.workers if isinstance(word, WorkerSnapshot)]
+    statuses = [word.status for word in seen.workers if isinstance(word, WorkerSnapshot)]
     # As if it were over: this command looks once, so no later look will complete a change.
     events = RunEvents().look(statuses, is_over=True)
     if not events:
@@ -207,7 +207,7 @@ def _cells(word: WorkerSnapshot, where: str) -> Sequence[str]:
         word.info.device,
         _state(word),
         "" if word.running_s is None else f"{word.running_s:.0f} s",
-        f"{word.steps.taken:,}",
+        f"{word.status.taken:,}",
         _left(word),
         f"{(word.memory_bytes + word.device_memory_bytes) / (1 << 20):,.0f} MiB",
         _last_report(word.last_report),
@@ -216,14 +216,14 @@ def _cells(word: WorkerSnapshot, where: str) -> Sequence[str]:
 
 def _state(word: WorkerSnapshot) -> str:
     """With how slow the rank is, where that is worth a word."""
-    slowness = word.steps.slowness
+    slowness = word.status.slowness
     return word.state.value + (f", {slowness:.1f}x as slow" if slowness >= FAR else "")
 
 
 def _left(word: WorkerSnapshot) -> str:
-    if word.steps.has_joined:
+    if word.status.has_joined:
         return "joined"
-    return "" if word.steps.batches_left is None else str(word.steps.batches_left)
+    return "" if word.status.batches_left is None else str(word.status.batches_left)
 
 
 def _last_report(report: Report | None) -> str:

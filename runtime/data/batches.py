@@ -100,11 +100,11 @@ class Batches(Dealt):
         self._begin()  # (1)
         is_recorded = bool(self.iteration)
         bound = boundary()
-        steps, is_place = bound.steps, bound.is_place
+        status, is_place = bound.status, bound.is_place
         if is_place:
-            goes_on = steps.epoch == self.epoch and self.rest != Remainder()
-            steps.batches_before = steps.place_in_epoch if goes_on else 0
-            steps.batches_taken = steps.batches_shadowed = 0
+            goes_on = status.epoch == self.epoch and self.rest != Remainder()
+            status.batches_before = status.place_in_epoch if goes_on else 0
+            status.batches_taken = status.batches_shadowed = 0
         join: JoinEngine | None = None
         try:
             self._dealer.begin(self)
@@ -115,7 +115,7 @@ class Batches(Dealt):
                 bound.begin_steps()
                 trains = torch.is_grad_enabled()
                 if is_place:
-                    steps.batches_left = self._num_left()
+                    status.batches_left = self._num_left()
                 join = self._join_of_loop(trains)
                 if join:
                     self._enter(join)
@@ -127,16 +127,16 @@ class Batches(Dealt):
                     if self._to_device is not None:
                         batch = self._to_device(batch)
                     if is_place:
-                        steps.batches_taken, steps.batches_left = number + 1, self._num_left()
+                        status.batches_taken, status.batches_left = number + 1, self._num_left()
                     if trains:
-                        steps.samples += self.counts.num_taken - taken_before
+                        status.samples += self.counts.num_taken - taken_before
                     if join:
                         self._begin_batch(join, number)
                     yield batch
                     number += 1  # (4)
                     if is_place:
                         # A rank may have been lost in the step, and this one has samples of it.
-                        steps.batches_left = self._num_left()
+                        status.batches_left = self._num_left()
                     # An evaluation is no step: it must not save a checkpoint.
                     if is_recorded and self._at_boundary is not None:
                         self._at_boundary()
@@ -160,7 +160,7 @@ class Batches(Dealt):
             agreed, taken = self.counts.num_agreed, self.counts.num_taken
             if is_place and 0 < agreed < taken:
                 # The batches of a step that does not count will be taken again.
-                steps.batches_taken -= -(-(taken - agreed) // self.batch_size)
+                status.batches_taken -= -(-(taken - agreed) // self.batch_size)
             self._dealer.end(self)
             self._left()
 

@@ -391,7 +391,7 @@ class JoinEngine:
         finally:
             self._num_around = -1
             # After an error too: a program that catches it, or runs again, has data.
-            boundary().steps.has_joined = False
+            boundary().status.has_joined = False
 
     def _shadow(self, until: Callable[[], bool]) -> None:
         ledger, bound = self.ledger, boundary()
@@ -406,7 +406,7 @@ class JoinEngine:
             bound.stop_if_agreed()
         # A header asks all ranks before each step; agreements of the last step say it in advance.
         while self._exchange_header()[0] if self._needs_header else self._comes_next():
-            bound.steps.has_joined = True
+            bound.status.has_joined = True
             for hook in self._hooks:
                 hook.main_hook()
             self._follow_step()
@@ -420,7 +420,7 @@ class JoinEngine:
     def _run_announced_hooks(self, number: int, *details: int) -> None:
         """Joinable `number` has begun its part of a step: run its hook, and the hooks of the next
         joinables, up to one that announces its own. details: see `Joinable._shadow`."""
-        boundary().steps.has_joined = True
+        boundary().status.has_joined = True
         if self._joinables[number]._channel() is not None:
             self._joinables[number]._shadow(*details)
             return
@@ -447,8 +447,8 @@ class JoinEngine:
             self.at_boundary()
 
     def _step_followers(self) -> None:
-        steps = boundary().steps
-        before, steps.has_joined = steps.has_joined, True
+        status = boundary().status
+        before, status.has_joined = status.has_joined, True
         self.calls_functions = True
         try:
             for follow in self._followers:
@@ -466,7 +466,7 @@ class JoinEngine:
             ) from error
         finally:
             self.calls_functions = False
-            steps.has_joined = before
+            status.has_joined = before
 
     @property
     def has_followers(self) -> bool:

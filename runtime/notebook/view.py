@@ -100,7 +100,7 @@ class LiveView:
     @property
     def step(self) -> int:
         """The number of steps of this run in the last answers."""
-        return max((one.steps.taken for one in self._seen if not isinstance(one, str)), default=0)
+        return max((one.status.taken for one in self._seen if not isinstance(one, str)), default=0)
 
     def _draw(self, headline: str) -> None:
         display = sys.modules["IPython"].display.display
@@ -127,7 +127,7 @@ def run_as_html(
     said: Sequence[str] = (),
 ) -> str:
     """happened: marked in the plots. said: lines below the table, of which the last are shown."""
-    before = max((one.steps.steps_before for one in seen if not isinstance(one, str)), default=0)
+    before = max((one.status.steps_before for one in seen if not isinstance(one, str)), default=0)
     at_steps = [Mark(one.step - before, one.text, bool(one.came)) for one in happened]
     charts = [_chart_of(name, history, at_steps) for name in history.names[:_MOST_CHARTS]]
     rate = Line("", history.rates(), COLORS[2])
@@ -166,7 +166,7 @@ def ranks_as_html(seen: Seen) -> str:
     rows = [_row(seat, answer) for seat, answer in enumerate(seen[:_RANKS_LISTED])]
     if len(seen) > _RANKS_LISTED:
         rest = seen[_RANKS_LISTED:]
-        joined = sum(not isinstance(answer, str) and answer.steps.has_joined for answer in rest)
+        joined = sum(not isinstance(answer, str) and answer.status.has_joined for answer in rest)
         silent = sum(isinstance(answer, str) for answer in rest)
         rows.append(
             f'<tr><td colspan="{len(names)}" style="{_CELL}">and {len(rest)} more: {joined} have '
@@ -187,14 +187,14 @@ def _row(seat: int, answer: WorkerSnapshot | str) -> str:
         short = escape(answer) if len(answer) < 40 else "<b>gone</b>"
         cells = ["?", f'<span title="{escape(answer)}">{short}</span>', *[""] * 4, f"seat {seat}"]
     else:
-        steps = answer.steps
-        state = "joined: shadows the others" if steps.has_joined else answer.state.value
+        status = answer.status
+        state = "joined: shadows the others" if status.has_joined else answer.state.value
         cells = [
-            "" if steps.rank is None else _dot(steps.rank) + str(steps.rank),
+            "" if status.rank is None else _dot(status.rank) + str(status.rank),
             escape(state),
-            str(steps.taken or ""),
-            "" if steps.epoch is None else str(steps.epoch),
-            "" if steps.batches_left is None else str(steps.batches_left),
+            str(status.taken or ""),
+            "" if status.epoch is None else str(status.epoch),
+            "" if status.batches_left is None else str(status.batches_left),
             _memory(answer),
             escape(f"{answer.info.device}, pid {answer.info.pid} on {answer.info.hostname}"),
         ]

@@ -55,8 +55,8 @@ class RunningIteration(Protocol):
 class Boundary:
     """The steps of one run on one rank."""
 
-    def __init__(self, steps: RunStatus) -> None:
-        self.steps = steps
+    def __init__(self, status: RunStatus) -> None:
+        self.status = status
         self.joins: list[Any] = []
         """The enabled Joins (join/join.py) that this process is in, the innermost one last."""
         self.was_live: bool | None = None
@@ -102,11 +102,11 @@ class Boundary:
             return
         self._tell(agreement, group.rank)
         between_runs().begin_applying(group)
-        self.steps.taken += 1
+        self.status.taken += 1
         self.was_live = group.rank in agreement.live
         # It has no batch of its own in a step that the others take.
         if self.iterations and not self.was_live:
-            self.steps.batches_shadowed += 1
+            self.status.batches_shadowed += 1
         self.resumed_live = self.resumed_live and agreement.live
         for one in self.iterations:
             one.agree()
@@ -166,14 +166,14 @@ class Boundary:
         now = time.monotonic()
         if now - self._looked_at >= MEMORY_LOOK_S:
             self._looked_at = now
-            self.steps.device_memory_bytes = device_memory_bytes(group.device)
+            self.status.device_memory_bytes = device_memory_bytes(group.device)
 
     def stop_if_agreed(self) -> None:
         """Called between two steps. Raises Interrupted if all ranks have agreed to stop here."""
         if self._stop_is_agreed:
             for join in reversed(self.joins):
                 join.release_followers()
-            raise Interrupted(self.steps.taken)
+            raise Interrupted(self.status.taken)
 
     def begin_forward(self) -> None:
         """A model's forward begins: `stop_if_agreed`, unless an iteration over a shard calls it,
@@ -186,7 +186,7 @@ class Boundary:
         """A forward, or the first batch of an iteration, comes next."""
         if self.at_first_step is not None:
             at_first_step, self.at_first_step = self.at_first_step, None
-            at_first_step(self.steps.taken)
+            at_first_step(self.status.taken)
         if self.at_first_batch is not None and self.iterations and torch.is_grad_enabled():
             at_first_batch, self.at_first_batch = self.at_first_batch, None
             at_first_batch()
@@ -204,20 +204,20 @@ class Boundary:
     @contextlib.contextmanager
     def iterating(self, iteration: RunningIteration) -> Iterator[None]:
         """The scope of one iteration over a shard."""
-        steps = self.steps
-        before = steps.batches_taken, steps.batches_left, steps.epoch
+        status = self.status
+        before = status.batches_taken, status.batches_left, status.epoch
         is_place = self.is_place
         self.iterations.append(iteration)
         self._has_trained = self._has_trained or torch.is_grad_enabled()
         if is_place:
-            self.steps.epoch = iteration.epoch
+            self.status.epoch = iteration.epoch
         try:
             yield
         finally:
             self.iterations.remove(iteration)
             if self.iterations and is_place:  # The outer iteration continues where it was.
-                steps.batches_taken, steps.batches_left, steps.epoch = before
-            self.steps.has_joined = False
+                status.batches_taken, status.batches_left, status.epoch = before
+            self.status.has_joined = False
 
     @property
     def is_place(self) -> bool:
@@ -235,10 +235,10 @@ def boundary() -> Boundary:
 
 
 @contextlib.contextmanager
-def entered(steps: RunStatus) -> Iterator[None]:
-    """Make a new Boundary over `steps` the process's current one, inside a with-block."""
+def entered(status: RunStatus) -> Iterator[None]:
+    """Make a new Boundary over `status` the process's current one, inside a with-block."""
     global _current
-    before, _current = _current, Boundary(steps)
+    before, _current = _current, Boundary(status)
     _current.watches_draws = True
     try:
         yield

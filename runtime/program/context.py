@@ -123,7 +123,7 @@ class Context:
         num_epochs = operator.index(num_epochs)  # A checkpoint takes no number of numpy's.
         if num_epochs < 0:
             raise ValueError(f"num_epochs must be at least 0, got {num_epochs}")
-        boundary().steps.num_epochs = num_epochs
+        boundary().status.num_epochs = num_epochs
         if resume is None:
             return self._call.epochs(num_epochs)
         return self._resumed(num_epochs, resume)

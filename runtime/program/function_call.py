@@ -183,7 +183,7 @@ class FunctionCall:
             with self.group.unkept():
                 is_loaded = self.checkpoints.restore(entry, required=required)
         if is_loaded:
-            self.registry.note_loaded(entry, (boundary().steps.taken, self._boundaries))
+            self.registry.note_loaded(entry, (boundary().status.taken, self._boundaries))
 
     def save(self, path: str | Path | None) -> Saving:
         """As `Context.save`."""
@@ -313,7 +313,7 @@ class FunctionCall:
         if self.checkpoints is not None:
             self.checkpoints.save_if_due(self.step)
         # After the last batch no step comes in which a leaving rank could hand over.
-        if self.recovery is not None and boundary().steps.batches_left:
+        if self.recovery is not None and boundary().status.batches_left:
             self.recovery.before_step()
 
     def save_at_first_batch(self) -> None:
@@ -338,7 +338,7 @@ class FunctionCall:
         """Send the values of one step to the session."""
         if self.recovery is not None and self.recovery.arrivals.is_dry_run:
             return  # The others have sent theirs at the beginning.
-        taken = boundary().steps.taken
+        taken = boundary().status.taken
         now, overall = time.time(), self.steps_before + taken
         self._report_buffer.append(
             Report(self.rank, self._num_reports, now, dict(values), taken, overall)

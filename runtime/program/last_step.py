@@ -229,7 +229,7 @@ class LastStep:
         lost = _lost(error, self._group)
         if lost is None or (self._kept is None and not self.why_not):
             return  # A rank has failed, and would again; or nothing of the script can be written.
-        boundary().steps.is_saving = True  # Now this rank has the time that it takes.
+        boundary().status.is_saving = True  # Now this rank has the time that it takes.
         try:
             mine = self._held_step()
             holdings = self._meet(mine, lost)
@@ -249,7 +249,7 @@ class LastStep:
         except Exception as failure:
             _say(f"the last step could not be written: {type(failure).__name__}: {failure}")
         finally:
-            boundary().steps.is_saving = False
+            boundary().status.is_saving = False
 
     def _held_step(self) -> HeldStep:
         kept = self._kept

@@ -57,7 +57,7 @@ class Program:
         group: Group,
         report_buffer: ReportBuffer,
         lifeline: Lifeline,
-        steps: RunStatus,
+        status: RunStatus,
         resumption: Resumption | None,
         replay_log: bytes = b"",
     ) -> object:
@@ -65,7 +65,7 @@ class Program:
         was interrupted: all ranks stopped at the same step, so no rank has failed."""
         _register_with_lightning()
         between_runs().enter(group)
-        run = FunctionRun(self, report_buffer, lifeline, steps, is_newcomer=resumption is not None)
+        run = FunctionRun(self, report_buffer, lifeline, status, is_newcomer=resumption is not None)
         # A dry run is a function that begins as a newcomer, in a group without peers.
         if replay_log:
             run.begin_dry_run(replay_log)
@@ -83,12 +83,12 @@ class FunctionRun:
         program: Program,
         report_buffer: ReportBuffer,
         lifeline: Lifeline,
-        steps: RunStatus,
+        status: RunStatus,
         *,
         is_newcomer: bool,
     ) -> None:
         self._program = program
-        self._steps = steps
+        self._status = status
         self._report_buffer = report_buffer
         self._lifeline = lifeline
         self._recovery = Recovery(lifeline) if lifeline.survives_loss else None
@@ -178,21 +178,21 @@ class FunctionRun:
         if replay_log is not None:
             assert isinstance(group, DryRunGroup)
             group.answer_with([*replay_log.outside, *replay_log.body])
-            checkpoints.place, self._steps.taken = replay_log.checkpoints, replay_log.taken
+            checkpoints.place, self._status.taken = replay_log.checkpoints, replay_log.taken
         with running(call), checkpoints:
             # In this order: from the others, from what the ranks have kept, from the disk.
             if replay_log is not None:
                 call.resume_data([replay_log.data])
             elif resumption is not None and self._recovery is not None:
-                positions = self._recovery.from_the_top.begin_again(group, self._steps)
+                positions = self._recovery.from_the_top.begin_again(group, self._status)
                 call.resume_data(positions)
             elif checkpoints.reader is not None:
-                call.resume_from(checkpoints, self._steps.taken)
-                self._steps.resumed_from = checkpoints.reader.path
-                self._steps.resumed_step = checkpoints.reader.manifest.step
+                call.resume_from(checkpoints, self._status.taken)
+                self._status.resumed_from = checkpoints.reader.path
+                self._status.resumed_step = checkpoints.reader.manifest.step
                 if self._recovery is not None and self._program.checkpoint is not None:
                     self._recovery.can_resume_again = self._program.checkpoint.resume == AUTO
-        self._steps.origin, self._steps.steps_before = call.origin, call.steps_before
+        self._status.origin, self._status.steps_before = call.origin, call.steps_before
         # A worker in its dry run is in no generation yet.
         if replay_log is None:
             self._lifeline.has_entered(runs_again=True)
@@ -205,7 +205,7 @@ class FunctionRun:
         call = self._call
         assert call is not None and call.checkpoints is not None
         # A coroutine enters the scope again: its body has not begun when its function returns.
-        with running(call), call.checkpoints, entered(self._steps):
+        with running(call), call.checkpoints, entered(self._status):
             self._seed(call)
             if self._runs_again:
                 boundary().at_first_batch = call.save_at_first_batch

@@ -107,15 +107,16 @@ class FromTheTop:
             waiting_steps.complete(group, waiting_steps.Holdings.of_retained(self._retained))
             self._state.met(group.generation)
 
-    def begin_again(self, group: Group, steps: RunStatus) -> list[dict[str, Any]]:
-        """(c) Returns the ranks' positions in their data, the leader's first. steps: this rank's; a
-        newcomer takes over the number of steps from the other ranks."""
+    def begin_again(self, group: Group, status: RunStatus) -> list[dict[str, Any]]:
+        """(c) Returns the ranks' positions in their data, the leader's first.
+
+        status: this rank's; a newcomer takes over the number of steps from the other ranks."""
         plain, retained = self._objects.plain, self._retained
         self._state.runs_again(group.generation)
-        # Once: after a failure in a later phase `steps.taken` is that of the leader already.
+        # Once: after a failure in a later phase `status.taken` is that of the leader already.
         if retained.steps_taken is None:
             # Steps that were agreed on, and that this rank has not taken, are taken again.
-            retained.steps_taken = steps.taken - plain.num_untaken
+            retained.steps_taken = status.taken - plain.num_untaken
         mine = retained.summary(not self._state.is_newcomer, self._data)
         self._summaries = all_gather_object(group, mine)
         # Newcomers alone have no state: whatever they began with would be another run.
@@ -125,7 +126,7 @@ class FromTheTop:
         leader = self._summaries[leader_of(self._summaries)]
         # Ranks with a step fewer know less of the samples that were used.
         newest = [one for one in up_to_date(self._summaries) if one is not leader]
-        steps.taken = max(one.steps_taken for one in (leader, *newest))
+        status.taken = max(one.steps_taken for one in (leader, *newest))
         plain.continue_at(leader.place[0])
         self.num_recoveries += 1
         return [one.data for one in (leader, *newest)]

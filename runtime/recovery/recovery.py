@@ -150,7 +150,7 @@ class Recovery:
         have their shards of the gradient. Raises FunctionLeft if this is not known of all."""
         call, plain = self._objects.call, self._objects.plain
         cursors = self.cursors()
-        row = [int(boundary().steps.stop_is_wanted), *cursors]
+        row = [int(boundary().status.stop_is_wanted), *cursors]
         row += [0] * (MAX_ITERATIONS - len(cursors))
         try:
             rows = all_gather_row(call.group, row)

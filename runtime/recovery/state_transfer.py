@@ -94,7 +94,7 @@ def replay_log_of(objects: LiveObjects, kept: KeptResults) -> tuple[bytes, str]:
     registered = {entry.name: entry.object for entry in call.registry}
     replay_log = ReplayLog(
         call.data_state(),
-        boundary().steps.taken,
+        boundary().status.taken,
         call.checkpoints.place if call.checkpoints is not None else None,
         {
             name: OptimizerOptions.of(made)
@@ -169,7 +169,7 @@ def _transfer_of(objects: LiveObjects, steps: Steps) -> StateTransfer:
         steps.rest,
         steps.paces,
         call.dealer.position(),
-        boundary().steps.taken,
+        boundary().status.taken,
         call.data_state(),
         call.checkpoints.place if call.checkpoints is not None else None,
         RandomState().state_dict(),
@@ -213,7 +213,7 @@ def transfer_state(
 def _take(transfer: StateTransfer, objects: LiveObjects, steps: Steps) -> None:
     call, bound = objects.call, boundary()
     steps.take_place(transfer.number, transfer.position, transfer.rest, transfer.paces)
-    bound.steps.taken = transfer.taken
+    bound.status.taken = transfer.taken
     call.take_data(transfer.data)
     if call.checkpoints is not None:
         call.checkpoints.place = transfer.checkpoints

@@ -394,8 +394,8 @@ class Session:
         if not failed.losses:
             return 0
         seen = await self._holder.ask_workers(_ASK_S)
-        steps = [one.steps for one in seen if not isinstance(one, str)]
-        return max((one.steps_before + one.taken for one in steps), default=0)
+        statuses = [one.status for one in seen if not isinstance(one, str)]
+        return max((one.steps_before + one.taken for one in statuses), default=0)
 
     # ── A session that outlives its program ──────────────────────────────────────────────────────
 

@@ -56,11 +56,11 @@ class SessionSnapshot:
         for worker in self.workers:
             if isinstance(worker, str):  # The worker did not answer.
                 continue
-            for number, (_, one) in enumerate(sorted(worker.steps.models.items())):
+            for number, (_, one) in enumerate(sorted(worker.status.models.items())):
                 ms = (one.forward_s, one.backward_s, one.communication_s, one.overlap_s, one.wait_s)
                 rows.append(
                     (
-                        *map(str, (worker.steps.rank, number, one.steps, len(one.buckets))),
+                        *map(str, (worker.status.rank, number, one.steps, len(one.buckets))),
                         f"{sum(one.buckets):,}",
                         *(f"{1e3 * seconds:.2f} ms" for seconds in ms),
                         ", ".join(one.without_gradient) or "none",

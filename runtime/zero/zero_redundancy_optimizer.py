@@ -1061,7 +1061,7 @@ class OptimizerEngine:
             kept=self.reducer.kept_to_the_end if self.reducer else (),
             weight=self.reducer.weight if self.reducer else None,
             cursors=self._recovery.cursors() if self._recovery else (),
-            stop=boundary().steps.stop_is_wanted,
+            stop=boundary().status.stop_is_wanted,
             notes=[
                 *(self.reducer.notes() if self.reducer else ()),
                 *boundary().notes(),

@@ -9,7 +9,8 @@ from chorusline.actors.messages.run_status import RunStatus
 
 def word(seat: int, is_straggler: bool = False, incarnation: int = 0) -> WorkerSnapshot:
     info = WorkerInfo(f"worker-{seat}-{incarnation}", seat, "node", "host", 1, "cpu", 1.0)
-    return WorkerSnapshot(info, WorkerState.TRAINING, 0, steps=RunStatus(is_straggler=is_straggler))
+    status = RunStatus(is_straggler=is_straggler)
+    return WorkerSnapshot(info, WorkerState.TRAINING, 0, status=status)
 
 
 def test_a_straggler_is_to_leave_until_it_has_left() -> None:

@@ -33,7 +33,7 @@ def shown(
     info = WorkerInfo("id", 0, "node", "host", 7, "cpu", 1.0)
     report = Report(0, 3, time.time(), {"path": value})
     steps = RunStatus(rank=0, generation_changes=changes)
-    word = detail or WorkerSnapshot(info, WorkerState.TRAINING, 0, 0, 1.0, {}, report, steps=steps)
+    word = detail or WorkerSnapshot(info, WorkerState.TRAINING, 0, 0, 1.0, {}, report, status=steps)
     seen = Survey(DriverSnapshot(0, 0, 1, ((info, MemberState.RUNNING),)), (word,))
     printed = io.StringIO()
     Console(file=printed, width=200, force_terminal=True, color_system=None).print(

@@ -34,7 +34,7 @@ def snapshot(rank: int, **steps: object) -> WorkerSnapshot:
         info,
         WorkerState.TRAINING,
         0,
-        steps=RunStatus(rank=rank, **steps),  # type: ignore[arg-type]
+        status=RunStatus(rank=rank, **steps),  # type: ignore[arg-type]
         memory_bytes=3 * 2**20,
     )
 

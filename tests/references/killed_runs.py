@@ -293,7 +293,7 @@ def train(
             for numbers, _, _ in shard:
                 pending.append(numbers.tolist())
                 # Else the gradients of the last batch would be part of the next epoch.
-                is_last = boundary().steps.batches_left == 0
+                is_last = boundary().status.batches_left == 0
                 is_whole = len(pending) == kind.accumulate or is_last
                 ballots = optimizer_engine_of(optim).progress.ballots
                 with contextlib.nullcontext() if is_whole else model.no_sync():

@@ -208,7 +208,7 @@ def train_plain(
                 now = call_of(ctx).recovery.num_recoveries, ctx.rank
                 pending.append(numbers.tolist())
                 # Else the gradients of the last batch would be part of the next epoch.
-                is_last = boundary().steps.batches_left == 0
+                is_last = boundary().status.batches_left == 0
                 if len(pending) < kind.accumulate and not is_last:
                     with model.no_sync():
                         kind.loss(model, numbers.tolist(), samples).backward()
@@ -239,7 +239,7 @@ def train_plain(
 
 
 def steps_of_run() -> int:
-    return boundary().steps.taken
+    return boundary().status.taken
 
 
 def attempts_at(folder: str) -> dict[int, dict[int, dict[int, list[list[int]]]]]:

@@ -158,7 +158,7 @@ async def test_a_rank_that_follows_is_let_go_when_the_others_stop(session: cl.Se
     await session.run(lambda ctx: ctx.forget())
     running = asyncio.create_task(session.run(train_with_statistics, pause_s=0.15))
     while not any(
-        isinstance(worker, WorkerSnapshot) and worker.steps.has_joined
+        isinstance(worker, WorkerSnapshot) and worker.status.has_joined
         for worker in (await session.snapshot()).workers
     ):
         await asyncio.sleep(0.05)
@@ -190,7 +190,7 @@ async def test_a_loop_of_ones_own_stops_at_the_next_forward_pass(session: cl.Ses
 
     running = asyncio.create_task(session.run(own_loop, num_steps=10**6))
     while not all(
-        isinstance(worker, WorkerSnapshot) and worker.steps.taken > 3
+        isinstance(worker, WorkerSnapshot) and worker.status.taken > 3
         for worker in (await session.snapshot()).workers
     ):
         await asyncio.sleep(0.05)

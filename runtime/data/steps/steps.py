@@ -213,9 +213,9 @@ class Steps(Dealt):
                     # A worker that comes waits here, until it is admitted.
                     self._admission.begin(self)
                 while sizes := self._sizes_of(number := self._first + self.counts.num_taken):
-                    bound.steps.batches_taken = number + 1
+                    bound.status.batches_taken = number + 1
                     if self._rows.num_samples is not None:
-                        bound.steps.batches_left = self.num_steps - number - 1
+                        bound.status.batches_left = self.num_steps - number - 1
                     step = Step(self, number, sizes)
                     # Taken before it is given: a loss inside the step finds it under way.
                     self.counts.take(1)
@@ -280,7 +280,7 @@ class Steps(Dealt):
                 seed_all(mixed(*self._noise, number, mine))
                 for model in models:
                     model.begin_micro_batch()
-                boundary().steps.samples += sizes[mine]
+                boundary().status.samples += sizes[mine]
                 yield batch
                 end.note(mine, models, time.monotonic() - began_at)
                 for model in models:
@@ -308,7 +308,7 @@ class Steps(Dealt):
 
     def _note_paces(self, paces: list[float]) -> None:
         self.paces = paces
-        stragglers, status = self._dealer.stragglers, boundary().steps
+        stragglers, status = self._dealer.stragglers, boundary().status
         fresh = stragglers.note(paces, time.monotonic())
         status.slowness = slowness(paces, self._dealer.rank)
         status.is_straggler = self._dealer.rank in stragglers.now

@@ -593,7 +593,7 @@ class Reducer:
             has_next=has_next,
             used=self.gradients.usage() if used is None else used,
             weight=self.weight if used is None else None,
-            stop=boundary().steps.stop_is_wanted,
+            stop=boundary().status.stop_is_wanted,
             kept=self.earlier.kept if used is None and self.is_live else (),
             cursors=self._cursors() if self._cursors is not None else (),
             notes=notes,
@@ -793,7 +793,7 @@ class Reducer:
                     bucket.work.order_stream()  # The vote tells how it has ended.
                 bucket.work = None
         waited_s = time.monotonic() - began_at
-        boundary().steps.waited_s += waited_s
+        boundary().status.waited_s += waited_s
         clock = self.clock
         if clock is not None and operations and clock.buckets_are_reduced(operations, waited_s):
             self._tell_statistics(clock)
@@ -801,8 +801,8 @@ class Reducer:
     def _tell_statistics(self, clock: StepClock) -> None:
         """Where the session finds them; and in the log, each time that all steps are new."""
         statistics = clock.average(self.buckets)
-        models = boundary().steps.models
-        boundary().steps.models = {**models, self.number: statistics}
+        models = boundary().status.models
+        boundary().status.models = {**models, self.number: statistics}
         if clock.has_round_of_steps:
             inform("rank %d, model %d: %s", self.group.rank, self.number, statistics)
 
@@ -1038,7 +1038,7 @@ class Reducer:
             optimizer,
             groups,
             unsent=self.has_leftover,
-            has_joined=boundary().steps.has_joined,
+            has_joined=boundary().status.has_joined,
             keeps_options=self._is_uneven(),
             number=self.num_agreed,
         )

@@ -202,7 +202,7 @@ async def until_all_step(session, running, num_ranks):
     began = None
     while True:
         seen = [one for one in (await session.snapshot()).workers if not isinstance(one, str)]
-        taken = [one.steps.taken for one in seen]
+        taken = [one.status.taken for one in seen]
         if len(taken) == num_ranks:
             began = max(taken) if began is None else began
             if min(taken) > began:

@@ -289,7 +289,7 @@ async def test_ranks_take_steps_while_the_drivers_process_is_stopped(session: Se
         assert not running.done() and time.monotonic() < deadline
         # One that is not in the run yet tells of the run before.
         begun = [word for word in seen if not isinstance(word, str) and word.rank is not None]
-        return min(word.steps.taken for word in begun) if len(begun) == 2 else 0
+        return min(word.status.taken for word in begun) if len(begun) == 2 else 0
 
     while not 0 < await steps_taken() < 100:
         await asyncio.sleep(0.02)
