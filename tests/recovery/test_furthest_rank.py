@@ -70,6 +70,7 @@ def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
                 cursors=cursors[rank],
                 epoch=rank + shift,
                 digest=(1 << 23) - rank,
+                sample=(1 << 23) - 2 * rank,
             )
             numbers = vote.numbers(rank, num_ranks, MAX_ITERATIONS)
             total += torch.tensor(numbers, dtype=dtype)
@@ -81,11 +82,12 @@ def test_a_vote_carries_all_cursors_exactly_beside_the_rest(
         assert told.may_continue == tuple(range(1, num_ranks))
         assert told.epochs == tuple(rank + shift for rank in range(num_ranks))
         assert told.digests == tuple((1 << 23) - rank for rank in range(num_ranks))
+        assert told.samples == tuple((1 << 23) - 2 * rank for rank in range(num_ranks))
         assert told.used == tuple(any(used[rank][i] for rank in live) for i in range(4))
 
 
 def test_a_vote_that_tells_no_samples_is_no_longer_than_before() -> None:
-    assert vote_numel(3, 4) == 4 + len(Note) + 5 * 3 + 4
+    assert vote_numel(3, 4) == 4 + len(Note) + 6 * 3 + 4
     total = torch.zeros(vote_numel(3, 4))
     assert read_agreement(total.tolist(), 3).cursors == ()
 
