@@ -113,8 +113,8 @@ def ordered(num_workers: int) -> tuple[Order, ...]:
     person calls. Raises ValueError, as `parsed`."""
     orders = parsed(os.environ.get(VARIABLE, ""), num_workers)
     if orders:
-        told = "; ".join(map(str, orders))
-        warnings.warn(f"{VARIABLE} injects faults: {told}", stacklevel=users_level())
+        faults = "; ".join(map(str, orders))
+        warnings.warn(f"{VARIABLE} injects faults: {faults}", stacklevel=users_level())
     return orders
 
 

@@ -73,7 +73,7 @@ class Recruiter:
         self._starting = starting
         self._program = program
         self._listener = listener
-        self._told: set[str] = set()
+        self._reasons_told: set[str] = set()
 
     @asynccontextmanager
     async def at_work(self, *, has_taken_over: bool) -> AsyncIterator[None]:
@@ -192,8 +192,8 @@ class Recruiter:
         with contextlib.suppress(NoAnswer):
             why = await answer(asked, _ANSWER_S)
             # Once for each reason: many seats may be filled, and mostly they wait for the same.
-            if why and why not in self._told:
-                self._told.add(why)
+            if why and why not in self._reasons_told:
+                self._reasons_told.add(why)
                 self._listener.note(
                     f"a new worker is ready, but the function cannot admit it: {why}"
                 )
@@ -256,12 +256,12 @@ class Recruiter:
     async def _watch_nodes(self) -> None:
         """Tell the driver of nodes that are drained or preempted, while they are still there; and
         how many workers could take seats of those that leave."""
-        told = 0
+        last = 0
         while True:
             await asyncio.sleep(NODE_WATCH_S)
-            if (num_ready := self._reserve.num_ready) != told:
+            if (num_ready := self._reserve.num_ready) != last:
                 await answer(self._driver.has_in_reserve.remote(num_ready))
-                told = num_ready
+                last = num_ready
             leaving = await asyncio.to_thread(nodes_leaving)
             # Again each time: the driver may not have been able to act on it before.
             for node_id, why in leaving.items():

@@ -473,8 +473,8 @@ class Membership:
             case _:
                 return []
         run.round = Regeneration(self._generation, range(len(run.members)))
-        told = _freezes(run, self._generation, error, but)
-        return [*told, instructions.StartPatience(self._generation)]
+        freezes = _freezes(run, self._generation, error, but)
+        return [*freezes, instructions.StartPatience(self._generation)]
 
     def _fence(self, run: RunState, worker_ids: Iterable[str], why: str) -> list[Instruction]:
         """Kill those of the workers that the open round still waits for."""
@@ -530,8 +530,8 @@ class Membership:
             member.state = MemberState.RUNNING
         for member in plan.resting:
             member.state = MemberState.STUCK
-        told = _beginnings(plan, self._generation, entered, run.gives_up, without)
-        return [*dismissed, *told, *self._arrivals.formed(plan.members), *self._ask(run)]
+        beginnings = _beginnings(plan, self._generation, entered, run.gives_up, without)
+        return [*dismissed, *beginnings, *self._arrivals.formed(plan.members), *self._ask(run)]
 
     def _ask(self, run: RunState) -> list[Instruction]:
         """If workers wait, ask the ranks whether they could be admitted."""
@@ -700,7 +700,7 @@ def _beginnings(
     pairs = zip(plan.members, plan.former, strict=True)
     pids = tuple(member.info.pid for member, before in pairs if before < 0)
     former = messages.FormerRanks.of(plan.former)
-    told: list[instructions.StartRank | instructions.ResumeRank] = []
+    beginnings: list[instructions.StartRank | instructions.ResumeRank] = []
     assignments = assign(plan.members, generation)
     for member, before, assignment in zip(plan.members, plan.former, assignments, strict=True):
         worker_id = member.info.worker_id
@@ -717,7 +717,7 @@ def _beginnings(
         )
         # In place a worker that comes has made its dry run: its function runs, and is resumed.
         if before >= 0 or not plan.restarts:
-            told.append(instructions.ResumeRank(worker_id, resumption))
+            beginnings.append(instructions.ResumeRank(worker_id, resumption))
         else:
-            told.append(instructions.StartRank(worker_id, assignment, resumption))
-    return told
+            beginnings.append(instructions.StartRank(worker_id, assignment, resumption))
+    return beginnings

@@ -122,8 +122,8 @@ def _users_part(error: BaseException) -> TracebackType | None:
         if part.tb_frame.f_globals.get(_MARK):
             users = part.tb_next
         part = part.tb_next
-    if isinstance(error, ChoruslineError) and (told := users_traceback(users)):
-        return told
+    if isinstance(error, ChoruslineError) and (trace := users_traceback(users)):
+        return trace
     return users or error.__traceback__
 
 
@@ -139,8 +139,8 @@ def raise_failure(failed: RunFailed, step: int = 0) -> NoReturn:
             error: Exception = GroupAborted(failed.generation, [], reason)
         case Loss(rank, worker, detail):
             where = f"pid {worker.pid} on {worker.hostname}, {worker.device}"
-            told = ("run", failed.generation, [rank], detail, where, step)
-            error = WorkerLost(*told, _how_to_survive(failed))
+            fields = ("run", failed.generation, [rank], detail, where, step)
+            error = WorkerLost(*fields, _how_to_survive(failed))
         case Failure():
             error = _rebuild(cause, failed.generation)
             error.__cause__ = RemoteTraceback(cause.traceback)

@@ -28,14 +28,14 @@ class RecordedCollective:
         for collective in group.flight_recorder.collectives:
             print(collective.told, collective.state, collective.file, collective.line)
 
-    told: operation, sequence, size, dtype, and reduce op or root.
+    description: operation, sequence, size, dtype, and reduce op or root.
     place: `all_gather #117, train.py:41`.
     file, line: the caller's, outside of Chorusline and torch.
     issued_at, ended_at: seconds since the epoch, by this rank's clock; None while in flight.
     """
 
     sequence: int
-    told: str
+    description: str
     place: str
     file: str
     line: int
@@ -90,7 +90,7 @@ class FlightRecording:
                 took = f"for {self.read_at - c.issued_at:.1f} s"
             else:
                 took = f"{(c.ended_at - c.issued_at) * 1e3:.2f} ms"
-            lines.append(f"  {c.told:<56} {c.state.value:<8}{took:>12}  {c.file}:{c.line}")
+            lines.append(f"  {c.description:<56} {c.state.value:<8}{took:>12}  {c.file}:{c.line}")
         return "\n".join(lines)
 
 
@@ -176,7 +176,7 @@ def _recorded(operation: Operation, epoch: float) -> RecordedCollective:
     caller = operation.caller
     return RecordedCollective(
         sequence=operation.sequence,
-        told=named(operation),
+        description=named(operation),
         place=operation.place(),
         file=caller.co_filename if caller else "",
         line=line_of(caller, operation.caller_at) if caller else 0,

@@ -61,9 +61,9 @@ class Attempt:
             # NCCL's init blocks its thread until all ranks come, and takes no deadline of ours.
             while not self._is_over.wait(min(LOOK_S, limit_s / 4)):
                 roll_call.answer()
-                told = _told(roll_call)
-                if told is not None:
-                    raise told
+                news = _reported_error(roll_call)
+                if news is not None:
+                    raise news
                 if time.monotonic() - began_at > limit_s:
                     raise roll_call.publish(_late(roll_call, limit_s))
             if self._error is not None:
@@ -105,7 +105,7 @@ class Attempt:
         return roll_call.why_broken(CONNECTING, reason, ANSWER_S)
 
 
-def _told(roll_call: RollCall) -> CollectiveError | None:
+def _reported_error(roll_call: RollCall) -> CollectiveError | None:
     """The session's word to stop, which its store raises, or what another rank has published."""
     try:
         roll_call.store.check(["abort/error"])

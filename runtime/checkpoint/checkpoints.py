@@ -57,7 +57,7 @@ from .format.shard_file import write_part
 from .format.storage import Storage, open_storage
 from .opening import candidates_on_all, choose, probe, swept, warn_of_unlisted
 from .replica_check import Numbers, numbers_in
-from .restore import options_of, restore, told_changes
+from .restore import changes_in_words, options_of, restore
 from .saving import Saving
 from .sharded_state import SavedOptimizer
 from .writing import LAST_WORD_S, Writing
@@ -83,7 +83,7 @@ class Checkpoints:
         self.run_id = ""
         self.has_trained = False
         self.tell_progress: Callable[[], Any] = dict
-        self.check_progress: Callable[[list[Any]], None] = lambda told: None
+        self.check_progress: Callable[[list[Any]], None] = lambda positions: None
         self._group = group
         self._storage = open_storage(config.storage_path) if config else None
         self._host = HostCopy(group.device)
@@ -181,7 +181,7 @@ class Checkpoints:
             return False
         given = options_of(entry.object)
         restore(entry, reader, self._group.rank)
-        changes, line = told_changes(given, options_of(entry.object))
+        changes, line = changes_in_words(given, options_of(entry.object))
         if self._group.rank == 0 and changes:
             logger.warning(
                 # Registering a schedule puts back what was loaded into its optimizer.
@@ -347,7 +347,7 @@ class Checkpoints:
             write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
-            told_saves=known.told_saves,
+            ended_saves=known.ended_saves,
             corrupted=self._corrupted,
             looked_at=self._looked_at,
             tied=tied_of(self.registry),

@@ -80,7 +80,7 @@ def options_of(stateful: object) -> list[dict[str, Any]]:
     ]
 
 
-def told_changes(given: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> tuple[str, str]:
+def changes_in_words(given: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> tuple[str, str]:
     """For example `lr 0.1, not 0.01`, and the line that undoes the first of these changes; both
     empty if no option has another value. Pure."""
     changes = {

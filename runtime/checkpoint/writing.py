@@ -66,7 +66,7 @@ class Writing:
     numbers: of what is equal on all ranks (replica_check.py), as far as this rank's is current.
     progress: this rank's position in its data.
     progress_by_rank: of all ranks; None: each rank sends its `progress` with its part.
-    told_saves: the prefixes of earlier saves whose outcomes are in the store; this adds its own.
+    ended_saves: the prefixes of earlier saves whose outcomes are in the store; this adds its own.
     corrupted: folders of the storage that the run has found so.
     unread: why the place could not be looked at: then nothing there may be ours, or is written.
         None: it could.
@@ -88,7 +88,7 @@ class Writing:
     write: Callable[[], RankManifest]
     kinds: dict[str, str]
     world_size: int
-    told_saves: list[str]
+    ended_saves: list[str]
     corrupted: Collection[str]
     looked_at: set[Path]
     numbers: Numbers = field(default_factory=dict)
@@ -246,13 +246,13 @@ class Writing:
         with contextlib.suppress(ChoruslineError):  # They are gone with the store.
             self._delete_records(store, self.group.size)
             if failure is None:  # All ranks came, so all have read the outcomes before this one.
-                while self.told_saves:
-                    earlier = PrefixStore(f"checkpoint/{self.told_saves[-1]}", self.group._store)
+                while self.ended_saves:
+                    earlier = PrefixStore(f"checkpoint/{self.ended_saves[-1]}", self.group._store)
                     for key in ("outcome", "called/0"):
                         earlier.delete_key(key)
-                    self.told_saves.pop()
+                    self.ended_saves.pop()
         # Its outcome stays until the next save: a slow rank may not have read it yet.
-        self.told_saves.append(self.key_prefix)
+        self.ended_saves.append(self.key_prefix)
         # A failed save deletes nothing older, and in a place that the user has named nothing is
         # ours.
         if failure is not None or not self.folder or self.config is None:

@@ -59,6 +59,6 @@ def _begin_again(error: Exception, restart: int, most: int, where: str = "") -> 
     """Say that all ranks start the script again. Raises the error after the last restart."""
     if restart > most:
         raise error
-    told = f"{type(error).__name__}: {error}".rstrip(".")
+    outcome = f"{type(error).__name__}: {error}".rstrip(".")
     again = f"All ranks start the script again{where}: restart {restart} of {most}"
-    print(f"chorusline: {told}. {again}", file=sys.stderr)
+    print(f"chorusline: {outcome}. {again}", file=sys.stderr)

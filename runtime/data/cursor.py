@@ -240,7 +240,7 @@ def is_count(value: object, least: int = 0) -> bool:
     return type(value) is int and least <= value < 1 << 63
 
 
-def told_place(parts: Sequence[dict[str, Any]], *, epoch_is_over: bool) -> str:
+def place_in_words(parts: Sequence[dict[str, Any]], *, epoch_is_over: bool) -> str:
     """Where a function resumes, for people; empty without a loop over `ctx.epochs`. The arguments
     are those of `Cursor.resume`. Pure."""
     loop, epoch = parts[0]["loop"], parts[0]["epoch"]

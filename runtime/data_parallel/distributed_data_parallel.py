@@ -193,7 +193,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             on_backward_end=self._on_backward_end,
             on_agreement=self._on_agreement,
             has_next=self._has_next,
-            join=self._told_of_join,
+            join=self._vote_flags,
             is_uneven=lambda: self._join is not None,
             when_sent=self._when_sent,
             steps_along=lambda: self._join is not None and self._join.steps_along(self),
@@ -728,8 +728,8 @@ class _ModelHook(JoinHook):
             key = type(one).__name__, repr(groups)
             own[key] = one, numbers_of(one.param_groups, sorted(one.defaults))
             has_state = has_state or keeps_state(one)
-        told = {key: options for key, (_, options) in own.items()}
-        everybody = all_gather_object(group, (state, told, has_state))
+        numbers_by_key = {key: options for key, (_, options) in own.items()}
+        everybody = all_gather_object(group, (state, numbers_by_key, has_state))
         newest_state, newest, keeps = everybody[join.newest_rank(join.ledger.last_live)]
         for key, (one, options) in own.items() if follows else ():
             given = newest.get(key, options)
@@ -1108,12 +1108,12 @@ class ModelEngine:
 
     def compare_samples(self, agreement: Agreement) -> None:
         """The same for what the votes tell of one parameter after the step before; on all ranks."""
-        told = {rank: sample for rank, sample in enumerate(agreement.samples) if sample}
-        if len({*told.values()}) < 2:
+        samples = {rank: sample for rank, sample in enumerate(agreement.samples) if sample}
+        if len({*samples.values()}) < 2:
             return
         steps, number = self.reducer.local_steps, self.reducer.num_agreed - bool(agreement.live)
-        first = min(told)
-        unlike = [rank for rank, sample in told.items() if sample != told[first]]
+        first = min(samples)
+        unlike = [rank for rank, sample in samples.items() if sample != samples[first]]
         self._tell_drift(steps.sampled(number)[0], first, unlike, f"after step {number}")
 
     def _tell_drift(self, name: str, rank: int, unlike: Sequence[int], when: str) -> None:

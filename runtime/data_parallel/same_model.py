@@ -111,8 +111,8 @@ def warn_of_forward_passes_that_write(module: torch.nn.Module, group: Group) -> 
     # Alone there is nothing to drift from, and one rank warns for all.
     if group.size == 1 or group.rank != 0:
         return
-    for told in forward_passes_that_write(module):
-        warnings.warn(told, stacklevel=users_level())
+    for warning in forward_passes_that_write(module):
+        warnings.warn(warning, stacklevel=users_level())
 
 
 def forward_passes_that_write(module: torch.nn.Module) -> list[str]:
@@ -196,9 +196,9 @@ def check_same_parameters(
         if len({*said}) < 2:
             continue
         with group.unkept():
-            told = all_gather_object(group, descriptions[place].split("; "))
-        parts = [part for part in told[group.rank] if any(part not in one for one in told)]
-        text = "; ".join(parts or told[group.rank])
+            of_ranks = all_gather_object(group, descriptions[place].split("; "))
+        parts = [part for part in of_ranks[group.rank] if any(part not in one for one in of_ranks)]
+        text = "; ".join(parts or of_ranks[group.rank])
         detail = f"{kind} {number} differs from rank 0's; on rank {group.rank} it is {text}"
         check_like_rank_0(operation, group.generation, said, detail, remedy)
 

@@ -61,10 +61,10 @@ class UnreducedSteps:
             if store.check(keys):
                 self._is_over = True
                 if group.rank == 0:
-                    told = [json.loads(one) for one in store.multi_get(keys)]
+                    reports = [json.loads(one) for one in store.multi_get(keys)]
                     # A rank that had no data then has done it at another step.
-                    if all(passes == told[0][0] for passes, _ in told):
-                        self._compare([digests for _, digests in told])
+                    if all(passes == reports[0][0] for passes, _ in reports):
+                        self._compare([digests for _, digests in reports])
 
     def _digests(self) -> dict[str, int]:
         held = [

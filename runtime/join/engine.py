@@ -169,8 +169,8 @@ class GroupJoinable(Joinable):
         """Whether this rank may take another step."""
         return self._join.ledger.may_continue if self._join is not None else True
 
-    def _told_of_join(self) -> int:
-        return self._join.told_by(self) if self._join is not None else 0
+    def _vote_flags(self) -> int:
+        return self._join.vote_flags_of(self) if self._join is not None else 0
 
     def _divisor(self, agreement: Agreement) -> float:
         """The number by which the summed gradient is divided to get the mean."""
@@ -274,7 +274,7 @@ class JoinEngine:
         )
         self._follows_evaluation = bool(groups)
 
-    def told_by(self, joinable: Joinable) -> int:
+    def vote_flags_of(self, joinable: Joinable) -> int:
         """What a vote on a step of `joinable` says of the Join: the bits of IN_JOIN,
         DIVIDES_BY_ALL, THROWS and GOES_ON, and above them the joinable's place in the list."""
         divides = DIVIDES_BY_ALL * self.ledger.divide_by_initial_world_size

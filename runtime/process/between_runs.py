@@ -44,7 +44,7 @@ class OfGroup:
         """The number of checkpoints saved in it, for the names of their keys in the store."""
         self.num_models = 0
         """The number of models wrapped in it, for the names of their keys in the store."""
-        self.told_saves: list[str] = []
+        self.ended_saves: list[str] = []
         """The prefixes of the keys of saves whose outcome stands, which are still in the store."""
         self.over_key = ""
         """By which this rank has said that the function of the last run is over."""

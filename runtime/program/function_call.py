@@ -28,7 +28,7 @@ from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.saving import Saving
-from ..data.cursor import Cursor, Used, check_parts, is_count, told_place
+from ..data.cursor import Cursor, Used, check_parts, is_count, place_in_words
 from ..data.dealer import Dealer
 from ..data.fetching.fetchers import Fetchers
 from ..data.streaming import Stream
@@ -229,7 +229,7 @@ class FunctionCall:
         self.resume_data(parts, epoch_is_over=is_end)
         self.steps_before = reader.manifest.step - taken
         if self.rank == 0:
-            place = told_place([part["data"] for part in parts], epoch_is_over=is_end)
+            place = place_in_words([part["data"] for part in parts], epoch_is_over=is_end)
             logger.warning(
                 "the run resumes from %s, of step %d%s (CheckpointConfig(resume='never'), or "
                 "chorusline run --fresh, starts afresh)",

@@ -362,8 +362,8 @@ def _that_calls(kinds: Iterable[tuple[str, str]]) -> Any:
 
 
 def _why_none(holdings: Mapping[int, HeldStep]) -> str:
-    told = next((one.why_not for one in holdings.values() if one.why_not), "")
-    return told or "each optimizer has begun a step since the last one that was kept as a whole"
+    why = next((one.why_not for one in holdings.values() if one.why_not), "")
+    return why or "each optimizer has begun a step since the last one that was kept as a whole"
 
 
 def _lost(error: BaseException, group: Group) -> set[int] | None:

@@ -110,7 +110,7 @@ def _box(
         "name": collective.place.split(" ")[0],
         "dur": length_us,
         "args": {
-            "collective": collective.told,
+            "collective": collective.description,
             "line": f"{collective.file}:{collective.line}",
             "state": collective.state.value,
             "generation": recording.generation,

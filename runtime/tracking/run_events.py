@@ -17,7 +17,7 @@ class RunEvents:
     """The changes of one run from generation to generation, each told once."""
 
     def __init__(self) -> None:
-        self._told = -1
+        self._newest = -1
         self._latest: dict[int, dict[int, GenerationChange]] = {}  # by generation and rank
 
     def look(self, statuses: Collection[RunStatus], *, is_over: bool = False) -> list[TrackedEvent]:
@@ -27,7 +27,7 @@ class RunEvents:
         statuses = [status for status in statuses if status.rank is not None]
         for status in statuses:
             for change in status.generation_changes:
-                if change.generation > self._told:
+                if change.generation > self._newest:
                     assert status.rank is not None
                     ranks = self._latest.setdefault(change.generation, {})
                     ranks[status.rank] = change
@@ -36,7 +36,7 @@ class RunEvents:
             # A rank that has yet to make this change may know more of it.
             if not is_over and any(one.generation < generation for one in statuses):
                 break
-            self._told = generation
+            self._newest = generation
             of_ranks = [*self._latest.pop(generation).values()]
             events.append(event_of(of_ranks))
         return events
@@ -75,7 +75,7 @@ def _in_words(changes: Sequence[GenerationChange]) -> str:
     sentences = []
     if one.lost:
         gone = {who.rank: who for who in one.gone}
-        told = [_departure(rank, gone.get(rank), rank in one.left) for rank in one.lost]
+        departures = [_departure(rank, gone.get(rank), rank in one.left) for rank in one.lost]
         continues = "continue" + "s" * (one.num_workers == 1)
         repeated = max(change.repeated for change in changes)
         cost = (
@@ -86,7 +86,7 @@ def _in_words(changes: Sequence[GenerationChange]) -> str:
         if dealt := max(change.dealt_again for change in changes):
             cost += f", {dealt} batch{'es are' if dealt > 1 else ' is'} dealt again"
         waited = f"{seconds:.1f} s" if seconds >= 0.05 else "less than 0.1 s"
-        sentences.append(f"{', '.join(told)}. {workers} {continues} after {waited}; {cost}")
+        sentences.append(f"{', '.join(departures)}. {workers} {continues} after {waited}; {cost}")
     if one.came:
         pids = dict(zip(one.came, one.pids, strict=False))
         ranks = ", ".join(_named(rank, pids.get(rank, 0)) for rank in one.came)

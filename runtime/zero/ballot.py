@@ -246,9 +246,9 @@ def check_same_texts(
 ) -> None:
     """Raise CollectiveMismatch, on all ranks, if ranks would step with different texts. They do not
     travel, so those of a rank without data are compared as well. groups, names: of the options."""
-    told = {rank: digest for rank, digest in enumerate(agreement.digests) if digest > 0}
-    given = [told[rank] for rank in agreement.live if rank in told]
-    different = [rank for rank, digest in told.items() if given and digest != given[-1]]
+    digests = {rank: digest for rank, digest in enumerate(agreement.digests) if digest > 0}
+    given = [digests[rank] for rank in agreement.live if rank in digests]
+    different = [rank for rank, digest in digests.items() if given and digest != given[-1]]
     if different:
         raise CollectiveMismatch(
             "step()",

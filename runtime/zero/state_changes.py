@@ -66,26 +66,26 @@ class StateChanges:
         it, or of an earlier optimizer."""
         self.own = Changes()
 
-    def take(self, told: Sequence[Changes], live: tuple[int, ...], group: Group) -> None:
+    def take(self, by_rank: Sequence[Changes], live: tuple[int, ...], group: Group) -> None:
         """Drop what the ranks with data have dropped.
 
-        told: by rank. live: the ranks with data.
+        by_rank: the changes of each. live: the ranks with data.
 
         Raises CollectiveMismatch, on all ranks, if these have changed different things, or have
         loaded a state that the others lack.
         """
-        others = {told[rank] for rank in live}
+        others = {by_rank[rank] for rank in live}
         for changes in others if len(others) == 1 else ():
             # A state that was dropped can be dropped elsewhere; what was loaded is on the loading
             # ranks only.
-            if all(one.num_loads == changes.num_loads for one in told):
+            if all(one.num_loads == changes.num_loads for one in by_rank):
                 self.drop(changes.dropped)
                 return
-        each = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(told))
+        each = ", ".join(f"{one} on rank {rank}" for rank, one in enumerate(by_rank))
         raise CollectiveMismatch(
             "step()",
             group.generation,
-            [rank for rank, one in enumerate(told) if one != told[min(live, default=0)]],
+            [rank for rank, one in enumerate(by_rank) if one != by_rank[min(live, default=0)]],
             f"the optimizer's state was not changed alike since the last step: {each}",
             "All ranks must drop the same of it (optimizer.state.clear(), pop()), or load the same "
             "state. Ranks that have run out of data drop what the others drop, but they have "

@@ -227,8 +227,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             )
         if check_every is not None and model and group.size > 1:
             # Each rank would write other rows, which the digests cannot tell from corruption.
-            for told in forward_passes_that_write(model.module):
-                raise ValueError(f"check_every does not work with this model: {told}")
+            for why in forward_passes_that_write(model.module):
+                raise ValueError(f"check_every does not work with this model: {why}")
         self.num_steps = 0
         """Number of applied steps, equal on all ranks."""
         self._max_norm = max_norm
@@ -815,9 +815,9 @@ class OptimizerEngine:
         payload = self._vote_with_others(is_live)
         if self._ballot.says(Note.REFUSES, payload):
             # All ranks raise the same, and nobody waits in a step that is not taken.
-            told = all_gather_object(self.group, self._why_not)
-            why = next(filter(None, told))
-            ranks = [rank for rank, one in enumerate(told) if one == why]
+            reasons = all_gather_object(self.group, self._why_not)
+            why = next(filter(None, reasons))
+            ranks = [rank for rank, one in enumerate(reasons) if one == why]
             raise RuntimeError(f"on {name_ranks(ranks)}: {why}")
         if self.reducer is not None and (votes := self._ballot.sends_again(payload)):
             # A rank ran more passes since the launch, or it now knows what its leftovers belong
@@ -902,9 +902,9 @@ class OptimizerEngine:
             # No rank takes the step by this ballot, and the next one says it no more.
             join = self.optimizer._join
             last_live = join.ledger.last_live if join is not None else ()
-            told = all_gather_object(self.group, self.state_changes.own)
+            changes = all_gather_object(self.group, self.state_changes.own)
             live = self._ballot.newest(payload) or last_live
-            self.state_changes.take(told, live, self.group)
+            self.state_changes.take(changes, live, self.group)
             self._tells_changes = False
             payload = self._hold_ballot(is_live)
         if self._ballot.says(Note.PERTURBS, payload):
@@ -981,9 +981,11 @@ class OptimizerEngine:
     def _compare_perturbed(self) -> None:
         """Warn on all ranks if the program has changed the parameters otherwise on each rank."""
         self._tells_perturbed = False
-        told = all_gather_object(self.group, self.reducer.held.perturbed if self.reducer else None)
-        ranks = [rank for rank, digest in enumerate(told) if digest is not None]
-        if len({told[rank] for rank in ranks}) > 1:
+        digests = all_gather_object(
+            self.group, self.reducer.held.perturbed if self.reducer else None
+        )
+        ranks = [rank for rank, digest in enumerate(digests) if digest is not None]
+        if len({digests[rank] for rank in ranks}) > 1:
             warnings.warn(
                 f"ranks {ranks} have changed the parameters between two backward passes of a step, "
                 "each in its own way. With a ZeroRedundancyOptimizer, `.grad` is the gradient of "
@@ -1005,8 +1007,8 @@ class OptimizerEngine:
             # As in a vote: a rank that steps nothing does not count what the optimizer counts.
             options = None if self._steps_nothing else self._option_numbers()
             own = self.state_changes.own, scale, options
-            told = sorted(own[0].dropped), own[0].num_loads, *own[1:]
-            digest = zlib.crc32(repr(told).encode())
+            compared = sorted(own[0].dropped), own[0].num_loads, *own[1:]
+            digest = zlib.crc32(repr(compared).encode())
             if len({*map(tuple, all_gather_row(self.group, [digest]))}) == 1:
                 return  # As most often.
             everybody = all_gather_object(self.group, own)
@@ -1069,7 +1071,7 @@ class OptimizerEngine:
                 *([Note.CHANGES_STATE] if self._tells_changes and self.state_changes.own else ()),
                 *([Note.PERTURBS] if self._perturbs else ()),
             ],
-            join=self.optimizer._told_of_join(),
+            join=self.optimizer._vote_flags(),
             epoch=boundary().epoch,
             # A first vote compares draws: the constructor has just compared the texts.
             digest=-boundary().draws or self._digest_of_texts(),

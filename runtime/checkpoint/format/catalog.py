@@ -169,5 +169,5 @@ def why_none(storage: Storage) -> str:
             f"there is no complete checkpoint here: it has {METADATA}, as checkpoints of "
             f"torch.distributed.checkpoint do, and no {MANIFEST}"
         )
-    told = [why_unlisted(storage, folder) for folder in listing(storage).unlisted]
-    return ". ".join(["there is no complete checkpoint here", *told])
+    reasons = [why_unlisted(storage, folder) for folder in listing(storage).unlisted]
+    return ". ".join(["there is no complete checkpoint here", *reasons])

@@ -452,16 +452,16 @@ class StepEnd:
         """(2) Raises CollectiveMismatch, on all ranks, if they are at different steps."""
         num = self.plan.num_micro_batches
         # With the square, ranks that differ show in the sums alone (_check_same).
-        told = [float(self.plan.number), float(self.plan.number) ** 2]
-        told += [float(self._num_samples), float(self._num_samples) ** 2]
+        numbers = [float(self.plan.number), float(self.plan.number) ** 2]
+        numbers += [float(self._num_samples), float(self._num_samples) ** 2]
         for model in models:
             weights = self._weights.get(id(model), {})
-            told += [model.has_gradient, model.buffers_have_changed, len(weights)]
-            told += [weights.get(number, 0.0) for number in range(num)]
+            numbers += [model.has_gradient, model.buffers_have_changed, len(weights)]
+            numbers += [weights.get(number, 0.0) for number in range(num)]
         own = [0.0] * group.size
         own[group.rank] = self._pace(paces[group.rank])
-        told += own
-        vector = device_numbers(told, torch.float64, group.device)
+        numbers += own
+        vector = device_numbers(numbers, torch.float64, group.device)
         seen = group.all_reduce_and_read(vector).tolist()
         self._check_same(seen, group)
         self.has_gradient, self.has_buffers, self.divisors, at = [], [], [], 4

@@ -88,7 +88,7 @@ class EarlierPasses:
         self._kind, self._aside, self._weights = None, {}, {}
         self._why, self.kept = None, ()
 
-    def told_of_means(self, usage: Sequence[bool], keeps_own: bool) -> list[float]:
+    def described_means(self, usage: Sequence[bool], keeps_own: bool) -> list[float]:
         """For other ranks: by parameter, one more than the weight of the mean that `.grad` holds; 0
         for none. keeps_own: what it holds is not a mean."""
         weights = self._weights
@@ -97,11 +97,11 @@ class EarlierPasses:
             for number, is_held in enumerate(usage)
         ]
 
-    def take_means(self, told: Sequence[float]) -> None:
-        """`.grad` holds another rank's means from now on. told: by that rank."""
+    def take_means(self, means: Sequence[float]) -> None:
+        """`.grad` holds another rank's means from now on. means: as it describes them."""
         self.forget()
-        self.has_mean = any(told)
-        self._weights = {number: one - 1.0 for number, one in enumerate(told) if one}
+        self.has_mean = any(means)
+        self._weights = {number: one - 1.0 for number, one in enumerate(means) if one}
 
     def begin_pass(
         self,

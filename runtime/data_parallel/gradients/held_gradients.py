@@ -181,8 +181,8 @@ class HeldGradients:
         if gone and gone >= (self._held - self._zeros or self._zeros):
             self._note_clear()
         elif gone or is_edited:
-            told = repr((self.edits, sorted(gone), is_edited)).encode()
-            self.edits = zlib.crc32(told) % (MOST_EDITS - 1) + 1
+            described = repr((self.edits, sorted(gone), is_edited)).encode()
+            self.edits = zlib.crc32(described) % (MOST_EDITS - 1) + 1
             self._held -= gone
             self._zeros -= gone
 

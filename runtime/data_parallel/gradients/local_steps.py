@@ -103,7 +103,7 @@ class _Steps:
             for name in self.optimizer.defaults:
                 yield options.get(name)
 
-    def told(self) -> tuple[str, bool, int, dict[str, Any], list[dict[str, Any]]]:
+    def report(self) -> tuple[str, bool, int, dict[str, Any], list[dict[str, Any]]]:
         """The same for people: class, unsent, count, and the options by their names, as they are,
         and as they were in each step."""
         return type(self.optimizer).__name__, self.unsent, self.count, self.options(), self.used
@@ -373,19 +373,19 @@ def _compare(
     # Zero: not to be compared. The objects are exchanged only where digests differ.
     if len({digest for digest in digests if digest > 0}) < 2:
         return
-    everybodys = all_gather_object(group, [one.told() for one in steps])
-    compared = {rank: told for rank, told in enumerate(everybodys) if digests[rank] > 0}
+    everybodys = all_gather_object(group, [one.report() for one in steps])
+    compared = {rank: reports for rank, reports in enumerate(everybodys) if digests[rank] > 0}
     if any(rank not in live for rank in compared) and _have_same_options(compared, live):
         # What the body sets before its pass, for the coming step, step_along sets after the vote.
         compared = {
-            rank: [(*one[:3], one[4][-1], one[4]) for one in told]
-            for rank, told in compared.items()
+            rank: [(*one[:3], one[4][-1], one[4]) for one in reports]
+            for rank, reports in compared.items()
         }
     reference = next(iter(compared.values()))
     unlike = [
         rank
-        for rank, told in compared.items()
-        if [one[:4] for one in told] != [one[:4] for one in reference]
+        for rank, reports in compared.items()
+        if [one[:4] for one in reports] != [one[:4] for one in reference]
     ]
     if not unlike:
         return
@@ -397,7 +397,7 @@ def _have_same_options(compared: Mapping[int, Sequence[Any]], live: Sequence[int
     """Whether the ranks with data have the same ones now, and all ranks have kept those of their
     steps."""
     now = [[one[3] for one in compared[rank]] for rank in live if rank in compared]
-    is_kept = all(one[4] for told in compared.values() for one in told)
+    is_kept = all(one[4] for reports in compared.values() for one in reports)
     return is_kept and all(one == now[0] for one in now)
 
 
@@ -420,18 +420,20 @@ def _difference(
     """What differs, and the remedy. mine, theirs: of two ranks. compared: of all."""
     # First the steps themselves: where their number differs, their options say nothing.
     if [(one[0], one[2]) for one in mine] != [(one[0], one[2]) for one in theirs]:
-        each = ", ".join(f"{_counted(told)} on rank {rank}" for rank, told in compared.items())
+        each = ", ".join(
+            f"{_counted(reports)} on rank {rank}" for rank, reports in compared.items()
+        )
         return (
             f"since the backward pass before, the model's optimizers have stepped: {each}, so the "
             "parameters of the ranks drift apart",
             _SAME_PASSES
-            if any(one[1] for told in compared.values() for one in told)
+            if any(one[1] for reports in compared.values() for one in reports)
             else _SAME_STEPS,
         )
     for number, (ours, other) in enumerate(zip(mine, theirs, strict=True)):
         (name, unsent, _, options, _), (_, theirs_unsent, _, theirs_options, _) = ours, other
         if unsent != theirs_unsent:
-            alone = [rank for rank, told in compared.items() if told[number][1]]
+            alone = [rank for rank, reports in compared.items() if reports[number][1]]
             return (
                 f"{name} has stepped with gradients of a backward pass in no_sync() that were not "
                 f"reduced on {name_ranks(alone)}, and with reduced ones on the others, so the "
@@ -441,7 +443,7 @@ def _difference(
         # A group may have an option on one of the ranks alone.
         for label in (*options, *theirs_options):
             if options.get(label) != theirs_options.get(label):
-                shown = _shown([told[number][3].get(label) for told in compared.values()])
+                shown = _shown([reports[number][3].get(label) for reports in compared.values()])
                 each = ", ".join(
                     f"{text} on rank {rank}" for rank, text in zip(compared, shown, strict=True)
                 )
@@ -452,12 +454,12 @@ def _difference(
     raise AssertionError("equal steps have equal digests")
 
 
-def _counted(told: Sequence[Any]) -> str:
+def _counted(reports: Sequence[Any]) -> str:
     times = [
         name
         + (f" {count} times" if count > 1 else "")
         + (" by gradients of no_sync() that were not reduced" if unsent else "")
-        for name, unsent, count, *_ in told
+        for name, unsent, count, *_ in reports
     ]
     return " and ".join(times) or "none"
 

@@ -1010,10 +1010,10 @@ class Reducer:
         """The same where each pass is reduced: all ranks hold from now on the means that `root`
         holds, which has cleared what the body clears. Collective."""
         keeps_own = self.has_leftover  # What no_sync has added is each rank's own.
-        told = self.earlier.told_of_means(self.gradients.usage(), keeps_own)
-        mine = device_numbers(told, torch.float64, self.group.device)
-        told = self.group.broadcast_and_read(mine, root).tolist()
-        held = {number for number, weight in enumerate(told) if weight}
+        means = self.earlier.described_means(self.gradients.usage(), keeps_own)
+        mine = device_numbers(means, torch.float64, self.group.device)
+        means = self.group.broadcast_and_read(mine, root).tolist()
+        held = {number for number, weight in enumerate(means) if weight}
         self.gradients.collect()
         for number in held:
             if self.parameters[number].grad is not None:
@@ -1023,7 +1023,7 @@ class Reducer:
                 content = bucket.flat[: bucket.plan.content]
                 self.group.broadcast(content.clone() if keeps_own else content, root).wait()
         if not keeps_own:
-            self.earlier.take_means(told)
+            self.earlier.take_means(means)
             self._set_gradients(held)
             self._give_out(held)
             # Alike on all ranks: some have stepped since the last pass, and others had no data.
@@ -1093,7 +1093,7 @@ class GradientWatch:
     """
 
     def __init__(self, on_gradient: OnGradient) -> None:
-        self._told = weakref.WeakMethod(on_gradient)
+        self._on_gradient = weakref.WeakMethod(on_gradient)
         self._handles: list[RemovableHandle] = []
         self._keeper: RemovableHandle | None = None  # None: there are no parameters
 
@@ -1104,7 +1104,7 @@ class GradientWatch:
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         # One is enough: autograd holds it as long as the parameter lives.
         if self._keeper is None and parameters:
-            self._keeper = parameters[0].register_hook(partial(_keep, self._told()))
+            self._keeper = parameters[0].register_hook(partial(_keep, self._on_gradient()))
 
     def loosen(self) -> None:
         """From now on nobody is kept alive by the hooks."""
@@ -1117,8 +1117,8 @@ class GradientWatch:
             handle.remove()
 
     def _tell(self, number: int, parameter: torch.Tensor) -> None:
-        if (told := self._told()) is not None:
-            told(number, parameter)
+        if (on_gradient := self._on_gradient()) is not None:
+            on_gradient(number, parameter)
             return
         owner = between_runs().engines.get(parameter)
         # Wrapped again, the module has another model that watches it.

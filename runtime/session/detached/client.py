@@ -115,13 +115,13 @@ class DetachedClient:
     async def _tell_until_up(self, start: Any) -> None:
         """Wait for the session's start, and say meanwhile what it says."""
         up = asyncio.ensure_future(answer(start))
-        told = 0
+        num_shown = 0
         try:
             while not up.done():
                 await asyncio.wait([up], timeout=_LOOK_S)
                 with contextlib.suppress(ActorGone, NoAnswer):
-                    lines = await answer(self._host.said.remote(told), _ANSWER_S)
-                    told += len(lines)
+                    lines = await answer(self._host.said.remote(num_shown), _ANSWER_S)
+                    num_shown += len(lines)
                     for line in lines:
                         _log.warning("%s", line)
             up.result()

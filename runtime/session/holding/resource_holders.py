@@ -44,8 +44,8 @@ async def telling_who_holds(
         # Ray's answer may take its time on a busy head.
         names = await asyncio.to_thread(names_of, INCARNATION) if short else []
         if names:
-            told = who_holds(names, notebook.open_sessions())
-            _log.warning("%s: %s. Waiting up to %g s (startup_timeout_s)", short, told, timeout_s)
+            held = who_holds(names, notebook.open_sessions())
+            _log.warning("%s: %s. Waiting up to %g s (startup_timeout_s)", short, held, timeout_s)
 
     async with beside(tell(), "holders"):
         yield
@@ -55,15 +55,15 @@ def who_holds(names: Sequence[str], ours: Sequence[tuple[str, Holder]]) -> str:
     """A sentence. names: of all sessions of the cluster. ours: those of this process, each with the
     variable that holds it, or an empty text."""
     here = {holder.name: (variable, holder) for variable, holder in ours}
-    told = []
+    sentences = []
     for name in names:
         if name in here:
             variable, holder = here[name]
             workers = f"{holder.num_workers} worker{'s' if holder.num_workers > 1 else ''}"
-            told.append(
+            sentences.append(
                 f"{name}, which this program has open, holds {workers}; close it with `await "
                 f"{variable or 'session'}.close()`, or let its `async with` end first"
             )
         else:
-            told.append(f"{name} belongs to another program; see `chorusline status`")
-    return ". ".join(told)
+            sentences.append(f"{name} belongs to another program; see `chorusline status`")
+    return ". ".join(sentences)

@@ -39,7 +39,7 @@ def recording(
     recorded = tuple(
         RecordedCollective(
             sequence=115 + i,
-            told=place,
+            description=place,
             place=place,
             file="train.py",
             line=1,

@@ -36,7 +36,7 @@ def test_the_recorder_tells_what_was_issued_where_and_how_it_ended(alone: Group)
     alone.broadcast(torch.ones(5).double()).wait()
     alone.barrier().wait()
     recording = alone.flight_recorder
-    assert [c.told for c in recording.collectives] == [
+    assert [c.description for c in recording.collectives] == [
         "all_reduce #0 (3 float32) with MAX",
         "broadcast #1 (5 float64) from rank 0",
         "barrier #2",
