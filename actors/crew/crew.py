@@ -266,16 +266,16 @@ class Crew:
         self._incarnation = max(drivers, default=self._incarnation)
         workers = dict(enumerate(await asyncio.to_thread(self._detached.workers)))
         calls = {number: worker.snapshot.remote() for number, (_, worker) in workers.items()}
-        for number, said in sorted((await answers(calls, _ANSWER_S)).items()):
+        for number, reply in sorted((await answers(calls, _ANSWER_S)).items()):
             seat, worker = workers[number]
-            if isinstance(said, WorkerSnapshot):
-                seat = said.info.seat  # A spare worker may sit elsewhere than it began.
-            if isinstance(said, ActorGone) or seat in self._seats.reserve or seat in self._workers:
+            if isinstance(reply, WorkerSnapshot):
+                seat = reply.info.seat  # A spare worker may sit elsewhere than it began.
+            if isinstance(reply, ActorGone) or seat in self._seats.reserve or seat in self._workers:
                 ray.kill(worker)
                 continue
             self._workers[seat] = worker
             # It may still be starting; the next assembly gives it the time for that.
-            if isinstance(said, NoAnswer):
+            if isinstance(reply, NoAnswer):
                 self._starting.add(seat)
         self._was_assembled = True
 
@@ -374,8 +374,8 @@ class Crew:
         self._kill_driver()
         await self._stop_workers("the driver actor died")  # A call of it may be on its way.
         calls = {seat: worker.snapshot.remote() for seat, worker in began_with.items()}
-        said = (await answers(calls, _ANSWER_S)).values()
-        if any(isinstance(one, WorkerSnapshot) for one in said):
+        replies = (await answers(calls, _ANSWER_S)).values()
+        if any(isinstance(one, WorkerSnapshot) for one in replies):
             # Functions are called when all ranks have met, and this worker knows of no run. One
             # that does not answer may know of it.
             early = "it died before any worker had received the run"
@@ -394,7 +394,7 @@ class Crew:
         """
         asked = {seat: worker.stop_after_step.remote(run) for seat, worker in self._workers.items()}
         try:
-            if not any(said is True for said in (await answers(asked, _ANSWER_S)).values()):
+            if not any(reply is True for reply in (await answers(asked, _ANSWER_S)).values()):
                 return False
             outcome = await answer(call, STEP_S)
         except (ActorGone, NoAnswer, asyncio.CancelledError):
@@ -536,8 +536,8 @@ class Crew:
     async def workers_seen(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
         """Snapshots of the workers, by seat, without asking the driver."""
         calls = {seat: worker.snapshot.remote() for seat, worker in self._workers.items()}
-        said = await answers_or_why(calls, timeout_s)
-        return tuple(said[seat] for seat in sorted(said))
+        replies = await answers_or_why(calls, timeout_s)
+        return tuple(replies[seat] for seat in sorted(replies))
 
     async def whereabouts(
         self, timeout_s: float
@@ -546,10 +546,10 @@ class Crew:
         workers = sorted(self._workers.items())
         calls = {(seat, 0): worker.snapshot.remote() for seat, worker in workers}
         calls |= {(seat, 1): worker.whereabouts.remote() for seat, worker in workers}
-        said: dict[tuple[int, int], Any] = await answers_or_why(calls, timeout_s)
+        replies: dict[tuple[int, int], Any] = await answers_or_why(calls, timeout_s)
         seen: dict[int, tuple[WorkerSnapshot, Whereabouts] | str] = {}
         for seat, _ in workers:
-            who, what = said[seat, 0], said[seat, 1]
+            who, what = replies[seat, 0], replies[seat, 1]
             # Its loop may answer, and what it holds could not be read in time.
             why = next((one for one in (who, what) if isinstance(one, str)), "")
             seen[seat] = why or (who, what)

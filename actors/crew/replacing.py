@@ -27,18 +27,18 @@ class Leavers:
 
     _by_seat: dict[int, str] = field(default_factory=dict)  # ids of the workers that were told
 
-    def note(self, words: Collection[WorkerSnapshot]) -> dict[str, str]:
+    def note(self, snapshots: Collection[WorkerSnapshot]) -> dict[str, str]:
         """By worker that is to leave now, why. A worker is among them until it has left.
 
-        words: of the workers that have answered."""
+        snapshots: of the workers that have answered."""
         leaving = {}
-        for word in words:
-            seat, worker_id, status = word.info.seat, word.info.worker_id, word.status
+        for one in snapshots:
+            seat, worker_id, status = one.info.seat, one.info.worker_id, one.status
             if status.is_straggler:
                 # The first worker only: its successor in the seat stays, however slow it is.
                 self._by_seat.setdefault(seat, worker_id)
             if self._by_seat.get(seat) == worker_id:
-                leaving[worker_id] = f"{word.info} was much slower than the other ranks for long"
+                leaving[worker_id] = f"{one.info} was much slower than the other ranks for long"
         return leaving
 
 
@@ -61,14 +61,14 @@ class Replacing:
         """Raises ActorGone if the driver dies."""
         while True:
             await asyncio.sleep(WATCH_S)
-            for worker_id, why in self._leavers.note(await self._words()).items():
+            for worker_id, why in self._leavers.note(await self._snapshots()).items():
                 await answer(self._driver.leaves.remote(self._run, worker_id, why))
 
-    async def _words(self) -> list[WorkerSnapshot]:
+    async def _snapshots(self) -> list[WorkerSnapshot]:
         asked = {
             seat: worker.snapshot.remote()
             for seat, worker in self._workers.items()
             if seat not in self._starting
         }
-        said = (await answers(asked, _ANSWER_S)).values()
-        return [word for word in said if isinstance(word, WorkerSnapshot)]
+        replies = (await answers(asked, _ANSWER_S)).values()
+        return [one for one in replies if isinstance(one, WorkerSnapshot)]

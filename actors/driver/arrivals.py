@@ -84,7 +84,7 @@ class DryRuns:
         # Its dry run has ended meanwhile, by its death for example.
         if mine is None:
             return []
-        if mine.is_called_off:  # The order has crossed with this word.
+        if mine.is_called_off:  # It was sent before the cancellation arrived.
             return [_stop(mine, "it was cancelled")]
         mine.token = token
         tokens = [one.token for one in self.by_id.values()]

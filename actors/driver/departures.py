@@ -88,8 +88,8 @@ class Departures:
             return [], []
         ids = frozenset(members[rank].worker_id for rank in leaving)
         # A rank that has seen the end of the barrier knows that all ranks have what they need.
-        is_handed = ids <= self._handing and any(word.handed_over for word in frozen.values())
-        spare = min(word.spare for word in frozen.values())
+        is_handed = ids <= self._handing and any(report.handed_over for report in frozen.values())
+        spare = min(report.spare for report in frozen.values())
         if len(lost) + len(leaving) <= spare:
             return leaving, []  # Replicas have all that the leavers keep.
         # Ranks outside a step cannot hand over. The notice comes again.

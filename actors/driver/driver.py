@@ -126,19 +126,19 @@ class Driver(StoreActor):
         calls = {seat: worker.snapshot.remote() for seat, worker in workers.items()}
         ending = messages.WorkerState.DRY_RUN, messages.WorkerState.STOPPING
         unfit = []
-        for seat, said in (await answers(calls, timeout_s)).items():
-            if isinstance(said, ActorGone | NoAnswer):
-                unfit.append(Unfit(seat, isinstance(said, ActorGone), said.detail))
+        for seat, reply in (await answers(calls, timeout_s)).items():
+            if isinstance(reply, ActorGone | NoAnswer):
+                unfit.append(Unfit(seat, isinstance(reply, ActorGone), reply.detail))
             # It would refuse the call of a run while another one is in it.
-            elif said.state is not messages.WorkerState.IDLE:
-                busy = f"is still {said.state.value}"
-                unfit.append(Unfit(seat, False, busy, said.state in ending))
+            elif reply.state is not messages.WorkerState.IDLE:
+                busy = f"is still {reply.state.value}"
+                unfit.append(Unfit(seat, False, busy, reply.state in ending))
             # A function pickled here may mean something else, or nothing, to other versions there.
-            elif unlike := difference(said.info.versions, versions):
+            elif unlike := difference(reply.info.versions, versions):
                 unfit.append(Unfit(seat, False, unlike))
             else:
-                self._workers[said.info.worker_id] = workers[seat]
-                arrival = events.WorkerRegistered(said.info, said.generation)
+                self._workers[reply.info.worker_id] = workers[seat]
+                arrival = events.WorkerRegistered(reply.info, reply.generation)
                 # In a run it is an event, in order with all others; between two runs there is no
                 # queue.
                 if self._events is not None:
@@ -172,12 +172,12 @@ class Driver(StoreActor):
         """
         calls = {seat: worker.place_in_run.remote(request.run) for seat, worker in workers.items()}
         places = []
-        for seat, said in (await answers(calls, GRACE_S)).items():
+        for seat, reply in (await answers(calls, GRACE_S)).items():
             # A worker that does not answer may be dead; in the run it counts as lost.
-            if isinstance(said, messages.PlaceInRun):
-                places.append(said)
-                self._workers[said.info.worker_id] = workers[seat]
-                arrival = events.WorkerRegistered(said.info, said.assignment.generation)
+            if isinstance(reply, messages.PlaceInRun):
+                places.append(reply)
+                self._workers[reply.info.worker_id] = workers[seat]
+                arrival = events.WorkerRegistered(reply.info, reply.assignment.generation)
                 self._membership.handle(arrival)
         # The run has begun on no worker, or all that knew of it are gone (Crew._nobody_is_in).
         if not places:
@@ -304,8 +304,8 @@ class Driver(StoreActor):
             for one, state in states.items()
             if state is messages.MemberState.RUNNING and one in self._workers
         }
-        said = (await answers(calls, _ANSWER_S)).values()
-        return next((why for why in said if isinstance(why, str) and why), "")
+        replies = (await answers(calls, _ANSWER_S)).values()
+        return next((why for why in replies if isinstance(why, str) and why), "")
 
     async def leaves(self, run: int, who: str, why: str) -> None:
         """A node or a worker was told to go; its ranks leave the run first. who: the id."""
@@ -318,17 +318,17 @@ class Driver(StoreActor):
         self._note_lost(self._membership.without_rank(who))
         running = [one for one, state in members if state is messages.MemberState.RUNNING]
         ids = [one.worker_id for one in running if one.worker_id in self._workers]
-        said = await self.readiness(run, ids, for_departure=True)
+        replies = await self.readiness(run, ids, for_departure=True)
         # NOT_YET of one rank decides it. Where all would run again or admit, no rank need be held.
-        is_sure = Readiness.PARKS not in said or Readiness.NOT_YET in said
+        is_sure = Readiness.PARKS not in replies or Readiness.NOT_YET in replies
         if not is_sure and self._holds[who] < MAX_ATTEMPTS:
             # After its last step no rank parks. One that waits before a step holds all of them.
             self._holds[who] += 1
             leave = {one.worker_id for one in running if who in (one.worker_id, one.node_id)}
             held = [self._workers[one].hold.remote(run) for one in ids if one in leave]
             await first_answer(held, _STEP_S)
-            said = await self.readiness(run, ids, for_departure=True)
-        can_end = Readiness.NOT_YET not in said
+            replies = await self.readiness(run, ids, for_departure=True)
+        can_end = Readiness.NOT_YET not in replies
         self._report(run, events.Leaving(who, why, can_end, self._num_ready))
 
     async def has_in_reserve(self, num_ready: int) -> None:
@@ -368,9 +368,9 @@ class Driver(StoreActor):
             for info, _ in seen.members
             if info.worker_id in self._workers
         }
-        said = await answers_or_why(calls, timeout_s)
-        words = tuple(said.get(info.seat, "is gone") for info, _ in seen.members)
-        return messages.Survey(seen, words)
+        replies = await answers_or_why(calls, timeout_s)
+        workers = tuple(replies.get(info.seat, "is gone") for info, _ in seen.members)
+        return messages.Survey(seen, workers)
 
     async def readiness(
         self, run: int, worker_ids: Iterable[str], *, for_departure: bool = False
@@ -382,9 +382,9 @@ class Driver(StoreActor):
             for worker_id in worker_ids
             if worker_id in self._workers
         }
-        said = await answers(calls, _ANSWER_S)
+        replies = await answers(calls, _ANSWER_S)
         return [
-            word if isinstance(word, Readiness) else Readiness.NOT_YET for word in said.values()
+            one if isinstance(one, Readiness) else Readiness.NOT_YET for one in replies.values()
         ]
 
     async def some_rank_saves(self) -> bool:
@@ -402,8 +402,8 @@ class Driver(StoreActor):
             for other, node_id in nodes.items()
             if node_id == nodes.get(worker_id) and other != worker_id and self.knows(other)
         }
-        said = await answers(calls, _KERNEL_ANSWER_S)
-        return any(isinstance(kills, int) and kills > 0 for kills in said.values())
+        replies = await answers(calls, _KERNEL_ANSWER_S)
+        return any(isinstance(kills, int) and kills > 0 for kills in replies.values())
 
     def worker(self, worker_id: str) -> Actor:
         return self._workers[worker_id]
@@ -612,9 +612,9 @@ class _InstructionTasks:
         while self._driver.is_in(generation):
             # Asked again, not awaited in the workers: a function may register what has to survive
             # at any time, and nothing tells when it has.
-            said = await self._driver.readiness(self._request.run, worker_ids)
-            if all(one in (Readiness.RUNS_AGAIN, Readiness.ADMITS) for one in said):
-                can_admit = all(one is Readiness.ADMITS for one in said)
+            replies = await self._driver.readiness(self._request.run, worker_ids)
+            if all(one in (Readiness.RUNS_AGAIN, Readiness.ADMITS) for one in replies):
+                can_admit = all(one is Readiness.ADMITS for one in replies)
                 self._events.put_nowait(events.RanksReady(generation, can_admit))
                 return
             await asyncio.sleep(pause_s)

@@ -35,27 +35,27 @@ def plan_of(run: RunState) -> Plan | None:
 def may_save(frozen: Mapping[int, Frozen]) -> bool:
     """Whether the ranks can write down all that counts. A rank that has not begun holds nothing, so
     it does not matter that it cannot."""
-    begun = [word for word in frozen.values() if word.entered != NOWHERE]
-    return bool(begun) and all(word.can_save for word in begun)
+    begun = [report for report in frozen.values() if report.entered != NOWHERE]
+    return bool(begun) and all(report.can_save for report in begun)
 
 
 def epilogue(frozen: Mapping[int, Frozen]) -> str:
     """What has become of the last generation. frozen: the reports of the ranks that are left."""
-    saved = next((word.saved for word in frozen.values() if word.saved), None)
+    saved = next((report.saved for report in frozen.values() if report.saved), None)
     if saved is not None:
         return (
             f"everything registered is saved as of the last step that counts, in {saved}; "
             'with resume="auto" the next run resumes from it'
         )
-    met = next((str(word.error) for word in frozen.values()), "no rank is left")
+    met = next((str(report.error) for report in frozen.values()), "no rank is left")
     return (
         f"the state of the ranks could not be saved: {met}; the next run resumes from the "
         "checkpoint before, if there is one"
     )
 
 
-def with_epilogue(cause: Loss | Failure, words: str) -> Loss | Failure:
+def with_epilogue(cause: Loss | Failure, epilogue: str) -> Loss | Failure:
     """The cause with its epilogue, if the cause is a loss: the text of a failure is the rank's."""
     if isinstance(cause, Loss):
-        return replace(cause, detail=f"{cause.detail}; {words}")
+        return replace(cause, detail=f"{cause.detail}; {epilogue}")
     return cause

@@ -399,7 +399,7 @@ class Membership:
         return [*todo, *self._decide(run)]
 
     def _rank_froze(self, run: RunState, frozen: messages.Frozen) -> list[Instruction]:
-        # The word of a rank that froze while the others were released, or told to stop: it hears
+        # The report of a rank that froze while the others were released, or told to stop: it hears
         # the same.
         if run.phase in (Phase.RELEASED, Phase.STOPPING):
             return []
@@ -513,7 +513,7 @@ class Membership:
         """Begin the next generation."""
         dismissed = _dismissals(run, plan, self._generation)
         without = _gone(run, plan)
-        entered = max(word.entered for word in run.round.frozen.values())
+        entered = max(report.entered for report in run.round.frozen.values())
         run.departures.hand_over(plan.members[rank].info.worker_id for rank in plan.leaving)
         run.phase = Phase.RUNNING if run.gives_up is None else Phase.SAVING_LAST
         run.members = plan.members

@@ -72,8 +72,8 @@ def what_counts(frozen: Mapping[int, Frozen]) -> tuple[OptimizerProgress, ...]:
     Raises ValueError if the ranks have different numbers of optimizers, or are further apart than
     one ballot: then they have not run the same program.
     """
-    parked = {rank: word for rank, word in frozen.items() if word.is_parked}
-    counts = {rank: len(word.progress) for rank, word in parked.items()}
+    parked = {rank: report for rank, report in frozen.items() if report.is_parked}
+    counts = {rank: len(report.progress) for rank, report in parked.items()}
     # Optimizers are compared by number; with other numbers it would be one with another.
     if len(set(counts.values())) > 1:
         raise ValueError(
@@ -81,12 +81,12 @@ def what_counts(frozen: Mapping[int, Frozen]) -> tuple[OptimizerProgress, ...]:
             "the same ones in the same order"
         )
     decided = []
-    for number in range(max(len(word.progress) for word in frozen.values())):
+    for number in range(max(len(report.progress) for report in frozen.values())):
         # A rank that has left its function may not have made all its optimizers.
         by_rank = {
-            rank: word.progress[number]
-            for rank, word in frozen.items()
-            if number < len(word.progress) and word.progress[number] != DROPPED
+            rank: report.progress[number]
+            for rank, report in frozen.items()
+            if number < len(report.progress) and report.progress[number] != DROPPED
         }
         if not by_rank:
             decided.append(DROPPED)

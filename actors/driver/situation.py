@@ -82,12 +82,12 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
     if not run.round.is_complete:
         return Outlook(Situation.INCOMPLETE)
     frozen = run.round.frozen
-    can_restart = all(word.can_restart for word in frozen.values())
+    can_restart = all(report.can_restart for report in frozen.values())
     if run.has_lost_too_many:
         return _hopeless(
             f"max_failures={run.request.max_failures} does not allow more lost workers"
         )
-    unparked = sorted(rank for rank, word in frozen.items() if not word.is_parked)
+    unparked = sorted(rank for rank, report in frozen.items() if not report.is_parked)
     # In place all ranks must wait in a step; from the top all functions must be able to run again.
     if unparked and not can_restart:
         return _hopeless(
@@ -98,7 +98,7 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
     # A newcomer begins at the top of the function, and the others have to go there, too; unless it
     # can make their dry run first, and they can do without it until then.
     newcomers = newcomers_of(run, known) if can_restart else []
-    can_wait = arrivals.are_possible and all(word.admits for word in frozen.values())
+    can_wait = arrivals.are_possible and all(report.admits for report in frozen.values())
     if can_wait and not unparked and len(frozen) >= run.request.fewest:
         newcomers = []
     restarts = bool(unparked or newcomers)
@@ -126,7 +126,7 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
     # Ranks may fail to meet again and again though none of them dies: a network that lets the
     # driver through, and not the ranks. A loss, a change of members or a step is progress.
     achieved = sum(one.ballots for one in progress)
-    achieved += max(word.plain_steps for word in frozen.values())
+    achieved += max(report.plain_steps for report in frozen.values())
     has_changed = run.round.lost or newcomers or leavers or achieved > run.achieved
     num_vain = 0 if has_changed else run.num_vain + 1
     if num_vain >= MAX_VAIN:
@@ -179,4 +179,4 @@ def newcomers_of(run: RunState, known: Iterable[Member]) -> list[Member]:
 
 def missing_in(frozen: Mapping[int, Frozen]) -> str:
     """What keeps the functions from running again, as the first rank reports that knows it."""
-    return next(word.missing for _, word in sorted(frozen.items()) if word.missing)
+    return next(report.missing for _, report in sorted(frozen.items()) if report.missing)

@@ -42,15 +42,17 @@ def tell(of_ranks: Mapping[int, Whereabouts | str], late: Sequence[int]) -> str:
 
     of_ranks: by rank; a text says why a rank said nothing. late: the ranks to blame.
     """
-    answers = {rank: said for rank, said in of_ranks.items() if isinstance(said, Whereabouts)}
-    session = next((_id(said.recordings[0]) for said in answers.values() if said.recordings), None)
+    answers = {rank: reply for rank, reply in of_ranks.items() if isinstance(reply, Whereabouts)}
+    session = next(
+        (_id(reply.recordings[0]) for reply in answers.values() if reply.recordings), None
+    )
     group, before = _first_failure(answers.values()) or (session, None)
     lines = []
     # A rank that is not in the group takes no part in its collectives: it cannot be late there.
     places = {
-        rank: _place(said, group, before)
-        for rank, said in answers.items()
-        if said.recordings and group is not None and rank in group[1]
+        rank: _place(reply, group, before)
+        for rank, reply in answers.items()
+        if reply.recordings and group is not None and rank in group[1]
     }
     if places:
         sentence = tell_positions(places, [r for r in late if r in places])
@@ -58,13 +60,13 @@ def tell(of_ranks: Mapping[int, Whereabouts | str], late: Sequence[int]) -> str:
             sentence = f"in group {group[0]!r}, of ranks {list(group[1])}: {sentence}"
         lines.append(sentence)
     for rank in sorted(of_ranks):
-        said = of_ranks[rank]
-        if isinstance(said, str):  # Told of every such rank: whether it is late, nobody knows.
-            lines.append(f"rank {rank} {said}; its process may be stopped, or stuck in a loop")
+        reply = of_ranks[rank]
+        if isinstance(reply, str):  # Told of every such rank: whether it is late, nobody knows.
+            lines.append(f"rank {rank} {reply}; its process may be stopped, or stuck in a loop")
         elif rank in late:
-            lines.append(f"rank {rank} {_doing(said, group, session, before)}")
-            if said.stack:
-                lines.append(said.stack.rstrip())
+            lines.append(f"rank {rank} {_doing(reply, group, session, before)}")
+            if reply.stack:
+                lines.append(reply.stack.rstrip())
     return "\n".join(lines)
 
 
@@ -72,21 +74,21 @@ def _id(recording: FlightRecording) -> GroupId:
     return recording.name, recording.ranks
 
 
-def _place(said: Whereabouts, group: GroupId | None, before: float | None) -> str:
-    for recording in said.recordings:
+def _place(reply: Whereabouts, group: GroupId | None, before: float | None) -> str:
+    for recording in reply.recordings:
         if _id(recording) == group and (at := recording.position(before)):
             return at.place
     return "nothing yet"
 
 
 def _doing(
-    said: Whereabouts, group: GroupId | None, session: GroupId | None, before: float | None
+    reply: Whereabouts, group: GroupId | None, session: GroupId | None, before: float | None
 ) -> str:
-    if not said.recordings:
-        return "has not met the other ranks" + ("; its Python stack:" if said.stack else "")
+    if not reply.recordings:
+        return "has not met the other ranks" + ("; its Python stack:" if reply.stack else "")
     words = "has issued nothing"
     elsewhere = []  # What the rank does in other groups may be why it is late in this one.
-    for recording in said.recordings:
+    for recording in reply.recordings:
         at = recording.position(before)
         if _id(recording) == group and at is not None:
             if at.state is State.DONE:
@@ -98,9 +100,9 @@ def _doing(
     if group != session and group is not None:
         words += f" in group {group[0]!r}"
     words += "".join(elsewhere)
-    if said.is_over:
+    if reply.is_over:
         return f"{words}; its function is over"
-    return f"{words}; its Python stack:" if said.stack else words
+    return f"{words}; its Python stack:" if reply.stack else words
 
 
 def _first_failure(of_ranks: Iterable[Whereabouts]) -> tuple[GroupId, float] | None:
@@ -108,8 +110,8 @@ def _first_failure(of_ranks: Iterable[Whereabouts]) -> tuple[GroupId, float] | N
     was issued later is left out, as it would hide where its rank was at that moment."""
     ends = [
         (recorded.ended_at, _id(recording))
-        for said in of_ranks
-        for recording in said.recordings
+        for reply in of_ranks
+        for recording in reply.recordings
         for recorded in recording.collectives
         if recorded.state is State.FAILED and recorded.ended_at is not None
     ]

@@ -143,10 +143,10 @@ async def answers_or_why(
     calls: Mapping[Key, Awaitable[Any]], timeout_s: float
 ) -> dict[Key, Any | str]:
     """As `answers`, with a text in place of an answer that did not come, which says why."""
-    said = await answers(calls, timeout_s)
+    replies = await answers(calls, timeout_s)
     return {
         key: one.detail if isinstance(one, ActorGone | NoAnswer) else one
-        for key, one in said.items()
+        for key, one in replies.items()
     }
 
 

@@ -132,9 +132,9 @@ class EpochEnd(threading.Thread):
                 store.wait([str(rank)], _LOOK_S)
             except StoreTimeout:
                 continue
-            word = store.get(str(rank))
+            answer = store.get(str(rank))
             store.delete_key(str(rank))
-            return word == _YES
+            return answer == _YES
         return False
 
     def _write(self) -> None:

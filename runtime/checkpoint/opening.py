@@ -63,7 +63,7 @@ def probe(storage: Storage, group: Group, run: str, *, has_trained: bool) -> boo
     host = socket.gethostname()
     probes = all_gather_object(group, (trouble, host, has_trained))
     unseen: list[int] = []
-    if group.rank == 0 and not any(word for word, *_ in probes):
+    if group.rank == 0 and not any(trouble for trouble, *_ in probes):
         with contextlib.suppress(Exception):  # What it wrote there could be read back.
             there = storage.children()
             unseen = [
@@ -74,12 +74,12 @@ def probe(storage: Storage, group: Group, run: str, *, has_trained: bool) -> boo
     unseen = broadcast_object(group, unseen)  # No rank deletes its probe before rank 0 has looked.
     with contextlib.suppress(Exception):  # The next run deletes it.
         storage.delete(mine)
-    # Now all ranks raise, or none: each has the words of all.
-    for rank, (word, host, _) in enumerate(probes):
-        if not word:
+    # Now all ranks raise, or none: each has the replies of all.
+    for rank, (trouble, host, _) in enumerate(probes):
+        if not trouble:
             continue
         unusable = CheckpointPlaceUnusable(
-            storage.path, f"rank {rank} on {host} cannot write there ({word})"
+            storage.path, f"rank {rank} on {host} cannot write there ({trouble})"
         )
         # At the beginning nothing is lost by an error; later it would cost the training so far.
         if not any(has_trained for *_, has_trained in probes):
@@ -185,7 +185,7 @@ def choose(
                 else CheckpointPlaceUnusable(storage.path, f"{folder}: {what}")
             )
         # All ranks have the same list, so they all take this checkpoint, or all the next one.
-        troubles = [word for word in all_gather_object(group, trouble) if word is not None]
+        troubles = [one for one in all_gather_object(group, trouble) if one is not None]
         if not troubles:
             found_one = reader
             break

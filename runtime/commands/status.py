@@ -157,7 +157,7 @@ def drawn(
 def happened(seen: Survey) -> list[str]:
     """What has happened to the workers of the run in progress, or of the last one: how many were
     lost, and the last lines."""
-    statuses = [word.status for word in seen.workers if isinstance(word, WorkerSnapshot)]
+    statuses = [worker.status for worker in seen.workers if isinstance(worker, WorkerSnapshot)]
     # As if it were over: this command looks once, so no later look will complete a change.
     events = RunEvents().look(statuses, is_over=True)
     if not events:
@@ -181,15 +181,15 @@ def table(seen: Survey) -> Table:
     made = Table(box=None, pad_edge=False, header_style="dim")
     for title in _COLUMNS:
         made.add_column(title, justify="right" if title in _NUMBERS else "left")
-    for (info, member), word in zip(seen.driver.members, seen.workers, strict=True):
+    for (info, member), worker in zip(seen.driver.members, seen.workers, strict=True):
         where = f"{info.pid} on {info.hostname}"
-        if isinstance(word, str):
+        if isinstance(worker, str):
             # The driver knows of a death; a worker that only does not answer may be busy.
             state = member.value if member is MemberState.LOST else "silent"
-            cells: Sequence[str] = ("", where, info.device, state, "", "", "", "", word)
+            cells: Sequence[str] = ("", where, info.device, state, "", "", "", "", worker)
             style = "red"
         else:
-            cells, style = _cells(word, where), ""
+            cells, style = _cells(worker, where), ""
         made.add_row(*(Text(plain(cell)) for cell in cells), style=style)
     return made
 
@@ -200,30 +200,30 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _cells(word: WorkerSnapshot, where: str) -> Sequence[str]:
+def _cells(worker: WorkerSnapshot, where: str) -> Sequence[str]:
     return (
-        "" if word.rank is None else str(word.rank),
+        "" if worker.rank is None else str(worker.rank),
         where,
-        word.info.device,
-        _state(word),
-        "" if word.running_s is None else f"{word.running_s:.0f} s",
-        f"{word.status.taken:,}",
-        _left(word),
-        f"{(word.memory_bytes + word.device_memory_bytes) / (1 << 20):,.0f} MiB",
-        _last_report(word.last_report),
+        worker.info.device,
+        _state(worker),
+        "" if worker.running_s is None else f"{worker.running_s:.0f} s",
+        f"{worker.status.taken:,}",
+        _left(worker),
+        f"{(worker.memory_bytes + worker.device_memory_bytes) / (1 << 20):,.0f} MiB",
+        _last_report(worker.last_report),
     )
 
 
-def _state(word: WorkerSnapshot) -> str:
+def _state(worker: WorkerSnapshot) -> str:
     """With how slow the rank is, where that is worth a word."""
-    slowness = word.status.slowness
-    return word.state.value + (f", {slowness:.1f}x as slow" if slowness >= FAR else "")
+    slowness = worker.status.slowness
+    return worker.state.value + (f", {slowness:.1f}x as slow" if slowness >= FAR else "")
 
 
-def _left(word: WorkerSnapshot) -> str:
-    if word.status.has_joined:
+def _left(worker: WorkerSnapshot) -> str:
+    if worker.status.has_joined:
         return "joined"
-    return "" if word.status.batches_left is None else str(word.status.batches_left)
+    return "" if worker.status.batches_left is None else str(worker.status.batches_left)
 
 
 def _last_report(report: Report | None) -> str:

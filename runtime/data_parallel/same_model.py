@@ -192,15 +192,15 @@ def check_same_parameters(
         everybody = all_gather_row(group, digests)
     named = [(kind, number) for kind, texts in kinds.items() for number in range(len(texts))]
     for place, (kind, number) in enumerate(named):
-        said = [theirs[place] for theirs in everybody]
-        if len({*said}) < 2:
+        values = [theirs[place] for theirs in everybody]
+        if len({*values}) < 2:
             continue
         with group.unkept():
             of_ranks = all_gather_object(group, descriptions[place].split("; "))
         parts = [part for part in of_ranks[group.rank] if any(part not in one for one in of_ranks)]
         text = "; ".join(parts or of_ranks[group.rank])
         detail = f"{kind} {number} differs from rank 0's; on rank {group.rank} it is {text}"
-        check_like_rank_0(operation, group.generation, said, detail, remedy)
+        check_like_rank_0(operation, group.generation, values, detail, remedy)
 
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -224,10 +224,10 @@ class ChoruslineStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *more: Any, **named: Any
     ) -> Any:
-        said = super().optimizer_step(optimizer, closure, *more, **named)
+        result = super().optimizer_step(optimizer, closure, *more, **named)
         if self._averager is not None:
             self._averager.average_parameters(optimizer.param_groups)
-        return said
+        return result
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -44,7 +44,7 @@ class LiveView:
         self._began_at = time.monotonic()  # set again when the workers have started
         self._handle: Any = None
         self._happened: list[TrackedEvent] = []
-        self._said: list[str] = []
+        self._notes: list[str] = []
         self.pause: RunPause | None = None
         """What the run waits for; None unless it is paused."""
 
@@ -54,7 +54,7 @@ class LiveView:
 
     def say(self, line: str) -> None:
         """Show a line below the table of the ranks."""
-        self._said.append(line)
+        self._notes.append(line)
 
     def add(self, report: Report) -> None:
         self._history.add(report)
@@ -106,8 +106,8 @@ class LiveView:
         display = sys.modules["IPython"].display.display
         if lost := sum(len(event.lost) for event in self._happened):
             headline += f", {lost} worker{'s' * (lost > 1)} lost"
-        html = run_as_html(headline, self._seen, self._history, self._happened, self._said)
-        words = [headline, *map(_in_words, self._seen), *self._said]
+        html = run_as_html(headline, self._seen, self._history, self._happened, self._notes)
+        words = [headline, *map(_in_words, self._seen), *self._notes]
         data = {"text/html": html, "text/plain": "\n".join(words)}
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)
@@ -124,9 +124,9 @@ def run_as_html(
     seen: Seen,
     history: History,
     happened: Sequence[TrackedEvent] = (),
-    said: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> str:
-    """happened: marked in the plots. said: lines below the table, of which the last are shown."""
+    """happened: marked in the plots. notes: lines below the table, of which the last are shown."""
     before = max((one.status.steps_before for one in seen if not isinstance(one, str)), default=0)
     at_steps = [Mark(one.step - before, one.text, bool(one.came)) for one in happened]
     charts = [_chart_of(name, history, at_steps) for name in history.names[:_MOST_CHARTS]]
@@ -143,9 +143,9 @@ def run_as_html(
     if more := history.names[_MOST_CHARTS:]:
         names = escape(", ".join(more))
         plots += f"<div>and {len(more)} more reported, not drawn: {names}</div>"
-    lines = "".join(f"<div>{escape(line)}</div>" for line in said[-_LINES_SHOWN:])
-    if len(said) > _LINES_SHOWN:
-        lines = f"<div>… and {len(said) - _LINES_SHOWN} lines before</div>" + lines
+    lines = "".join(f"<div>{escape(line)}</div>" for line in notes[-_LINES_SHOWN:])
+    if len(notes) > _LINES_SHOWN:
+        lines = f"<div>… and {len(notes) - _LINES_SHOWN} lines before</div>" + lines
     return _frame(headline, ranks_as_html(seen) + lines + plots)
 
 

@@ -292,10 +292,10 @@ class _Call:
 
     def write(self, parts: Mapping[int, bytes]) -> str:
         self._save(*self._args, **self._kwargs)
-        said = [reprlib.repr(one) for one in self._args]
-        said += [f"{name}={reprlib.repr(one)}" for name, one in self._kwargs.items()]
+        arguments = [reprlib.repr(one) for one in self._args]
+        arguments += [f"{name}={reprlib.repr(one)}" for name, one in self._kwargs.items()]
         name = getattr(self._save, "__qualname__", type(self._save).__name__)
-        return f"by {name}({', '.join(said)})"
+        return f"by {name}({', '.join(arguments)})"
 
 
 def before_restart(save: Callable[..., object], *args: object, **kwargs: object) -> None:

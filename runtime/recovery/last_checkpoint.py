@@ -108,18 +108,18 @@ def save(
     Raises StateLost, on all ranks, if no rank holds some part of the state any more; errors of the
     storage; and errors that end the group.
     """
-    word = _RankSummary(retained.summary(was_there, data), saveable.kinds, saveable.step)
-    words: list[_RankSummary] = all_gather_object(group, word)  # (a)
-    there = [rank for rank, word in enumerate(words) if word.summary.was_there]
+    one = _RankSummary(retained.summary(was_there, data), saveable.kinds, saveable.step)
+    summaries: list[_RankSummary] = all_gather_object(group, one)  # (a)
+    there = [rank for rank, one in enumerate(summaries) if one.summary.was_there]
     if not there:
         raise StateLost(group.generation, 0, "every rank that had taken a step died")
-    leader = leader_of([word.summary for word in words])
-    kinds = words[leader].kinds
+    leader = leader_of([one.summary for one in summaries])
+    kinds = summaries[leader].kinds
     found = Contents()
     for name, kind in kinds.items() if was_there else ():
         if kind == ZERO:
             saved, mine = saveable.optimizers[name], retained.optimizers[name]
-            held = {rank: words[rank].summary.held[name].ranges for rank in there}
+            held = {rank: summaries[rank].summary.held[name].ranges for rank in there}
             try:
                 plan = plan_transfers(held, {_CHECKPOINT: saved.layout.everything()})  # (b)
             except RangesLost as lost:
@@ -137,10 +137,10 @@ def save(
     # The Checkpoints of the call may have been writing one when the function was left.
     checkpoints = Checkpoints(group, Registry(), replace(config, resume=NEVER))
     checkpoints.begin()
-    newest = up_to_date([word.summary for word in words])
-    first = words[leader].summary
+    newest = up_to_date([one.summary for one in summaries])
+    first = summaries[leader].summary
     progress = [first.data, *(one.data for one in newest if one is not first)]
-    step = words[leader].step
+    step = summaries[leader].step
     saving = checkpoints.save_contents(step, found, kinds, progress, len(there))  # (d)
     saving.wait(config.timeout_s)
     return saving.path

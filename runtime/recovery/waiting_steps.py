@@ -112,14 +112,14 @@ def complete(
     """
     want = _want(registry, waiting) if registry is not None and waiting is not None else None
     held = {name: state.ranges for name, state in has.held.items()}
-    words: list[_RankHoldings] = all_gather_object(
+    holdings: list[_RankHoldings] = all_gather_object(
         group, _RankHoldings(want, held, has.synced)
     )  # (a)
-    wants = {rank: word.want for rank, word in enumerate(words) if word.want is not None}
+    wants = {rank: one.want for rank, one in enumerate(holdings) if one.want is not None}
     for name in sorted({one.optimizer for one in wants.values()}):
         targets = [rank for rank, one in wants.items() if one.optimizer == name]
         first = wants[targets[0]]
-        by_rank = {rank: word.held.get(name, ()) for rank, word in enumerate(words)}
+        by_rank = {rank: one.held.get(name, ()) for rank, one in enumerate(holdings)}
         wanted = dict.fromkeys(targets, first.layout.everything())
         # What no rank holds is lost. The error comes where the functions begin, on all ranks alike;
         # here it would leave a step unfinished that counts.
@@ -130,7 +130,7 @@ def complete(
         if group.rank in targets and waiting is not None:
             waiting.shard.publish(mine)
         if first.buffers:
-            _send_buffers(group, has, words, targets, waiting)  # (c)
+            _send_buffers(group, has, holdings, targets, waiting)  # (c)
     if waiting is not None and waiting.model is not None:
         waiting.model.buffers.end_step(waiting.progress.ballots)
 
@@ -154,17 +154,17 @@ def _want(registry: Registry, waiting: OptimizerEngine) -> _Want:
 def _send_buffers(
     group: Group,
     has: Holdings,
-    words: Sequence[_RankHoldings],
+    holdings: Sequence[_RankHoldings],
     targets: Sequence[int],
     waiting: OptimizerEngine | None,
 ) -> None:
-    want = words[targets[0]].want
+    want = holdings[targets[0]].want
     assert want is not None
-    ended = [r for r, word in enumerate(words) if word.synced.get(want.model, -1) == want.step]
+    ended = [r for r, one in enumerate(holdings) if one.synced.get(want.model, -1) == want.step]
     # They ended the step as far as its buffers, and lack only parameters.
     if set(targets) <= set(ended):
         return
-    newest = {rank: word.want.newest for rank in targets if (word := words[rank]).want}
+    newest = {rank: one.want.newest for rank in targets if (one := holdings[rank]).want}
     # As the step itself chooses: the highest rank that took it with data.
     root = ended[0] if ended else max(newest, key=lambda rank: newest[rank])
     mine = None

@@ -42,20 +42,20 @@ class RankTraced:
 
 
 def traced(
-    said: Mapping[int, tuple[WorkerSnapshot, Whereabouts] | str],
+    replies: Mapping[int, tuple[WorkerSnapshot, Whereabouts] | str],
 ) -> tuple[list[RankTraced], dict[int, str]]:
-    """The ranks that have recordings, and by seat the reason why a worker has none. said: the
+    """The ranks that have recordings, and by seat the reason why a worker has none. replies: the
     workers' answers, by seat.
 
     The rank is that of the last generation, in the session's group.
     """
     ranks: list[RankTraced] = []
     silent: dict[int, str] = {}
-    for seat, answer in said.items():
-        if isinstance(answer, str):
-            silent[seat] = answer
+    for seat, reply in replies.items():
+        if isinstance(reply, str):
+            silent[seat] = reply
             continue
-        worker, whereabouts = answer
+        worker, whereabouts = reply
         if not whereabouts.recordings:
             silent[seat] = "has not met the other ranks"
             continue

@@ -120,7 +120,7 @@ class DetachedClient:
             while not up.done():
                 await asyncio.wait([up], timeout=_LOOK_S)
                 with contextlib.suppress(ActorGone, NoAnswer):
-                    lines = await answer(self._host.said.remote(num_shown), _ANSWER_S)
+                    lines = await answer(self._host.start_lines.remote(num_shown), _ANSWER_S)
                     num_shown += len(lines)
                     for line in lines:
                         _log.warning("%s", line)
@@ -217,12 +217,12 @@ class DetachedClient:
         """Begin a run; return its number. Raises RuntimeError if the session rejects it."""
         token = uuid.uuid4().hex
         parcel = ray.put(program)  # Once, however often it has to be sent.
-        said = await self._ask("begin", token, parcel, get_debug_level(), timeout_s=None)
+        reply = await self._ask("begin", token, parcel, get_debug_level(), timeout_s=None)
         # Refused in words, since an exception of an actor would come with Ray's frames.
-        if isinstance(said, str):
-            raise RuntimeError(said)
-        assert isinstance(said, int)
-        return said
+        if isinstance(reply, str):
+            raise RuntimeError(reply)
+        assert isinstance(reply, int)
+        return reply
 
     async def current(self) -> int:
         """The run in progress, or else the last one. Raises RuntimeError."""

@@ -363,7 +363,7 @@ class SessionHost:
         late = time.monotonic() - _CLIENT_S
         self._clients = {who: at for who, at in self._clients.items() if at > late}
 
-    async def said(self, since: int) -> list[str]:
+    async def start_lines(self, since: int) -> list[str]:
         """Lines about the start, for whoever waits for it."""
         return [line for number, line in self._said if number >= since]
 

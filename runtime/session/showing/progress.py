@@ -211,8 +211,8 @@ class Progress:
         return "  ".join(filter(None, [self._headline(over), left]))
 
     def _headline(self, over: str = "") -> str:
-        said = headline(self._model, self._places, self._pace, self._num_steps, over)
-        return said if self._pause is None else f"{said}  paused, {self._pause}"
+        text = headline(self._model, self._places, self._pace, self._num_steps, over)
+        return text if self._pause is None else f"{text}  paused, {self._pause}"
 
     def _draw(self) -> RenderableType:
         model, places = self._model, self._places

@@ -52,4 +52,7 @@ async def test_a_session_host_keeps_the_newest_of_its_records() -> None:
         collecting.emit(logging.makeLogRecord({"msg": f"warning {number}"}))
     assert len(host._said) == _LINES
     last = 10 * _LINES - 1
-    assert await host.said(last) == [f"warning {last}"] and await host.said(last + 1) == []
+    assert (
+        await host.start_lines(last) == [f"warning {last}"]
+        and await host.start_lines(last + 1) == []
+    )
