@@ -538,20 +538,17 @@ class Context:
         "avg" is another word for "mean".
 
         A tensor gives a new tensor, a numpy array an array, and a number (including numpy's) a
-        Python number; integers stay integers, except in a mean. A value that is not a number, such
-        as a name, is returned unchanged, so that all values of a dictionary of metrics can be
-        reduced without a check of their types.
+        Python number; integers stay integers, except in a mean. A text and None are returned
+        unchanged, so that a dictionary of metrics may have a name among its values.
 
         weight: the weight of this rank's value in the mean; every rank gives one. With a mean over
             samples as value and their number as weight, the result is the mean over all samples. A
             rank of weight 0 does not count, whatever its value is (even NaN).
         group: some of the ranks, as `self.group.new_group` has made it; then these alone call it.
 
-        Raises ValueError for an unknown op, for a container that contains itself, and, on all
-        ranks, if the weights add up to 0; TypeError for a list, dictionary or dataclass of numbers,
-        for an iterator, and for a number of another kind, such as a Decimal, a date or a number of
-        ctypes, which would stay this rank's own; OverflowError for an int of more than 64 bits, and
-        for such a product.
+        Raises ValueError for an unknown op, and, on all ranks, if the weights add up to 0;
+        TypeError for any other value, such as a list or dictionary of numbers, a Decimal or a date;
+        OverflowError for an int of more than 64 bits, and for such a product.
         """
         op = "mean" if op == "avg" else op
         number = checked_weight(op, weight)

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import dataclasses
-import enum
-import mmap
-from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, ValuesView
-from datetime import date, datetime, time, timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -30,9 +22,6 @@ _OPS = {
     "product": ReduceOp.PRODUCT,
 }
 
-
-_OF_NUMBERS = ("__float__", "__index__", "__complex__", "__array__", "__dlpack__")
-_NUMERIC = "bBhHiIlLqQnNefdgFD?"  # Of the module struct, and of numpy.
 _SMALL = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32)
 
 
@@ -49,10 +38,11 @@ def checked_weight(op: str, weight: object) -> float | None:
 
 
 def has_value(value: object) -> bool:
-    """Whether `ctx.reduce` reduces it; what it gives back unchanged is no number.
+    """Whether `ctx.reduce` reduces it; it gives back texts and None.
 
-    Raises TypeError for a number, or something with numbers, that it cannot reduce; ValueError for
-    a container that contains itself."""
+    Raises TypeError for all else, in which numbers may be, and stay this rank's own."""
+    if value is None or isinstance(value, str | bytes):
+        return False
     if isinstance(value, torch.Tensor | int | float | complex):
         return True
     if isinstance(value, numpy.ma.MaskedArray):
@@ -61,115 +51,14 @@ def has_value(value: object) -> bool:
             "reduce its sum and its count, as in ctx.reduce(value.sum(), 'sum') / "
             "ctx.reduce(value.count(), 'sum')"
         )
-    if isinstance(value, numpy.ndarray | numpy.generic):
-        if value.dtype.kind in "biufc":
-            return True
-        if value.dtype.kind in "SUT":
-            return False  # Texts.
-    elif isinstance(value, Iterator):
-        raise TypeError(
-            f"ctx.reduce() takes one value, and got {with_article(type(value))}, of which nobody "
-            "knows whether it has numbers; reduce each of them, or make a tensor of list(value)"
-        )
-    elif not _is_or_holds_number(value):
-        return False
-    elif not isinstance(value, enum.Enum) and _parts(value) is not None:
-        raise TypeError(
-            f"ctx.reduce() takes one value, and got {with_article(type(value))} with numbers in "
-            "it; reduce each of them, as in {name: ctx.reduce(value) for name, value in "
-            "metrics.items()}, or make a tensor of them"
-        )
-    raise TypeError(
-        f"ctx.reduce() cannot reduce {with_article(type(value))}; give it a number, a tensor or a "
-        f"numeric array, as in ctx.reduce({_as_number(value)})"
-    )
-
-
-def _as_number(value: Any) -> str:
-    """How a program writes the number that such a value stands for."""
-    if isinstance(value, timedelta):
-        return "value.total_seconds()"
-    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "mM":
-        seconds = "numpy.timedelta64(1, 's')"
-        return f"value / {seconds}" if value.dtype.kind == "m" else "value.astype('int64')"
-    if isinstance(value, datetime):
-        return "value.timestamp()"
-    if isinstance(value, date):
-        return "value.toordinal()"
-    if isinstance(value, time):
-        return "value.hour * 3600 + value.minute * 60 + value.second"
-    if isinstance(value, ctypes.Structure | ctypes.Union):
-        return f"value.{value._fields_[0][0]}"
-    if isinstance(value, enum.Enum) or (_has_buffer_of_numbers(value) and hasattr(value, "value")):
-        return "value.value"
-    if isinstance(value, numpy.ndarray):
-        return "float(value)"
-    if hasattr(type(value), "__array__") or _has_buffer_of_numbers(value):
-        return "numpy.asarray(value)"
-    if hasattr(type(value), "__dlpack__"):
-        return "torch.from_dlpack(value)"
-    is_real = hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
-    return "float(value)" if is_real else "complex(value)"
-
-
-def _parts(value: Any) -> Iterable[object] | None:
-    """What a container holds; None for what is none. Texts hold nothing."""
-    if isinstance(value, str | bytes | bytearray):
-        return ()
-    if isinstance(value, memoryview):
-        return None
-    if isinstance(value, enum.Enum):
-        return (value.value,)
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, Sequence | Set | ValuesView):
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return vars(value).values() if isinstance(value, SimpleNamespace | Namespace) else None
-
-
-def _is_or_holds_number(value: object) -> bool:
-    """At any depth. Raises ValueError for a container that contains itself."""
-    inside = iter([value])
-    around: dict[int, Iterator[object]] = {id(inside): inside}  # By id() of the containers.
-    while around:
-        number, parts = next(reversed(around.items()))
-        for part in parts:
-            if (held := _parts(part)) is not None:
-                if id(part) in around:
-                    raise ValueError(
-                        f"ctx.reduce() got {with_article(type(value))} that contains itself; "
-                        "reduce each of its numbers"
-                    )
-                around[id(part)] = iter(held)
-                break
-            if _is_number(part):
-                return True
-        else:
-            del around[number]
-    return False
-
-
-def _is_number(value: object) -> bool:
-    """Or a time, or an array of numbers."""
-    if isinstance(value, numpy.ndarray | numpy.generic):
-        return value.dtype.kind not in "SUT"
-    if isinstance(value, timedelta | date | time):
+    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
         return True
-    return any(hasattr(type(value), n) for n in _OF_NUMBERS) or _has_buffer_of_numbers(value)
-
-
-def _has_buffer_of_numbers(value: Any) -> bool:
-    """As numbers of ctypes, and views of arrays, have. Bytes are a text."""
-    try:
-        kind = memoryview(value).format
-    except (TypeError, ValueError, BufferError):
-        return False
-    if isinstance(value, memoryview | mmap.mmap):
-        return kind not in ("b", "B", "c") and kind[-1] in _NUMERIC
-    # Of a structure the fields, of a pointer none.
-    return kind.startswith("T{") or (kind[0] != "&" and kind[-1] in _NUMERIC)
+    raise TypeError(
+        "ctx.reduce() takes a number, a tensor or a numeric array, and gives back a text and None; "
+        f"got {with_article(type(value))}. Reduce each number that it holds, as in {{name: "
+        "ctx.reduce(value) for name, value in metrics.items()}, or convert it, as in "
+        "ctx.reduce(float(value))"
+    )
 
 
 def reduced(group: Group, value: Any, op: str, weight: float | None) -> Any:

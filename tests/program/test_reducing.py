@@ -7,12 +7,11 @@ import decimal
 import enum
 import fractions
 import math
-import uuid
 from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date, datetime, time, timedelta
+from datetime import date, timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -42,7 +41,6 @@ class Level(enum.IntEnum):
 
 
 class Named(enum.Enum):
-    LOW = "low"
     HALF = 0.5
 
 
@@ -54,39 +52,9 @@ class Point(NamedTuple):
     x: float
 
 
-class Fields(ctypes.Structure):
-    _fields_ = (("x", ctypes.c_float),)
-
-
 class Index:
     def __index__(self) -> int:
         return 1
-
-
-class Three(enum.Enum):
-    THREE = 3
-
-
-class OnlyComplex:
-    def __complex__(self) -> complex:
-        return 3 + 0j
-
-
-class Capsule:
-    """An array of a library that torch does not know."""
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return torch.tensor([3]).__dlpack__()
-
-    def __dlpack_device__(self) -> Any:
-        return torch.tensor([3]).__dlpack_device__()
-
-
-def nested(depth: int, value: object) -> object:
-    """`value` in so many lists."""
-    for _ in range(depth):
-        value = [value]
-    return value
 
 
 VALUES: dict[str, Callable[[int], Any]] = {
@@ -140,36 +108,23 @@ def test_every_kind_of_number_is_reduced(ranks_of: Callable[[int], Any]) -> None
             assert weighed == pytest.approx((zero + 3 * one) / 4, rel=1e-2), name
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *("name", b"ab", None, [], {}, ["a"], {"a": "b"}, ("x", None)),
-        *(deque("a"), Metrics("none"), Named.LOW, [Named.LOW], Level, iter, numpy.array(["a"])),
-        *(ctypes.c_char(b"a"), ctypes.c_char_p(b"ab"), ctypes.c_wchar("a"), array("u", "ab")),
-        *(memoryview(b"ab"), bytearray(b"ab"), ctypes.create_string_buffer(b"ab"), uuid.uuid4()),
-        *(ctypes.pointer(ctypes.c_float(1)), [numpy.str_("a")], nested(5000, "a")),
-    ],
-)
-def test_what_is_no_number_comes_back(value: object) -> None:
+@pytest.mark.parametrize("value", ["name", numpy.str_("name"), b"ab", None], ids=repr)
+def test_a_text_comes_back(value: object) -> None:
     assert not has_value(value)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *([1.0], (1, 2), {"loss": torch.ones(())}, [["x", numpy.float32(1)]], {3}),
-        *(decimal.Decimal(1), fractions.Fraction(1, 2), numpy.array([None])),
-        *(numpy.ma.array([1.0, 2.0], mask=[0, 1]), timedelta(seconds=1), [timedelta(seconds=1)]),
-        *(Metrics(1.0), [Metrics(1.0)], SimpleNamespace(loss=1.0), deque([1.0]), range(3)),
-        *({"loss": 1.0}.values(), array("d", [1.0]), Index(), [Index()], nested(5000, 1.0)),
-        *(Point(1.0), torch.Size([2]), {"a": 1}.items(), {1: "a"}.keys(), [ctypes.c_int(1)]),
-        *([Named.HALF], [datetime(2026, 1, 2)], [memoryview(array("d", [1]))]),
-        *(iter([1.0]), (n for n in (1, 2)), map(float, (1, 2)), zip([1], [2], strict=True)),
-    ],
-    ids=lambda value: type(value).__name__,
+OTHERS = (
+    *([1.0], (1, 2), {"loss": torch.ones(())}, {3}, deque([1.0]), range(3), Point(1.0), [], {}),
+    *(decimal.Decimal(1), fractions.Fraction(1, 2), timedelta(1), date(2026, 1, 2), Named.HALF),
+    *(numpy.array([None]), numpy.array(["a"]), numpy.timedelta64(3, "s"), torch.Size([2])),
+    *(Metrics(1.0), SimpleNamespace(loss=1.0), array("d", [1.0]), memoryview(b"ab"), Index()),
+    *(ctypes.c_float(1), iter([1.0]), (n for n in (1, 2)), numpy.ma.array([1.0], mask=[1])),
 )
-def test_numbers_that_would_stay_a_ranks_own_are_refused(value: object) -> None:
-    with pytest.raises(TypeError, match=r"ctx.reduce\(\) (takes one value|cannot reduce)"):
+
+
+@pytest.mark.parametrize("value", OTHERS, ids=lambda value: type(value).__name__)
+def test_what_may_hold_numbers_of_this_rank_alone_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match=r"ctx.reduce\(\) (takes a number|cannot reduce)"):
         has_value(value)
 
 
@@ -204,47 +159,6 @@ def test_tensors_without_values_of_their_own_are_refused(alone: cl.Group) -> Non
         for op in ("mean", "sum", "max"):
             with pytest.raises(TypeError, match=mend):
                 reduced(alone, value, op, None)
-
-
-STANDING_FOR_3 = (
-    *(timedelta(seconds=3), numpy.timedelta64(3, "s"), decimal.Decimal(3), fractions.Fraction(3)),
-    *(
-        getattr(ctypes, f"c_{kind}")(3)
-        for kind in ("float", "double", "longdouble", "int", "ubyte")
-    ),
-    *((ctypes.c_int16 * 1)(3), Fields(3), memoryview(array("d", [3])), Three.THREE, OnlyComplex()),
-    *(datetime.fromtimestamp(3), date.fromordinal(3), time(0, 0, 3), numpy.datetime64(3, "s")),
-    *(numpy.array([3], "datetime64[s]"), numpy.array(3, dtype=object), Capsule()),
-)
-
-
-@pytest.mark.parametrize("value", STANDING_FOR_3, ids=lambda value: type(value).__name__)
-def test_what_stands_for_a_number_is_told_how_to_become_one(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"cannot reduce an? ") as raised:
-        has_value(value)
-    call = str(raised.value).split("ctx.reduce(", 2)[-1].removesuffix(")")
-    number = eval(call, {"value": value, "numpy": numpy, "torch": torch})
-    assert has_value(number) and number == 3
-
-
-@pytest.mark.parametrize("kind", [list, deque, dict, SimpleNamespace, Metrics])
-@pytest.mark.parametrize("depth", [1, 2, 5000])
-def test_a_container_that_contains_itself_is_refused(kind: type, depth: int) -> None:
-    value: Any = Metrics(None) if kind is Metrics else kind()
-    holds: Any = nested(depth - 1, value)
-    if isinstance(value, dict):
-        value["me"] = holds
-    elif isinstance(value, list | deque):
-        value.append(holds)
-    else:
-        value.loss = holds
-    with pytest.raises(ValueError, match=rf"got an? {kind.__name__} that contains itself"):
-        has_value(value)
-
-
-def test_a_container_may_hold_another_one_twice() -> None:
-    texts = ["a"]
-    assert not has_value([texts, {"x": texts}])
 
 
 def reduce_large(group: cl.Group) -> list[Any]:
