@@ -556,15 +556,17 @@ class _ModelHook(JoinHook):
             with self._until_ranks_change():
                 model._engine.warn_of_drift(range(model.group.size), "at the end of a Join")
         if not model._reducer.is_sharded:
-            num_missed = max(ledger.steps_taken) - ledger.steps_taken[model.group.rank]
             # A rank that steps along takes the steps of the others, or is told that it does not.
-            num_missed *= not model._join.steps_along(model)
+            misses = not model._join.steps_along(model)
+            num_missed = max(ledger.steps_taken) - ledger.steps_taken[model.group.rank]
+            num_missed *= misses
             steps, lacks_state = model._reducer.local_steps, False
             if ledger.somebody_missed_a_step:
                 follows = num_missed > 0 and not steps.has_stepped_along
                 lacks_state = self._follow_settings(model._join, follows=follows)
             optimizers = [] if lacks_state else model._engine.optimizers()
-            steps.leave_join(num_missed, optimizers)
+            somebody_missed = misses and ledger.somebody_missed_a_step
+            steps.leave_join(num_missed, optimizers, somebody_missed=somebody_missed)
         if ledger.somebody_may_lag:
             self._follow_frozen(model._join)
         if model._reducer.is_sharded:

@@ -3,8 +3,9 @@
 A plain optimizer steps each rank's own copy of the parameters, and no collective sees it: where a
 rank steps with another learning rate, or once more than the others, the copies drift apart. So the
 vote of each backward pass has a digest of the steps that the rank has taken since the vote before,
-and of the options that their optimizers have by now. Where digests differ, the ranks gather what
-these stand for, and all of them raise the same error.
+of the options that their optimizers have by now, and of whether their state (momentum) was made
+again in a step: it was cleared or loaded before. Where digests differ, the ranks gather what these
+stand for, and all of them raise the same error.
 
 Optimizers are found when they step, by torch's global hook (distributed_data_parallel.py); nobody
 has to list them.
@@ -25,7 +26,8 @@ import ctypes
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -71,16 +73,42 @@ _SAME_SCALE = (
     "before or after the Join, or use a ZeroRedundancyOptimizer and chorusline.GradScaler."
 )
 _SCALE = "the scale of the GradScaler of"
+_STATE = "the state (momentum and the like) of"
+_SAME_STATE = (
+    "Clear or load an optimizer's state (optimizer.state.clear(), load_state_dict()) on every rank "
+    "between the same two steps, and load the same values. A condition for it must be the same on "
+    "all ranks: ask ctx.reduce(loss), and not a rank's own loss. Ranks that have run out of data "
+    "do not run the loop's body: put this into a function, together with the step, call it in the "
+    "body, and list it in place of both, Join(..., step_along=[function])."
+)
 _SAME_PASSES = (
     "Run the last backward pass of each step outside no_sync(), on all ranks, so that what it "
     "steps with is the mean of all."
 )
 
 
+@dataclass(frozen=True, eq=False)
+class _State:
+    """That of an optimizer, as ranks compare it. bits: of its tensors, where they are known."""
+
+    is_new: bool
+    bits: int | None = None
+
+    def __eq__(self, other: object) -> bool:
+        # Made again on one rank, it may still be the same: loaded from what it was.
+        return isinstance(other, _State) and (
+            self.is_new == other.is_new or (self.bits is not None and self.bits == other.bits)
+        )
+
+    def __str__(self) -> str:
+        return "made again in the last step" if self.is_new else "kept"
+
+
 class _Steps:
     """Steps of one optimizer in a row. groups: the numbers of those of its parameter groups that
     have parameters of the model. unsent: whether `.grad` held gradients of no_sync() then.
-    scaler: by which it steps. used: by step, the options with which it stepped, where they are
+    scaler: by which it steps. is_new: whether it has made its state in one of them; None: not to be
+    compared. used: by step, the options with which it stepped, where they are
     kept."""
 
     def __init__(
@@ -92,11 +120,12 @@ class _Steps:
     ) -> None:
         self.optimizer, self.groups, self.unsent, self.count = optimizer, groups, unsent, 1
         self.scaler = scaler
+        self.is_new: bool | None = False
         self.used: list[dict[str, Any]] = []
 
     def values(self) -> Iterator[Any]:
         """All that other ranks compare, as it is."""
-        yield from (type(self.optimizer).__name__, self.unsent, self.count)
+        yield from (type(self.optimizer).__name__, self.unsent, self.count, self.is_new)
         yield self.scaler and self.scaler._scale
         for number in self.groups:
             options = self.optimizer.param_groups[number]
@@ -106,7 +135,11 @@ class _Steps:
     def report(self) -> tuple[str, bool, int, dict[str, Any], list[dict[str, Any]]]:
         """The same for people: class, unsent, count, and the options by their names, as they are,
         and as they were in each step."""
-        return type(self.optimizer).__name__, self.unsent, self.count, self.options(), self.used
+        options = self.options()
+        if self.is_new is not None:
+            label = f"{_STATE} {type(self.optimizer).__name__}"
+            options[label] = _State(self.is_new, _digest_of_all(_tensors_of(self.optimizer)))
+        return type(self.optimizer).__name__, self.unsent, self.count, options, self.used
 
     def parameters(self) -> set[int]:
         """By id(), those in these groups."""
@@ -122,7 +155,10 @@ class _Steps:
             else f"{option} of {name}": _comparable(optimizer.param_groups[number].get(option))
             for number in self.groups
             for option in sorted(optimizer.defaults)
-        } | {f"{_SCALE} {name}": _comparable(self.scaler and self.scaler._scale)}
+        } | {
+            f"{_SCALE} {name}": _comparable(self.scaler and self.scaler._scale),
+            f"{_STATE} {name}": None if self.is_new is None else _State(self.is_new),
+        }
 
 
 class LocalSteps:
@@ -153,6 +189,11 @@ class LocalSteps:
         """Whether this rank has stepped without data in this Join, by whatever step_along lists,
         with an optimizer that keeps state. (Without state the parameters are all that counts, and
         they come from another rank in the end.)"""
+        self._states: weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, weakref.ref[torch.Tensor]
+        ] = weakref.WeakKeyDictionary()
+        """By optimizer, the first tensor in its state after its last step."""
+        self._compares_states = True
         self._has_warned = False
         self._num_missed = 0
         """How many steps it has missed, if it has not stepped by old state since."""
@@ -190,6 +231,10 @@ class LocalSteps:
             last.count += 1
         else:
             self._steps.append(_Steps(optimizer, groups, unsent, scaler))
+        if not self._compares_states:
+            self._steps[-1].is_new = None
+        elif self._has_new_state(optimizer):
+            self._steps[-1].is_new = True
         if keeps_options:
             self._steps[-1].used.append(self._steps[-1].options())
         # The end of the Join compares all parameters of a rank without data that steps along. One
@@ -197,6 +242,18 @@ class LocalSteps:
         self._sample = 0
         if self.takes_samples and not (has_joined or unsent or self._has_warned):
             self._sample = _sample_of(self.sampled(number)[1])
+
+    def _has_new_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it has made its state in this step, by its first tensor."""
+        each = (one for state in optimizer.state.values() for one in _values_of(state))
+        first = next((one for one in each if isinstance(one, torch.Tensor)), None)
+        if first is None:
+            return False
+        known = self._states.get(optimizer)
+        if known is not None and known() is first:
+            return False
+        self._states[optimizer] = weakref.ref(first)
+        return True
 
     def sampled(self, number: int) -> tuple[str, torch.Tensor]:
         """What is sampled after this number of votes: a parameter, with its name."""
@@ -221,11 +278,20 @@ class LocalSteps:
         was before."""
         self._steps, self._voted, self._is_known = [], [], False
         self._num_missed = self._sample = 0
+        self._states.clear()
 
-    def leave_join(self, num_missed: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def leave_join(
+        self,
+        num_missed: int,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        somebody_missed: bool,
+    ) -> None:
         """A Join ends. num_missed: the passes that this rank had no data for, where step_along
         lists no optimizer of the model. optimizers: those that have ever stepped here; none where
-        the others have made state since, and these have none."""
+        the others have made state since, and these have none. somebody_missed: whether any rank has
+        missed passes, whose state is older then, or is made later."""
+        self._compares_states &= not somebody_missed
         # Stepped after the loop only, on all ranks. One vote tells of steps before the loop.
         has_steps = self._are_taken_in_loop or self._num_votes < 2
         self._num_votes, self._are_taken_in_loop = 0, False
@@ -324,6 +390,7 @@ class LocalSteps:
             last = ordered[-1] if ordered else None
             if last and last.optimizer is steps.optimizer and last.unsent == steps.unsent:
                 last.count += steps.count
+                last.is_new = last.is_new or steps.is_new
                 last.used += steps.used
             else:
                 ordered.append(steps)
@@ -343,10 +410,20 @@ def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
     return bool(_tensors_of(optimizer))
 
 
+def _digest_of_all(tensors: Sequence[torch.Tensor]) -> int:
+    dense = [one.detach().cpu() for one in tensors if one.layout is torch.strided]
+    flat = [one.reshape(-1).view(torch.uint8).numpy().tobytes() for one in dense]
+    return digest_of(repr([*map(digest_of, flat)]))
+
+
+def _values_of(state: Any) -> Iterable[Any]:
+    return state.values() if isinstance(state, Mapping) else ()
+
+
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Those in the optimizer's state."""
-    states = [one for one in optimizer.state.values() if isinstance(one, Mapping)]
-    return [one for state in states for one in state.values() if isinstance(one, torch.Tensor)]
+    each = (one for state in optimizer.state.values() for one in _values_of(state))
+    return [one for one in each if isinstance(one, torch.Tensor)]
 
 
 _BY_SCALER = torch.amp.GradScaler.step.__code__
@@ -449,7 +526,11 @@ def _difference(
                 )
                 return (
                     f"{label} is {each}, so the parameters of the ranks drift apart",
-                    _SAME_SCALE if label.startswith(_SCALE) else _SAME_OPTIONS,
+                    _SAME_SCALE
+                    if label.startswith(_SCALE)
+                    else _SAME_STATE
+                    if label.startswith(_STATE)
+                    else _SAME_OPTIONS,
                 )
     raise AssertionError("equal steps have equal digests")
 
