@@ -114,7 +114,7 @@ def meet(
             earlier.append(place)
             continue
         except StoreTimeout as error:
-            # First of all: who comes from now on must not wait for this rank.
+            # First of all: a rank that comes from now on must not wait for this rank.
             store.set(given_up, str(rank))
             keys = {other: key for key in error.keys for other in ranks_of_keys([key])}
             # A rank that gave up an earlier attempt is blamed only if no other rank is missing.

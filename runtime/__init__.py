@@ -1,6 +1,6 @@
 """The job and its user: sessions, data parallelism, sharded optimizers, uneven inputs.
 
-It imports nothing, so that `chorusline --help` does not wait for torch. `chorusline` is the door.
+It imports nothing, so that `chorusline --help` does not wait for torch.
 """
 
 if __name__ != "chorusline.runtime":  # A second copy would have classes of its own.

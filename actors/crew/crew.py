@@ -172,8 +172,9 @@ class Crew:
 
     @contextlib.asynccontextmanager
     async def _looking_after_seats(self) -> AsyncIterator[None]:
-        """While the body runs, give up the places of nodes that die: a worker that is to start on
-        one would be waited for to no end, and Ray would place nothing else meanwhile (seats)."""
+        """While the body runs, give up the places of nodes that die: the session would wait
+        forever for a worker that is to start on one, and Ray would place nothing else meanwhile
+        (seats)."""
 
         async def look() -> bool:
             while True:

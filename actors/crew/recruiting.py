@@ -119,7 +119,7 @@ class Recruiter:
                 # Those that the cluster had no room for when the run began.
                 fill(seat for seat in range(self._seats.most) if seat not in self._workers)
                 if has_taken_over:
-                    # Who was starting when the driver before died is known to nobody.
+                    # No process knows which workers were starting when the previous driver died.
                     for seat in [seat for seat in self._starting if seat in self._workers]:
                         tasks.create_task(self._await_start(seat), name=f"seat-{seat}")
                     lost_before, busy = await self._sorted_before()
@@ -137,9 +137,9 @@ class Recruiter:
         return worker is not None and str(worker._actor_id.hex()) == worker_id
 
     async def _sorted_before(self) -> tuple[list[int], list[int]]:
-        """Seats whose workers died with the driver before; and those whose workers were in a dry
-        run for it. Idle workers, which it had not put into the run yet, become known to this driver
-        on the way."""
+        """Seats whose workers died with the previous driver; and those whose workers were in a dry
+        run for it. The new driver registers the idle workers, which the previous one had not put
+        into the run yet."""
         known = {s: worker for s, worker in self._workers.items() if s not in self._starting}
         unfit = await self._unfit(known, _ANSWER_S)
         lost = [one.seat for one in unfit if one.is_gone]

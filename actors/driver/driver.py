@@ -313,7 +313,7 @@ class Driver(StoreActor):
             return
         # The notice comes again: if the ranks could not continue now, perhaps they can then.
         members = self._membership.snapshot(0).members
-        # A worker without a rank does not get one any more. The driver before this one may have
+        # A worker without a rank does not get one any more. The previous driver may have
         # dismissed it and died before the session heard that its seat is empty.
         self._note_lost(self._membership.without_rank(who))
         running = [one for one, state in members if state is messages.MemberState.RUNNING]
@@ -468,7 +468,7 @@ class _InstructionTasks:
                         self._call(worker_id, "request_admission", request),
                         f"admission-{worker_id}",
                     )
-                # It was started by the driver before: the call of `run` is not repeated, and this
+                # The previous driver started it: the call of `run` is not repeated, and this
                 # one stands for it.
                 case instructions.AttachRank(worker_id):
                     attached = self._await_end(worker_id, "attach", self._request.run, self._actor)
@@ -598,7 +598,7 @@ class _InstructionTasks:
             pass  # `_await_end` reports it.
 
     async def _ask(self, worker_ids: tuple[str, ...]) -> None:
-        # A worker that died with the driver before this one is nobody that could be asked.
+        # A worker that died with the previous driver cannot be asked.
         calls = {
             rank: self._remote(worker_id, "whereabouts")
             for rank, worker_id in enumerate(worker_ids)

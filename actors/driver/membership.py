@@ -275,8 +275,8 @@ class Membership:
             instructions.AttachRank(found.members[rank].info.worker_id)
             for rank in sorted(found.by_rank)
         ]
-        # The driver before died while it told the ranks of a generation: the late ones were not
-        # told.
+        # The previous driver died while it told the ranks of a generation: the late ones were
+        # not told.
         if found.resumption is not None:
             assignments = assign(found.members, found.generation)
             todo += [
@@ -335,7 +335,7 @@ class Membership:
         over may hear of it by this result only."""
         match run.phase:
             case Phase.RUNNING:
-                # The driver before died while it released the ranks.
+                # The previous driver died while it released the ranks.
                 return self._release(run)
             case Phase.RELEASED | Phase.STOPPING:
                 return []

@@ -11,12 +11,12 @@ from .run_state import Member
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A run, as the places of its workers tell it.
+    """A run, as its workers report it.
 
     generation: the newest that any worker was put into.
     members: of that generation, by rank; LOST for a rank that no worker has.
     by_rank: the places.
-    late: ranks whose workers have not heard yet that they are in this generation.
+    late: ranks whose workers do not know yet that they are in this generation.
     resumption: how the generation was formed; None if it is the first, or none of them knows.
     """
 
@@ -41,7 +41,7 @@ def found_in(places: Sequence[PlaceInRun], by_seat: Mapping[int, Member]) -> Fou
     generation, resumption = newest.assignment.generation, newest.resumption
     former_ranks = resumption.former_ranks if resumption is not None else ()
     by_rank: dict[int, PlaceInRun] = {}
-    late: dict[int, PlaceInRun] = {}  # The driver before died when it had told only some of them.
+    late: dict[int, PlaceInRun] = {}  # The previous driver had told some of them only.
     for place in places:
         rank = place.assignment.rank
         if place.assignment.generation == generation:

@@ -1,4 +1,4 @@
-"""What is said when a worker comes to a run in progress.
+"""Messages about workers that join a run in progress.
 
 A worker that comes makes a **dry run**: it runs the function from the top by itself, with the rank
 that it will have, up to its first step of `ctx.steps`, while the others train. What it needs for
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 class Readiness(enum.Enum):
     """What would become of the function of a rank if its generation were ended now. A driver asks
-    before it ends one for no need: to take a newcomer in, or to let ranks leave."""
+    before it ends one that could continue: to admit a newcomer, or to let ranks leave."""
 
     RUNS_AGAIN = "runs again"
     """It can run again from the top: all that has to survive is registered."""

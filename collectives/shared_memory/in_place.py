@@ -6,9 +6,9 @@ are ordinary. Ranks that all have ordinary tensors lose nothing: that tick is th
 the way through the slots (algorithms.py).
 
 A rank reads others' tensors after the tick in which they are ready and before it publishes the last
-one, and its operation ends when all have published that. So nobody writes to a tensor that is still
-read, but where the operation has failed: who fails may use its tensor again at once, and write to
-it. Then the failure stands in the segment before that, and who still reads finds it (`_end`).
+one, and its operation ends when all have published that. So no rank writes to a tensor that is
+still read, unless the operation has failed: a rank that fails may overwrite its tensor at once. It
+records the failure in the segment first, so a rank that still reads sees it (`_end`).
 
 A broadcast has no way in place: while the root copies a piece into its slot, the others copy the
 piece before, so that two cores share the work of one copy.

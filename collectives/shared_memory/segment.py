@@ -275,7 +275,7 @@ class SharedSegment:
                 if words[at] >= tick:
                     return
                 late = self._check(tick, operation, give_up_at)
-                # A warning long before the deadline: who waits can look at the late rank while it
+                # A warning long before the deadline: a person can look at the late rank while it
                 # hangs.
                 if self._lateness.is_due(operation):
                     assert isinstance(operation, Operation)
@@ -327,7 +327,7 @@ class SharedSegment:
             timeout_s = self._meet_timeout_s
             if isinstance(operation, Operation):
                 timeout_s = operation.timeout_s
-            # Who is late may itself wait for another one, in a message or a subgroup: the end of
+            # A late rank may itself wait for another one, in a message or a subgroup: the end of
             # such a chain is to blame.
             waits_for = self.waits.of_all(timeout_s)
             here = [rank for rank in range(self.size) if rank not in late]

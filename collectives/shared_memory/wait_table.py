@@ -1,4 +1,4 @@
-"""Whom each rank waits for in messages and in subgroups, as words of the shared memory."""
+"""A table in the shared memory: for which ranks each rank waits, in messages and subgroups."""
 
 from __future__ import annotations
 

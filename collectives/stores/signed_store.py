@@ -1,4 +1,4 @@
-"""A shared secret: who knows it may speak in a store and send objects, and nobody else.
+"""A shared secret: only processes that know it may write into a store and send objects.
 
 A store of `tcp://` or `env://` is a port that everybody on the network may reach, and Gloo and NCCL
 listen as well. What comes from there decides where a rank connects, and objects are unpickled,

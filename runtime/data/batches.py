@@ -102,8 +102,8 @@ class Batches(Dealt):
         bound = boundary()
         status, is_place = bound.status, bound.is_place
         if is_place:
-            goes_on = status.epoch == self.epoch and self.rest != Remainder()
-            status.batches_before = status.place_in_epoch if goes_on else 0
+            continues = status.epoch == self.epoch and self.rest != Remainder()
+            status.batches_before = status.place_in_epoch if continues else 0
             status.batches_taken = status.batches_shadowed = 0
         join: JoinEngine | None = None
         try:

@@ -205,7 +205,9 @@ class RowReader:
         self._check(key)
         # The first of the ranks to ask begins the reading for all of them.
         if key not in self._readings:
-            former = next((k for k, r in self._readings.items() if _goes_on(k, r, key, name)), None)
+            former = next(
+                (k for k, r in self._readings.items() if _continues(k, r, key, name)), None
+            )
             before = self._readings[former] if former is not None else None
             # No rank asks any more for readings of other runs or of earlier calls of the function.
             self._readings = {k: r for k, r in self._readings.items() if k[:2] == key[:2]}
@@ -348,7 +350,7 @@ class RowReader:
             )
 
 
-def _goes_on(key: ReadingKey, reading: _Reading, later: ReadingKey, name: str | None) -> bool:
+def _continues(key: ReadingKey, reading: _Reading, later: ReadingKey, name: str | None) -> bool:
     """Whether the reading of `later` continues this reading."""
     return name is not None and reading.name == name and key[0] == later[0] and key[1] < later[1]
 

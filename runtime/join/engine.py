@@ -23,7 +23,7 @@ from .conductor import Conductor
 from .error_notes import (
     DIVIDES_BY_ALL,
     FIRST_PLACE,
-    GOES_ON,
+    HAS_OUTER,
     IN_JOIN,
     LAST_PLACE,
     THROWS,
@@ -276,14 +276,14 @@ class JoinEngine:
 
     def vote_flags_of(self, joinable: Joinable) -> int:
         """What a vote on a step of `joinable` says of the Join: the bits of IN_JOIN,
-        DIVIDES_BY_ALL, THROWS and GOES_ON, and above them the joinable's place in the list."""
+        DIVIDES_BY_ALL, THROWS and HAS_OUTER, and above them the joinable's place in the list."""
         divides = DIVIDES_BY_ALL * self.ledger.divide_by_initial_world_size
         place = min(self._joinables.index(joinable), LAST_PLACE)
-        flags = IN_JOIN + divides + THROWS * self._throws + GOES_ON * self._goes_on
+        flags = IN_JOIN + divides + THROWS * self._throws + HAS_OUTER * self._has_outer
         return flags + FIRST_PLACE * place
 
     @property
-    def _goes_on(self) -> bool:
+    def _has_outer(self) -> bool:
         """Whether this rank has more of a loop around the iteration that is under way, or has run
         out: more batches, or one from which it has taken no step of the iteration yet."""
         around = self.together[: self._num_around]
@@ -296,7 +296,7 @@ class JoinEngine:
         """Whether some rank may take another step before this rank has data again: one of the
         iteration that is under way; if this rank is through with all loops, any step."""
         ledger = self.ledger
-        return ledger.somebody_may_continue() or (ledger.somebody_goes_on and not self._goes_on)
+        return ledger.somebody_may_continue() or (ledger.somebody_has_outer and not self._has_outer)
 
     def is_of_ranks(self, group: Group) -> bool:
         """Whether this Join is of the ranks of `group`, and of this one among them."""

@@ -16,7 +16,7 @@ from chorusline.collectives.contract.errors import (
 from chorusline.collectives.diagnosis.blame import check_like_rank_0
 
 IN_JOIN, DIVIDES_BY_ALL, THROWS = 1, 2, 4
-GOES_ON = 8
+HAS_OUTER = 8
 """The rank has more batches of a loop in whose body it iterates another shard."""
 FIRST_PLACE, LAST_PLACE = 16, 15
 """The unit of a joinable's place in the list, and the place of all joinables that come later."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..process.agreement import Agreement
 from ..process.leftovers import newest_ranks
-from .error_notes import GOES_ON
+from .error_notes import HAS_OUTER
 from .pass_pattern import PassPattern
 
 
@@ -34,7 +34,7 @@ class JoinLedger:
         self.began_earlier = False
         # Before the first agreement any rank may have data.
         self._may_continue = tuple(range(num_ranks))
-        self.somebody_goes_on = False
+        self.somebody_has_outer = False
         """Whether a rank has more batches of a loop in whose body it iterates another shard."""
         self._batches_per_rank: Sequence[int] = ()
         self.batch: int | None = None
@@ -96,7 +96,7 @@ class JoinLedger:
     def record(self, agreement: Agreement, *, is_step: bool = True) -> None:
         """All ranks have agreed. is_step: False for a second agreement on the same step."""
         self._may_continue = agreement.may_continue
-        self.somebody_goes_on = any(one & GOES_ON for one in agreement.joins)
+        self.somebody_has_outer = any(one & HAS_OUTER for one in agreement.joins)
         if agreement.live:
             self.last_live = agreement.live
             for rank in agreement.live if is_step else ():

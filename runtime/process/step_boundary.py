@@ -197,7 +197,7 @@ class Boundary:
         return [one.num_samples for one in self.iterations]
 
     @property
-    def is_behind_loop(self) -> bool:
+    def is_after_loop(self) -> bool:
         """Whether the function has left a loop over its data, with gradients, and is in none."""
         return self._has_trained and not self.iterations
 

@@ -130,7 +130,7 @@ class LiveObjects:
             min((one.shard.replicas - 1 for one in optimizers.values()), default=None),
             self._call.group.size // self.replica_size - 1 if self.plain.is_watching else 0,
             active.follows_groups(),
-            boundary().is_behind_loop,
+            boundary().is_after_loop,
             checkpoints is not None and checkpoints.config is not None,
         )
 

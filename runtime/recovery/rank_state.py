@@ -87,7 +87,7 @@ class Facts:
     spare: ranks that may be lost at once without loss of sharded state; None: nothing is sharded.
     copies: number of other ranks that have a copy of all that the plain optimizers step.
     follows_groups: the function is inside a Join that follows groups.
-    is_behind_loop: it has left a loop over its data, and is in none.
+    is_after_loop: it has left a loop over its data, and is in none.
     keeps_checkpoints: the session has a place for checkpoints.
     """
 
@@ -98,7 +98,7 @@ class Facts:
     spare: int | None = None
     copies: int = 0
     follows_groups: bool = False
-    is_behind_loop: bool = False
+    is_after_loop: bool = False
     keeps_checkpoints: bool = False
 
     @property
@@ -170,7 +170,7 @@ class RankState:
     def readiness(
         self, facts: Facts, *, admits: bool = False, for_departure: bool = False
     ) -> Readiness:
-        """What would become of the function if its generation were ended now, for no need.
+        """What would become of the function if its generation were ended, which could continue.
 
         admits: as in Frozen.
         for_departure: so that ranks leave.
@@ -185,7 +185,7 @@ class RankState:
             if self.has_kept or not facts.missing:
                 return Readiness.RUNS_AGAIN
         is_sharded = facts.spare is not None and not facts.has_plain_steps
-        has_steps = is_sharded and not facts.follows_groups and not facts.is_behind_loop
+        has_steps = is_sharded and not facts.follows_groups and not facts.is_after_loop
         # Such a function comes to a step of its own, and waits in it. After its loops it may meet
         # code that must not run twice before any step.
         if self.stage is Stage.RUNNING and has_steps:

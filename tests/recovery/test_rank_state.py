@@ -366,7 +366,7 @@ def test_a_rank_is_ready_for_the_end_of_its_generation_when_it_could_go_on() -> 
     assert state.readiness(facts(0, missing="the model")) is Readiness.NOT_YET
     state.step_counts()
     assert state.readiness(facts(missing="the model")) is Readiness.PARKS
-    behind = facts(missing="the model", is_behind_loop=True)
+    behind = facts(missing="the model", is_after_loop=True)
     assert state.readiness(behind) is Readiness.NOT_YET, "what comes there cannot be repeated"
     plain = facts(missing="the model", has_plain_steps=True)
     assert state.readiness(plain) is Readiness.NOT_YET
@@ -375,13 +375,13 @@ def test_a_rank_is_ready_for_the_end_of_its_generation_when_it_could_go_on() -> 
 
 def test_what_has_no_copy_is_handed_over_before_a_rank_leaves_and_only_in_a_step() -> None:
     state = RankState(0)
-    registered, behind = facts(spare=0), facts(spare=0, is_behind_loop=True)
+    registered, behind = facts(spare=0), facts(spare=0, is_after_loop=True)
     assert state.readiness(registered, for_departure=True) is Readiness.NOT_YET
     state.step_counts()
     assert state.readiness(registered, for_departure=True) is Readiness.PARKS
     assert state.readiness(behind, for_departure=True) is Readiness.NOT_YET
     assert state.readiness(behind) is Readiness.RUNS_AGAIN, "where a worker comes"
-    copied = facts(spare=1, is_behind_loop=True)
+    copied = facts(spare=1, is_after_loop=True)
     assert state.readiness(copied, for_departure=True) is Readiness.RUNS_AGAIN
     assert again(5).readiness(registered, for_departure=True) is Readiness.NOT_YET
 

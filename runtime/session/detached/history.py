@@ -1,4 +1,4 @@
-"""What a run has said, kept in bounded memory for whoever looks later. Pure: no Ray, no clock.
+"""What a run has reported and printed, in bounded memory. Pure: no Ray, no clock.
 
 All of the newest reports are kept, and every n-th step of each rank among the older ones. n doubles
 whenever there are too many, so a curve goes back to the beginning of a run of any length. The
@@ -83,8 +83,8 @@ class RunHistory:
         self._num_lost, self._pause = news.num_lost, news.pause
 
     def beginning(self, *, whole: bool = False) -> Bookmark:
-        """The place of one who has seen nothing: all reports are to come, and the end of what was
-        printed, or, if `whole`, all of it."""
+        """The place of a program that has seen nothing: all reports are to come, and the end of
+        what was printed, or, if `whole`, all of it."""
         if whole:
             return Bookmark(0, 0, self._host)
         number, num_bytes = self._num_printed, 0

@@ -70,7 +70,7 @@ class LocalSession:
             needs = Needs(bundle, options.placement_strategy, options.labels, name)
             # A session host is no part of a trial that has started the session.
             of_trial = None if name else of_this_trial(needs, options.fewest, options.spares)
-            # Who waits long is told which sessions hold what it waits for.
+            # A wait that is long says which sessions hold what it waits for.
             async with telling_who_holds(bundle, options.fewest, wait_s):
                 first = of_trial or await placement.place(
                     needs,

@@ -1,4 +1,4 @@
-"""Which sessions hold what a session that starts is waiting for: told at once, with how to close
+"""Names the sessions that hold resources which a starting session waits for, and how to close
 them."""
 
 from __future__ import annotations
