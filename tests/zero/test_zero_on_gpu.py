@@ -29,9 +29,13 @@ def train_spread(group):
     zero = cl.ZeroRedundancyOptimizer(
         module.parameters(), torch.optim.AdamW, lr=1e-2, group=group, max_norm=0.1
     )
-    for batch in batches_of(0, 3, torch.float32):
+    for batch in batches_of(group.rank, 3, torch.float32):
         zero.zero_grad()
         module(batch).square().mean().backward()
+        for parameter in module.parameters():  # As docs/zero.md has it.
+            mean = parameter.grad.to(group.device)
+            group.all_reduce(mean, cl.ReduceOp.AVG).wait_on_host()
+            parameter.grad.copy_(mean)
         zero.step()
     zero.consolidate_state_dict()
     zero.load_state_dict(broadcast(group, zero))
@@ -53,9 +57,10 @@ def train_spread_on(rank: Rank):
 def test_parameters_on_two_devices_are_gathered_by_way_of_the_groups(gpus, tmp_path):
     module = Spread("cpu")
     plain = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    for batch in batches_of(0, 3, torch.float32):
+    for batches in zip(*(batches_of(rank, 3, torch.float32) for rank in range(2)), strict=True):
         plain.zero_grad()
-        module(batch).square().mean().backward()
+        for batch in batches:
+            (module(batch).square().mean() / 2).backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
         plain.step()
     for parameters in gpus.run(train_spread_on, tmp_path):
