@@ -7,6 +7,7 @@ as well; here the same is asked with ranks that are killed, and ranks that are n
 import signal
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import chorusline as cl
-from chorusline.collectives.stores.torch_store import TorchStore
+from chorusline.collectives.stores.torch_store import StoreFromTorch, TorchStore
 from chorusline.collectives.torch_backend.options import Options
+from chorusline.collectives.torch_backend.process_group import ChoruslineProcessGroup
+from chorusline.collectives.torch_backend.reconfiguring import GroupMembership
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Ranks, run_ranks, transports
 from tests.references.training import batches_of, loss_of, make_model
 
@@ -192,6 +195,42 @@ def test_after_a_sigkill_the_others_reconfigure_and_train_on_and_a_new_rank_come
             if rank != VICTIM:
                 assert f"rank {VICTIM} is gone" in told
                 assert late_s < 10
+
+
+def rank_that_calls_by_itself(rank):
+    store = TorchStore(cl.PrefixStore("torch", rank.store))
+    members = GroupMembership(StoreFromTorch(store), "by hand", rank.rank, rank.size, 20.0)
+    pg = ChoruslineProcessGroup(members, store)
+    assert pg.supports_reconfigure
+    equal = []
+    for number, members in enumerate([EVERYBODY, [2, 0]], 1):
+        rank.store.set(f"handle/{number}/{rank.rank}", pg.get_reconfigure_handle())
+        found = rank.store.multi_get([f"handle/{number}/{member}" for member in members], 30)
+        handles = [handle.decode() for handle in found]
+        pg.reconfigure(SimpleNamespace(handles=handles, uuid=number, timeout=None)).wait()
+        assert (pg.rank(), pg.size()) == (members.index(rank.rank), len(members))
+        ours, theirs = numbers(rank.rank), numbers(rank.rank)
+        pg.allreduce([ours]).wait()
+        place, size = members.index(rank.rank), len(members)
+        with cl.Group.create(rank.store, place, size, generation=number, name="reference") as group:
+            group.all_reduce(theirs).wait()
+        equal.append(torch.equal(ours, theirs))
+        if number == 1:
+            rank.say("ready")
+            if rank.rank == VICTIM:
+                time.sleep(60)
+            with pytest.raises(cl.PeerLost, match=f"rank {VICTIM} is gone"):
+                pg.allreduce([ours]).wait()
+    pg.shutdown()
+    return equal
+
+
+def test_survivors_of_a_sigkill_reconfigure_by_the_methods_that_torch_calls(tmp_path):
+    """On every torch: an older one has no caller of these methods."""
+    with Ranks(rank_that_calls_by_itself, 3, tmp_path) as ranks:
+        ranks.wait_for("ready")
+        ranks.signal(VICTIM, signal.SIGKILL)
+        assert ranks.results(ranks=[0, 2]) == [[True, True]] * 2
 
 
 def rank_with_unfinished_business(rank):
