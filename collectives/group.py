@@ -72,7 +72,14 @@ from .contract.operation import (
     root_and_op,
 )
 from .contract.plain_numbers import whole
-from .contract.torch_hints import instead_of_method, object_operation, says, tensor_operation
+from .contract.torch_hints import (
+    TOO_FEW,
+    TOO_MANY,
+    instead_of_method,
+    object_operation,
+    says,
+    tensor_operation,
+)
 from .contract.work import Work
 from .diagnosis.blame import usual_and_blamed
 from .diagnosis.debug import DebugLevel, get_debug_level
@@ -893,7 +900,14 @@ class Group:
         kind, num = Kind.BROADCAST_OBJECT_LIST, len(objects)
         return self._issue_objects(kind, root, num, payload, timeout_s, body, read, map_location)
 
-    @object_operation(object_list="it is the result of the Work", obj="write value=")
+    @object_operation(
+        object_list="it is the result of the Work",
+        obj="write value=",
+        **{
+            TOO_MANY: "write all_gather_object(value); the list of all values is the result of the "
+            "Work"
+        },
+    )
     def all_gather_object(
         self, value: Any, *, map_location: MapLocation = None, timeout_s: Seconds | None = None
     ) -> ObjectWork:
@@ -910,7 +924,13 @@ class Group:
         return self._issue_objects(kind, -1, -1, payload, timeout_s, body, _in_order, map_location)
 
     @object_operation(
-        obj="write value=", object_gather_list="it is the result of the Work", dst="write root="
+        obj="write value=",
+        object_gather_list="it is the result of the Work",
+        dst="write root=",
+        **{
+            TOO_MANY: "write gather_object(value, root); the list of all values is the result of "
+            "the Work on that rank"
+        },
     )
     def gather_object(
         self,
@@ -941,6 +961,10 @@ class Group:
         scatter_object_output_list="the object is the result of the Work",
         scatter_object_input_list="write objects=",
         src="write root=",
+        **{
+            TOO_MANY: "write scatter_object_list(objects, root); this rank's object is the result "
+            "of the Work"
+        },
     )
     def scatter_object_list(
         self,
@@ -1038,6 +1062,7 @@ class Group:
         use_local_synchronization="all ranks of this group call new_group(); leave it out",
         group_desc="write name=",
         device_id="a new group has the device of its group; leave it out",
+        **{TOO_FEW: "for all ranks write new_group(range(group.size))"},
     )
     def new_group(self, ranks: Sequence[int], name: str | None = None) -> Self | None:
         """A group of `ranks` of this group, in that order; None on the other ranks.

@@ -35,6 +35,10 @@ _OF_OPERATIONS = {
     ),
 }
 
+_COALESCED = (
+    "write `with group.coalesce() as work:`, the operations in the block, and work.wait() after it"
+)
+
 _METHODS = {
     "isend": "send() returns a Work at once; wait() for it, or await it",
     "irecv": "recv() returns a Work at once; wait() for it, or await it",
@@ -55,17 +59,35 @@ _METHODS = {
     "get_world_size": "write size",
     "world_size": "write size",
     "get_backend": "write backend",
+    "get_backend_config": "write backend",
     "is_initialized": "a Group is connected as soon as it is made; describe().is_open says whether "
     "it still is",
     "get_global_rank": "write global_rank(group_rank)",
     "get_group_rank": "write group_rank(global_rank)",
     "get_process_group_ranks": "write ranks",
     "new_subgroups": "write split(rank // number_of_ranks_in_each)",
+    "new_subgroups_by_enumeration": "write new_group(ranks) for each of the lists",
     "split_group": "write split(color), or new_group(ranks)",
+    "shrink_group": "write new_group(ranks), with the ranks that stay",
     "destroy_process_group": "write close()",
     "abort_process_group": "write abort(reason)",
+    "all_reduce_coalesced": _COALESCED,
+    "all_gather_coalesced": _COALESCED,
+    "record_comm": "the last operations are always recorded: flight_recorder()",
 }
 """By name of torch.distributed, what a Group has instead."""
+
+_DOCTOR = "`chorusline doctor` shows what a machine has"
+
+_BY_STRING = "name a backend by its string; register_backend(name, factory, devices) adds one"
+
+_WORLD = "ctx.group has all ranks; new_group(ranks) returns None on a rank that is not among them"
+
+_ERRORS = "catch CollectiveError, the root of the errors of collectives"
+
+_OF_TORCH = (
+    "chorusline has none of its own; call ctx.init_torch_distributed(), and use that of torch"
+)
 
 _FUNCTIONS = {
     "get_rank": "write ctx.rank in a train function, or group.rank",
@@ -74,14 +96,45 @@ _FUNCTIONS = {
     "is_initialized": "in a train function ctx.group is always there; elsewhere, a Group is "
     "connected as soon as Group.create has returned it",
     "is_available": "importing chorusline is enough",
-    "is_nccl_available": "`chorusline doctor` shows what a machine has",
-    "is_gloo_available": "Gloo is always there; `chorusline doctor` shows what a machine has",
-    "is_mpi_available": "there is no MPI backend; `chorusline doctor` shows what a machine has",
+    "is_nccl_available": _DOCTOR,
+    "is_backend_available": _DOCTOR,
+    "is_gloo_available": f"Gloo is always there; {_DOCTOR}",
+    **{
+        f"is_{name.lower()}_available": f"there is no {name} backend; {_DOCTOR}"
+        for name in ("MPI", "UCC", "XCCL")
+    },
     "is_torchelastic_launched": (
         "there is no such launcher; a Session runs a function on its ranks, and passes it a "
         "Context as the first argument"
     ),
-    "Backend": "name a backend by its string; register_backend(name, factory, devices) adds one",
+    "Backend": _BY_STRING,
+    "BackendConfig": _BY_STRING,
+    "get_default_backend_for_device": "a Group takes NCCL for GPUs, and on CPUs shared memory or "
+    "Gloo, by where its ranks are; write group.backend",
+    "get_node_local_rank": "write ctx.local_rank in a train function",
+    "get_pg_count": "a group is an object, and no list of them is kept",
+    "supports_complex": "what a backend lacks is an UnsupportedOperation, before anything is sent",
+    "default_pg_timeout": "write timeout_s=, of the Session or of Group.create",
+    "group": _WORLD,
+    "GroupMember": _WORLD,
+    "rendezvous": "write store_from_url(url), which also gives the rank and the number of ranks",
+    "register_rendezvous_handler": "derive a class from Store, and write Group.create(store, rank, "
+    "size)",
+    "TCPStore": "a session has a store that outlives its ranks; without one, write "
+    "store_from_url('tcp://host:port', rank, size)",
+    "breakpoint": "a rank has no terminal; snapshot() of the session shows where each rank is",
+    "DeviceMesh": _OF_TORCH,
+    "init_device_mesh": _OF_TORCH,
+    "DTensor": _OF_TORCH,
+    "fully_shard": _OF_TORCH,
+    "FSDPModule": _OF_TORCH,
+    "FullyShardedDataParallel": _OF_TORCH,
+    "DistError": _ERRORS,
+    "DistBackendError": _ERRORS,
+    "DistNetworkError": _ERRORS,
+    "DistStoreError": "catch StoreTimeout or StoreLost",
+    "BuiltinCommHookType": "write model.register_comm_hook(None, hook), with a hook of "
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "reduce_op": "write ReduceOp",
     "spawn": "write cl.run(function, num_workers=4), which calls function(ctx) on every rank",
     "launch": "write `chorusline run --workers 4 script.py`, as with torchrun",
@@ -99,6 +152,10 @@ _FUNCTIONS = {
 _MULTI_GPU = "_multigpu"
 """The end of five names that torch has removed: operations on several GPUs of one process."""
 
+_OPTIONS, _PROCESS_GROUP = "Options", "ProcessGroup"
+"""The end of the names of torch's records of what an operation is given; the beginning of those of
+its classes of groups."""
+
 _ONE_GPU = "a rank has one GPU; start a rank for each GPU, and write"
 
 
@@ -114,6 +171,10 @@ def instead_of_function(name: str, is_method: bool) -> str:
     """The same for the module chorusline. is_method: whether a Group has such a method."""
     if name in _FUNCTIONS:
         return f": {_FUNCTIONS[name]}"
+    if name.endswith(_OPTIONS):
+        return ": an operation takes its options as arguments, such as timeout_s="
+    if name.startswith(_PROCESS_GROUP):
+        return ": write Group.create(store, rank, size), or ctx.group in a train function"
     if name.endswith(_MULTI_GPU):
         return f": {_ONE_GPU} ctx.group.{name.removesuffix(_MULTI_GPU)}(…)"
     if name in _METHODS:

@@ -63,6 +63,27 @@ from .same_model import (
 from .sync_batch_norm import SyncBatchNorm
 from .unreduced_steps import UnreducedSteps
 
+_INSTEAD = {
+    "process_group": "write group",
+    "join_process_group": "write join_group",
+    "device": "write group.device",
+    "device_ids": "write group.device: a rank owns one device",
+    "output_device": "write group.device: a rank owns one device",
+    "device_type": "write group.device.type",
+    "require_backward_grad_sync": "write `with model.no_sync():`",
+    "find_unused_parameters": "unused parameters need no flag",
+    "static_graph": "write DistributedDataParallel(module, static_graph=True)",
+    "_set_static_graph": "write DistributedDataParallel(module, static_graph=True)",
+    "bucket_bytes_cap": "write DistributedDataParallel(module, bucket_cap_mb=25), in MiB",
+    "_get_ddp_logging_data": "write statistics()",
+    "logger": "write statistics()",
+    "reducer": "write statistics() for its buckets and times",
+    "_register_builtin_comm_hook": "write register_comm_hook(None, hook), with a hook of "
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    "_register_fused_optim": "leave it out: a step inside the backward pass gained nothing",
+}
+"""By attribute of torch's DistributedDataParallel, what to write here."""
+
 
 def engine_of(model: DistributedDataParallel) -> ModelEngine:
     """The engine of a model, for recovery, sharded optimizers and checkpoints."""
@@ -217,6 +238,21 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     def broadcast_buffers(self) -> bool:
         """Whether all ranks copy the buffers of one rank after a step, as it was passed."""
         return self._engine.buffers.travel
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            instead = _INSTEAD.get(name, "")
+            if (
+                not instead
+                and not name.startswith("_")
+                and hasattr(self._modules.get("module"), name)
+            ):
+                instead = f"write model.module.{name}"
+            if not instead:
+                raise
+            raise AttributeError(f"{error}: {instead}", name=name, obj=self) from None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         began_at = self._before_forward()

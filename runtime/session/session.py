@@ -50,6 +50,21 @@ ARGUMENTS_BY_NAME = (
 )
 """What to write in place of positional arguments."""
 
+_WORKERS = "write num_workers=, the number of workers on all nodes together"
+
+_OF_LAUNCHERS = {
+    **dict.fromkeys(
+        ("world_size", "nprocs", "nproc_per_node", "num_processes", "nnodes"), _WORKERS
+    ),
+    "num_gpus": "write use_gpu=True: each worker has a GPU",
+    "timeout": "write timeout_s=, in seconds",
+    "max_restarts": "write max_failures=",
+    "scaling_config": "its fields are arguments of the session, such as num_workers= and use_gpu=",
+    "failure_config": "write max_failures=",
+    "run_config": "write checkpoint=CheckpointConfig(storage_path=...), and max_failures=",
+}
+"""By argument of torchrun, accelerate or Ray Train, what to write."""
+
 
 class Session:
     """Workers that stay: start them once, and run one function after another on them.
@@ -108,6 +123,7 @@ class Session:
     """
 
     @naming_owners
+    @says(**_OF_LAUNCHERS)
     def __init__(
         self,
         num_workers: int | tuple[int, int] = 1,

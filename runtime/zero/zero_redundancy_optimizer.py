@@ -112,6 +112,14 @@ _INSTEAD = {
     ),
     "join_process_group": ": write join_group",
     "process_group": ": write group",
+    "world_size": ": write group.size",
+    "rank": ": write group.rank",
+    "global_rank": ": write group.rank, or ctx.rank in a session",
+    "optim": ": write shard_optimizer",
+    "rank_local_state_dict": (
+        ": write consolidate_state_dict(), on all ranks, and state_dict(), which is that of the "
+        "plain optimizer"
+    ),
 }
 """By attribute of torch's ZeroRedundancyOptimizer, what to write here."""
 
