@@ -603,6 +603,8 @@ class _ModelHook(JoinHook):
             optimizers = [] if lacks_state else model._engine.optimizers()
             somebody_missed = misses and ledger.somebody_missed_a_step
             steps.leave_join(num_missed, optimizers, somebody_missed=somebody_missed)
+            if somebody_missed:
+                model._reducer.missed_until = model._reducer.num_agreed
         if ledger.somebody_may_lag:
             self._follow_frozen(model._join)
         if model._reducer.is_sharded:
@@ -1160,14 +1162,27 @@ class ModelEngine:
         if self.has_warned_of_drift:
             return
         self.has_warned_of_drift = True
+        causes = (
+            ", although these ranks have taken the same steps: what the program writes to "
+            "parameters or gradients is not the same on all ranks, such as weights that one rank "
+            "has loaded, a max_norm of its own by which a rank clips, or a hook that steps by this "
+            "rank's own gradient"
+        )
+        if self.reducer.missed_until is not None:
+            causes = (
+                ": what the program writes to parameters or gradients is not the same on all "
+                "ranks. In an earlier Join some ranks had no data for steps of the others. They "
+                "got the parameters at its end, but not what the loop's body keeps and writes "
+                "beside optimizer.step(), such as slow weights, a moving average or a count of "
+                "steps. Keep that in the optimizer (a class derived from torch.optim.Optimizer) "
+                "and list it, Join([model], step_along=[optimizer]), or in buffers of the model, "
+                "or put it in a function together with the step, call that in the body, and list "
+                "the function"
+            )
         if self.group.rank == rank:
             warnings.warn(
-                f"parameter {name} differs between rank {rank} and {name_ranks(unlike)} "
-                f"{when}, although these ranks have taken the same steps: what the program writes "
-                "to parameters or gradients is not the same on all ranks, such as weights that one "
-                "rank has loaded, a max_norm of its own by which a rank clips, or a hook that "
-                "steps by this rank's own gradient. (Only the last bits may also differ by the "
-                "type of the CPU or GPU.)",
+                f"parameter {name} differs between rank {rank} and {name_ranks(unlike)} {when}"
+                f"{causes}. (Only the last bits may also differ by the type of the CPU or GPU.)",
                 stacklevel=users_level(),
             )
 

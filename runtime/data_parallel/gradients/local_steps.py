@@ -177,7 +177,8 @@ class LocalSteps:
         self._steps: list[_Steps] = []
         self._voted: list[_Steps] = []
         self.takes_samples = True
-        """Whether the ranks compare a few bits of their parameters after each step."""
+        """Whether this rank compares a few bits of its parameters after each step; no more once it
+        has been said that they differ."""
         self._sample = 0
         self._is_known = True
         """Whether this rank has taken all steps since the vote before that a rank takes."""
@@ -237,10 +238,9 @@ class LocalSteps:
             self._steps[-1].is_new = True
         if keeps_options:
             self._steps[-1].used.append(self._steps[-1].options())
-        # The end of the Join compares all parameters of a rank without data that steps along. One
-        # that steps by old state has said that it drifts.
+        # The end of the Join compares all parameters of a rank without data that steps along.
         self._sample = 0
-        if self.takes_samples and not (has_joined or unsent or self._has_warned):
+        if self.takes_samples and not (has_joined or unsent):
             self._sample = _sample_of(self.sampled(number)[1])
 
     def _has_new_state(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -317,6 +317,7 @@ class LocalSteps:
                 stacklevel=users_level(),
             )
             self._num_missed, self._has_warned = 0, True
+            self.takes_samples = False
 
     def vote(self, takes_steps: bool) -> int:
         """The digest for this rank's vote, positive; 0 if it cannot be compared with the others'.

@@ -138,6 +138,9 @@ class Reducer:
         self._num_steps = 0
         self.num_agreed = 0
         """How many steps the ranks have agreed on without a sharded optimizer."""
+        self.missed_until: int | None = None
+        """`num_agreed` at the end of the last Join in which a rank has missed steps of a plain
+        optimizer; None: of none."""
         self._means = Means.USED
         self.num_passes = 0
         """How often gradients were sent: with a sharded step once in a step."""
@@ -576,6 +579,17 @@ class Reducer:
             self._launch(bucket)
         self._reduction.launch_vote(self.group)
 
+    @property
+    def _compares(self) -> bool:
+        """Whether the ranks with data compare all parameters in this step, if they are not known to
+        differ: in the first two, since what parts them does so in each step, or Join finds it; and,
+        once ranks have missed steps, in more and more distant ones: what such a rank does by the
+        state that it keeps itself may come after many steps."""
+        if self.missed_until is None:
+            return self.num_agreed < 2
+        number = self.num_agreed - self.missed_until
+        return number & (number - 1) == 0 and self.local_steps.takes_samples
+
     def _vote(self, used: Sequence[bool] | None = None) -> list[float]:
         """used: default: the gradients that the parameters hold."""
         has_next = self._has_next()
@@ -584,8 +598,7 @@ class Reducer:
         notes = self.earlier.notes(self.local_steps) if used is None and self.is_live else []
         notes += self._notes_on_clears()
         steps = self.local_steps
-        # Later Join compares: what parts the parameters of the ranks does so in each step.
-        if self.is_live and self.ends_steps and not self.trains_apart and self.num_agreed < 2:
+        if self.is_live and self.ends_steps and not self.trains_apart and self._compares:
             notes.append(Note.COMPARES)
         digest = steps.vote(self.is_live or self._steps_along() or steps.has_stepped_along)
         vote = Vote(
