@@ -22,7 +22,7 @@ Objects travel between all ranks through objects/channel.py, between two through
 objects/messages.py.
 
 Groups of a group's ranks meet in the store in which their group met. All of them are one family,
-with one generation, and end together: see family.py.
+with one generation, and end together: see group_family.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ from torch.autograd import profiler
 
 from .contract.argument_kinds import check_kinds, check_range, checked_device, checked_place
 from .contract.arithmetic import reduce_into
-from .contract.articles import with_article
 from .contract.communicator import Communicator
 from .contract.deadlines import Seconds, checked_seconds
 from .contract.dtypes import DTYPE_INDEX
@@ -59,6 +58,7 @@ from .contract.errors import (
     StoreTimeout,
     UnsupportedOperation,
     fresh_copy,
+    with_article,
 )
 from .contract.modes import outside_modes
 from .contract.operation import (
@@ -86,7 +86,7 @@ from .diagnosis.debug import DebugLevel, get_debug_level
 from .diagnosis.flight_recorder import Activity, FlightRecorder, FlightRecording
 from .diagnosis.profiling import RecordedSpan, nvtx_is_recorded
 from .diagnosis.statistics import Statistics
-from .family import Family
+from .group_family import Family
 from .kept_results import KeepingCommunicator, KeptResults
 from .meeting import WatchedStore, meet, ranks_of_keys
 from .objects.blocking import (

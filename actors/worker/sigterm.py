@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 from ..messages.messages import WorkerInfo
 
 if TYPE_CHECKING:
-    from .run_here import RunHere
+    from .current_run import CurrentRun
 
 SIGTERM_EXIT = 128 + signal.SIGTERM
 
@@ -80,7 +80,7 @@ def is_alarm(before_s: float, left_s: float, every_s: float, elapsed_s: float) -
     return not (before_s and abs(before_s - left_s - elapsed_s) < _SLACK_S)
 
 
-def leave(in_progress: Callable[[], RunHere | None], info: WorkerInfo) -> None:
+def leave(in_progress: Callable[[], CurrentRun | None], info: WorkerInfo) -> None:
     """Leave the run in progress, if it can be left, or see it through; then end this process.
 
     in_progress: the run that this worker is in now. info: of this worker.

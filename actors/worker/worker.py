@@ -60,10 +60,10 @@ from ..ray_calls.versions import versions_here
 from ..reporting.metrics import Look, Publisher
 from ..reporting.report_buffer import Pulled, ReportBuffer
 from ..reporting.worker_logs import Output, Position, Printed, read_rest
+from .current_run import CurrentRun, RunnableProgram, meet_again
 from .gpu import own_gpu
 from .lifeline import AdmittingRank, Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes, spare_modules
-from .run_here import RunHere, RunnableProgram, meet_again
 from .sigterm import SIGTERM_EXIT, hear_sigterm, leave
 from .training_thread import TrainingThread
 
@@ -140,14 +140,14 @@ class Worker:
         )
         self._lock = threading.Lock()
         self._session = session
-        self._run: RunHere | None = None  # None: between two runs
+        self._run: CurrentRun | None = None  # None: between two runs
         self._group: Group | None = None
         """Of the last generation, also between runs; None before the first, and after `stop`."""
         self._group_store: ActorStore  # where its ranks have met
         self._last: tuple[int, ReportBuffer] = (-1, ReportBuffer(False))  # a run and its reports
         self._last_status = RunStatus()  # of the run in progress, or of the last one
         self._generation = -1
-        self._ended: RunHere | None = None  # the run before; None: this is the first
+        self._ended: CurrentRun | None = None  # the run before; None: this is the first
         self._early_stops: dict[int, CollectiveError] = {}  # by run; a call may overtake `run`
         self._early_freezes: dict[tuple[int, int], CollectiveError] = {}  # by run and generation
         self._output = Output(self._info.node_id)
@@ -193,7 +193,7 @@ class Worker:
         not come.
         """
         report_buffer = ReportBuffer(request.keep_reports, self._output, request.report_history)
-        run = RunHere(assignment, request, store, report_buffer, driver, program)
+        run = CurrentRun(assignment, request, store, report_buffer, driver, program)
         run.is_dry_run = bool(replay_log)
         with self._lock:
             if self._run is not None:
@@ -335,7 +335,7 @@ class Worker:
             lifeline.attach(driver)
         return await asyncio.wrap_future(current.ending)
 
-    def _in_run(self, run: int) -> RunHere | None:
+    def _in_run(self, run: int) -> CurrentRun | None:
         # The run before as well: a new driver, or a session host, may ask for its end.
         for one in (self._run, self._ended):
             if one is not None and one.request.run == run:
@@ -553,7 +553,7 @@ class Worker:
     # ── Training thread ──────────────────────────────────────────────────────────────────────────
 
     def _train(
-        self, run: RunHere, parcel: Parcel, resumption: Resumption | None, replay_log: bytes
+        self, run: CurrentRun, parcel: Parcel, resumption: Resumption | None, replay_log: bytes
     ) -> object:
         import torch
 
@@ -601,7 +601,7 @@ class Worker:
         assignment, group, resumption = lifeline.begin()
         return program(assignment, group, run.report_buffer, lifeline, run.status, resumption)
 
-    def _meet(self, run: RunHere) -> Group:
+    def _meet(self, run: CurrentRun) -> Group:
         """The group of the run's generation."""
         from chorusline.collectives.group import Group
 
@@ -653,7 +653,7 @@ class Worker:
         return group
 
     def _conclude(
-        self, run: RunHere, value: object, error: BaseException | None
+        self, run: CurrentRun, value: object, error: BaseException | None
     ) -> Success | Failure:
         rank = run.assignment.rank
         run.status.device_memory_bytes = device_memory_bytes(self._device)
@@ -687,7 +687,7 @@ class Worker:
         return ending
 
 
-def dry_run_group(run: RunHere, device: torch.device, before: Group | None) -> Group:
+def dry_run_group(run: CurrentRun, device: torch.device, before: Group | None) -> Group:
     """The group of a worker in its dry run. before: of an earlier generation, which it closes."""
     from chorusline.collectives.dry_run import DryRunGroup
 

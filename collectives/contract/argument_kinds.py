@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .articles import with_article
+from .errors import with_article
 from .plain_numbers import real, whole
 
 if TYPE_CHECKING:

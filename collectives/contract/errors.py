@@ -53,6 +53,16 @@ class ChoruslineError(Exception):
         self.args = tuple(getattr(self, kind.name) for kind in kinds if kind.init)
 
 
+def with_article(name: str | type) -> str:
+    """For example "an AdamW", "a Linear" or "an SGD". name: or the class of that name."""
+    name = name.__name__ if isinstance(name, type) else name
+    is_spelt = name[:2].isupper()  # Read letter by letter, as the S of SGD.
+    begins_with_vowel = name[:1].lower() in ("a", "e", "i", "o") or (
+        name[:1] in "FHLMNRSX" if is_spelt else name[:2].lower() in ("up", "un", "ul")
+    )
+    return f"{'an' if begins_with_vowel else 'a'} {name}"
+
+
 def named(items: Sequence[object], most: int = 16) -> str:
     """A list as a sentence has it: the first `most` of its items, and how many more there are."""
     more = len(items) - most

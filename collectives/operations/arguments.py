@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ..contract.articles import with_article
 from ..contract.dtypes import DTYPE_INDEX, DTYPES
-from ..contract.errors import UnsupportedOperation
+from ..contract.errors import UnsupportedOperation, with_article
 from ..contract.modes import alias
 from ..contract.operation import Finish, ReduceOp
 from .tensor_subclasses import check_memory, unwrapped

@@ -14,7 +14,7 @@ import sys
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from ..contract.articles import with_article
+from ..contract.errors import with_article
 
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 

@@ -153,7 +153,7 @@ def _kernel(operator: str, keys: Any, *args: Any) -> Any:  # 3
     names = [argument.name for argument in arguments]
     place = names.index("process_group")
     group = dist.ProcessGroup.unbox(args[place])
-    if not hasattr(group, "_depths") or _is_meta(args[0]):
+    if not hasattr(group, "_device_groups") or _is_meta(args[0]):
         return overload.redispatch(keys & _behind(), *args)
     # Defaults at the end are not passed.
     given = {argument.name: argument.default_value for argument in arguments}

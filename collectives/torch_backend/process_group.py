@@ -39,7 +39,7 @@ from ..contract.work import Work
 from ..group import Group
 from ..stores.torch_store import StoreFromTorch
 from . import sparse, tensor_lists
-from .depths import Depths
+from .device_groups import DeviceGroups
 from .dispatcher import formerly, hand_on_functional_operators, operation
 from .monitored_barrier import monitored_barrier
 from .options import Options
@@ -123,8 +123,8 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         torch_store: returned to torch as the store of this process group."""
         _TorchProcessGroup.__init__(self, members.rank, members.size)
         self._membership = members if isinstance(members, GroupMembership) else None
-        self._depths: Depths | Unconnected = (
-            Unconnected() if isinstance(members, GroupMembership) else Depths(members)
+        self._device_groups: DeviceGroups | Unconnected = (
+            Unconnected() if isinstance(members, GroupMembership) else DeviceGroups(members)
         )
         self._rank, self._size, self._timeout_s = members.rank, members.size, members.timeout_s
         self._next_sequence = 0
@@ -137,7 +137,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
 
     @property
     def group(self) -> Group:
-        return self._depths.host
+        return self._device_groups.host
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -205,11 +205,11 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         membership = self._reconfigurable("reconfigure")
         members = membership.members(opts.handles)
         limit_s = self._timeout_s if opts.timeout is None else opts.timeout.total_seconds()
-        self._depths.close()
-        self._depths, self._coalescing = Unconnected(), None
+        self._device_groups.close()
+        self._device_groups, self._coalescing = Unconnected(), None
         host = membership.connect(members, opts.uuid, limit_s)
         host.timeout_s = self._timeout_s
-        self._depths = Depths(host)
+        self._device_groups = DeviceGroups(host)
         self._rank, self._size = host.rank, host.size
         self._next_sequence = self._splits = 0  # New ranks begin to count here, too.
         return self._in_flight(host.barrier(), [], "reconfigure")
@@ -244,7 +244,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         """Do nothing: ranks outside a new group do not take part in making it."""
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        self._depths.group(device)
+        self._device_groups.group(device)
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         else:
             tensor = tensor_lists.reduced(tensors, op)
             after = tensor_lists.copying(tensor, tensors)
-        group = self._depths.group(tensor.device)
+        group = self._device_groups.group(tensor.device)
         if tensor.layout is not torch.strided:
             work, add_up = sparse.all_reduce(group, tensor, op, limit_s)
             return self._in_flight(work, tensors, "all_reduce", in_turn(add_up, after))
@@ -269,7 +269,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> TorchWork:
         op, factor = reduction(opts)
         limit_s = seconds(opts)
-        group = self._depths.group(some(tensors)[0].device)
+        group = self._device_groups.group(some(tensors)[0].device)
         if any(tensor.layout is not torch.strided for tensor in tensors):
             for tensor in tensors:
                 work, add_up = sparse.all_reduce(group, tensor, op, limit_s)
@@ -295,7 +295,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         if len(tensors) > 1:
             tensor_lists.alike(tensors)
             after = tensor_lists.copying(tensors[of], tensors)
-        group = self._depths.group(tensors[0].device)
+        group = self._device_groups.group(tensors[0].device)
         work = group.broadcast(moved(tensors[of]), root, timeout_s=seconds(opts))
         return self._in_flight(work, tensors, "broadcast", after)
 
@@ -303,7 +303,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
     def reduce(self, tensors: Any, opts: Any = None) -> TorchWork:
         op, factor = reduction(opts)
         root, of = (0, 0) if opts is None else (opts.rootRank, opts.rootTensor)
-        group = self._depths.group(only(tensors).device)
+        group = self._device_groups.group(only(tensors).device)
         if of != 0:
             raise ValueError(f"invalid root tensor: {of}, of 1 tensor")
         work = group.reduce(tensors[0].data, root, op, factor=factor, timeout_s=seconds(opts))
@@ -326,19 +326,19 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         """outputs[r][i] receives inputs[i] of rank r."""
         by_input = [[by_rank[i] for by_rank in outputs] for i in range(len(inputs))]
         written = [tensor for output in outputs for tensor in output]
-        group = self._depths.group(inputs[0].device)
+        group = self._device_groups.group(inputs[0].device)
         work = _together(
             group, lambda output, input: self._all_gather(output, input, opts), by_input, inputs
         )
         return self._in_flight(work, written, "all_gather", shapes_of=inputs)
 
     def _all_gather(self, output: Any, input: torch.Tensor, opts: Any) -> Work:
-        group = self._depths.group(input.device)
+        group = self._device_groups.group(input.device)
         return group.all_gather(all_moved(output), moved(input), timeout_s=seconds(opts))
 
     @operation("allgather_into_tensor_coalesced_", 2, AllgatherOptions)
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        group = self._depths.group(inputs[0].device)
+        group = self._device_groups.group(inputs[0].device)
         limit_s = seconds(opts)
         work = _together(
             group,
@@ -350,13 +350,13 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
 
     @operation("_allgather_base_", 2, AllgatherOptions, single=True)
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> TorchWork:
-        group = self._depths.group(input.device)
+        group = self._device_groups.group(input.device)
         work = group.all_gather(moved(output), moved(input), timeout_s=seconds(opts))
         return self._in_flight(work, [output], "_all_gather_base", shapes_of=[input])
 
     @operation("gather_", 2, GatherOptions)
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        group = self._depths.group(only(inputs).device)
+        group = self._device_groups.group(only(inputs).device)
         output = list(only(outputs, "list of outputs")) if outputs else None
         work = group.gather(
             moved(inputs[0]),
@@ -368,7 +368,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
 
     @operation("scatter_", 2, ScatterOptions)
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        group = self._depths.group(only(outputs).device)
+        group = self._device_groups.group(only(outputs).device)
         work = group.scatter(
             moved(outputs[0]),
             all_moved(only(inputs, "list of inputs")) if inputs else None,
@@ -395,7 +395,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         """inputs: for each output, a tensor, or a list with one tensor for each rank."""
         op, factor = reduction(opts)
         limit_s = seconds(opts)
-        group = self._depths.group(outputs[0].device)
+        group = self._device_groups.group(outputs[0].device)
         work = _together(
             group,
             lambda output, input: group.reduce_scatter(
@@ -421,7 +421,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         input_split_sizes: Any,
         opts: Any = None,
     ) -> TorchWork:
-        group = self._depths.group(output.device)
+        group = self._device_groups.group(output.device)
         work = group.all_to_all(
             moved(output),
             moved(input),
@@ -433,7 +433,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
 
     @operation("alltoall_", 2, AllToAllOptions)
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
-        group = self._depths.group(outputs[0].device)
+        group = self._device_groups.group(outputs[0].device)
         work = group.all_to_all(all_moved(outputs), all_moved(inputs), timeout_s=seconds(opts))
         return self._in_flight(work, list(outputs), "all_to_all")
 
@@ -443,24 +443,24 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         device = getattr(opts, "device", None)
         if device is None or device.type != "cuda":
             device = torch.device("cpu")
-        work = self._depths.group(device).barrier(timeout_s=seconds(opts))
+        work = self._device_groups.group(device).barrier(timeout_s=seconds(opts))
         return self._in_flight(work, [], "barrier")
 
     @operation("send", 1, None, ("dst", "tag"))
     def send(self, tensors: Any, dst: int, tag: int, opts: Any = None) -> TorchWork:
-        group = self._depths.group(only(tensors).device)
+        group = self._device_groups.group(only(tensors).device)
         work = group.send(moved(tensors[0]), dst, _checked_tag(tag))
         return self._in_flight(work, tensors, "send")
 
     @operation("recv_", 1, None, ("src", "tag"))
     def recv(self, tensors: Any, src: int, tag: int, opts: Any = None) -> TorchWork:
-        group = self._depths.group(only(tensors).device)
+        group = self._device_groups.group(only(tensors).device)
         work = group.recv(moved(tensors[0]), src, _checked_tag(tag))
         return self._in_flight(work, tensors, "recv")
 
     @operation("recv_any_source_", 1, None, ("tag",))
     def recv_anysource(self, tensors: Any, tag: int, opts: Any = None) -> TorchWork:
-        group = self._depths.group(only(tensors).device)
+        group = self._device_groups.group(only(tensors).device)
         work = group.recv(moved(tensors[0]), None, _checked_tag(tag))
         return self._in_flight(work, tensors, "recvAnySource")
 
@@ -485,7 +485,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         monitored_barrier(self.group, limit_s, wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalescing = self._depths.group(torch.device(device)).coalesce()
+        self._coalescing = self._device_groups.group(torch.device(device)).coalesce()
 
     def _end_coalescing(self, device: torch.device) -> TorchWork:
         block, self._coalescing = self._coalescing, None
@@ -565,7 +565,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
-        self._depths.set_timeout(self._timeout_s)
+        self._device_groups.set_timeout(self._timeout_s)
 
     _set_default_timeout = set_timeout
 
@@ -573,11 +573,11 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
 
     def abort(self) -> None:
         """End the generation on all ranks: works in flight raise GroupAborted."""
-        self._depths.abort("the process group was aborted")
-        self._depths.close()
+        self._device_groups.abort("the process group was aborted")
+        self._device_groups.close()
 
     def shutdown(self) -> None:
-        self._depths.close()
+        self._device_groups.close()
 
     def get_error(self) -> Any:
         """What torch calls the error that ended the group; an abort by this rank is none."""
@@ -589,7 +589,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         return ErrorType.REMOTE_ERROR
 
     def __repr__(self) -> str:
-        over = "no members" if isinstance(self._depths, Unconnected) else repr(self.group)
+        over = "no members" if isinstance(self._device_groups, Unconnected) else repr(self.group)
         return f"<ChoruslineProcessGroup {self._group_name!r} over {over}>"
 
 

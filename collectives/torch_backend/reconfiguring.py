@@ -77,7 +77,7 @@ class GroupMembership:
 
 
 class Unconnected:
-    """In the place of `Depths`: the groups of a process group that has no members yet."""
+    """In the place of `DeviceGroups`: the groups of a process group that has no members yet."""
 
     @property
     def host(self) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.contract.errors import with_article
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..process.registry import Registered

@@ -14,8 +14,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from chorusline.collectives.contract.articles import with_article
-from chorusline.collectives.contract.errors import named
+from chorusline.collectives.contract.errors import named, with_article
 
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
 from ..session.showing.progress import Progress

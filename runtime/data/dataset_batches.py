@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from chorusline.collectives.contract.argument_kinds import check_kinds, checked_place
-from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.contract.errors import with_article
 
 from .batches import Batches
 from .cursor import Cursor

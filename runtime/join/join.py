@@ -24,7 +24,7 @@ from typing import Any, Self
 import torch
 
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
-from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.contract.errors import with_article
 from chorusline.collectives.contract.work import Work
 from chorusline.collectives.group import Group
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.contract.errors import with_article
 
 Follower = Callable[[], object]
 

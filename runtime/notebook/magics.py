@@ -14,7 +14,7 @@ import itertools
 import traceback
 from typing import Any
 
-from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.contract.errors import with_article
 
 from ..program.packing import packed_program
 from .cells import latest_session

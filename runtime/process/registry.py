@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from chorusline.collectives.contract.argument_kinds import check_text
-from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.contract.errors import with_article
 
 from .option_numbers import copied_options
 from .random_state import RandomState

@@ -35,7 +35,7 @@ LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (outc
 
 
 class Program:
-    """A train function and its arguments, as `actors/worker/run_here.py` asks for them."""
+    """A train function and its arguments, as `actors/worker/current_run.py` asks for them."""
 
     def __init__(
         self,

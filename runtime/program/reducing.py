@@ -7,8 +7,8 @@ from typing import Any
 import numpy
 import torch
 
-from chorusline.collectives.contract.articles import with_article
 from chorusline.collectives.contract.dtypes import DTYPES
+from chorusline.collectives.contract.errors import with_article
 from chorusline.collectives.contract.operation import ReduceOp
 from chorusline.collectives.group import Group
 

@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from chorusline.actors.messages.messages import ReportValue
-from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.contract.errors import with_article
 
 MOST_NUMBERS = 1024
 """In one value of a report. Reports travel in the order in which they come, so a large one would

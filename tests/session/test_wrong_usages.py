@@ -18,7 +18,7 @@ from torch import nn
 
 import chorusline as cl
 from chorusline.actors.errors import StartupError
-from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.contract.errors import with_article
 from chorusline.runtime.program.hints import instead_of, note_on
 from chorusline.runtime.session import connecting
 

@@ -89,7 +89,7 @@ _SAME_PASSES = (
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """That of an optimizer, as ranks compare it. bits: of its tensors, where they are known."""
+    """That of an optimizer, as ranks compare it. bits: of its tensors; None: not known."""
 
     is_new: bool
     bits: int | None = None

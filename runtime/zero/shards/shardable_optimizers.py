@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives.contract.articles import with_article
+from chorusline.collectives.contract.errors import with_article
 from chorusline.collectives.group import Group
 
 from ...process.between_runs import between_runs

@@ -118,7 +118,7 @@ WAITS: dict[tuple[str, str], Callable[[cl.Group], object] | str] = {
     ): "what the program reads behind a recovery",
     ("runtime/zero/shards/shard_state.py", "exchange"): "before state is taken for received",
     ("actors/worker/worker.py", "_meet"): "a barrier",
-    ("actors/worker/run_here.py", "meet_again"): "a barrier",
+    ("actors/worker/current_run.py", "meet_again"): "a barrier",
 }
 """By file and function: what comes to its reads, or why there are none behind its wait."""
 

@@ -28,7 +28,7 @@ ORDER = {
         "shared_memory",
         "objects",
         "transports",
-        ("group", "family", "meeting", "neutral", "kept_results", "dry_run"),
+        ("group", "group_family", "meeting", "neutral", "kept_results", "dry_run"),
         "torch_backend",
         ("__init__",),
     ],

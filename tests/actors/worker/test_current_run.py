@@ -7,16 +7,16 @@ from dataclasses import replace
 from chorusline.actors.messages.messages import Assignment, RunRequest
 from chorusline.actors.ray_calls.actor_store import ActorStore
 from chorusline.actors.reporting.report_buffer import ReportBuffer
-from chorusline.actors.worker.run_here import RunHere
+from chorusline.actors.worker.current_run import CurrentRun
 from chorusline.collectives.contract.errors import GroupAborted
 
 THIRD = Assignment(3, 0, 2, 0, 2, 0)
 
 
-def run_in(assignment: Assignment) -> RunHere:
+def run_in(assignment: Assignment) -> CurrentRun:
     request = RunRequest(0, timeout_s=60.0, keep_reports=False, max_failures=None)
     nobody = object()  # No call is made.
-    return RunHere(assignment, request, ActorStore(nobody), ReportBuffer(keep=False), nobody)
+    return CurrentRun(assignment, request, ActorStore(nobody), ReportBuffer(keep=False), nobody)
 
 
 def test_an_order_to_freeze_stands_until_the_group_of_its_generation_is_made() -> None:

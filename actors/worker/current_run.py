@@ -40,7 +40,7 @@ class RunnableProgram(Protocol):
     ) -> object: ...
 
 
-class RunHere:
+class CurrentRun:
     """The run in progress on this worker. The worker's lock guards all that changes.
 
     store: of the generation. A cancelled store stays cancelled, so the next generation has another.

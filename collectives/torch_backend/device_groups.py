@@ -12,7 +12,7 @@ from .ordered_future import current_depth
 _CPU = torch.device("cpu")
 
 
-class Depths:
+class DeviceGroups:
     """The groups of one process group, by device and depth.
 
     host: the CPU group, the parent of all others. It is made first, so that the error of a missing
