@@ -222,7 +222,9 @@ class JoinEngine:
         self._hooks = [joinable.join_hook(**hook_arguments) for joinable in joinables]
         self._device = joinables[0].join_device
         self._throws = throws
-        self._is_exhausted = False  # True: every rank raises for throw_on_early_termination
+        self._exhausted: RuntimeError | None = None
+        """What every rank raises at the same step for throw_on_early_termination, so that no peer
+        waits."""
         self._step_along = list(step_along)
         self.averages = [each for each in step_along if isinstance(each, AveragedModel)]
         self.runs_functions = any(not isinstance(each, _KNOWN) for each in step_along)
@@ -335,6 +337,8 @@ class JoinEngine:
         try:
             if isinstance(error, Interrupted):
                 return  # All ranks raise it at the same step, so no peer waits.
+            if error is not None and error is self._exhausted:
+                return  # As all ranks do.
             if error is not None:  # Peers may wait in a collective of this step.
                 self._explain(error)
                 self._release_peers(error)
@@ -346,7 +350,7 @@ class JoinEngine:
                     hook.post_hook(is_last_joiner)
             except BaseException as mine:
                 self._explain(mine)
-                if not self._is_exhausted:  # If it is, all ranks raise, and no peer waits.
+                if mine is not self._exhausted:
                     self._release_peers(mine)
                 raise
         finally:
@@ -681,12 +685,12 @@ class JoinEngine:
 
     def _raise_if_exhausted(self, live: tuple[int, ...]) -> None:
         if self._throws and 0 < len(live) < self._group.size:
-            self._is_exhausted = True
             absent = [rank for rank in range(self._group.size) if rank not in live]
-            raise RuntimeError(
+            self._exhausted = RuntimeError(
                 f"Detected at least one rank that exhausted inputs: {name_ranks(absent)}. Every "
                 "rank raises this at the same step, because throw_on_early_termination is set"
             )
+            raise self._exhausted
 
 
 def _check_groups(groups: Sequence[Group], followed: Sequence[Group]) -> None:

@@ -48,7 +48,7 @@ class Join:
         `fully_shard` has sharded.
     enable: False makes the Join do nothing.
     throw_on_early_termination: raise RuntimeError on every rank at the first step that some rank
-        cannot take, instead of shadowing.
+        cannot take, instead of shadowing. A program may catch it around the Join, and continue.
     step_along: objects besides the joinables whose `.step()` the body calls once per step:
         learning-rate schedules, and a plain optimizer of a model that is not sharded; functions
         without arguments that it calls; an AveragedModel that it updates. A joined rank calls them

@@ -81,7 +81,13 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
         GradScaler was made for it."""
         if self.is_enabled() and isinstance(optimizer, ZeroRedundancyOptimizer):
             self._check_scales(optimizer)
-        result = super().step(optimizer, *args, **kwargs)
+        try:
+            result = super().step(optimizer, *args, **kwargs)
+        except Exception:
+            # torch would multiply the scale of the next step by what an error leaves here.
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
+            raise
         if self.is_enabled() and optimizer is self._optimizer:
             self._take_agreement()
         return result

@@ -1112,7 +1112,16 @@ class OptimizerEngine:
         self.last_live = live
         if live:
             self.state_changes.forget()
-        self.optimizer._step_agreed(outcome.agreement, self._recovery, ends_step=True, counts=True)
+        try:
+            self.optimizer._step_agreed(
+                outcome.agreement, self._recovery, ends_step=True, counts=True
+            )
+        except RuntimeError:
+            # All ranks raise it, and may continue with another Join: this step is over, untaken.
+            if self.reducer is not None:
+                self.reducer.end_step(outcome.agreement)
+                self.reducer.drop()
+            raise
         if self.group.rank not in live or self._steps_nothing:
             # A joined rank runs no learning rate schedule: it steps its shard with the options of
             # a live rank. A rank that steps nothing does not count what the optimizer counts.

@@ -14,7 +14,9 @@ from tests.harness.reused_ranks import another_group
 from tests.references.joinables import CountingJoinable
 from tests.references.training import (
     OPTIMIZERS,
+    backward_of_all,
     batches_of,
+    data_of,
     largest_difference,
     loss_of,
     make_model,
@@ -246,6 +248,63 @@ def test_early_termination_raises_on_every_rank_at_the_same_step(ranks_of):
     assert [steps for steps, _ in results] == [3, 3]
     assert all("exhausted inputs: rank 0" in told for _, told in results)
     assert ranks_of(2).run(throw_early, (4, 4)) == [(4, ""), (4, "")]
+
+
+def go_on_after_early_termination(group, lengths, kind, clears_first):
+    """Three epochs, each of which ends with the error, or with the data."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None
+        listed = [model]
+        if kind != "plain":
+            optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+            listed.append(optimizer)
+        if kind == "scaled":
+            scaler = cl.GradScaler(optimizer, init_scale=4.0, growth_interval=2)
+            listed.append(scaler)
+        texts = []
+        for _ in range(3):
+            try:
+                with cl.Join(listed, throw_on_early_termination=True):
+                    for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
+                        if clears_first:
+                            optimizer.zero_grad()
+                        loss = loss_of(model, batch)
+                        if scaler is None:
+                            loss.backward()
+                            optimizer.step()
+                        else:
+                            scaler.scale(loss).backward()
+                            scaler.step(optimizer)
+                            scaler.update()
+                        if not clears_first:
+                            optimizer.zero_grad()
+            except RuntimeError as error:
+                texts.append(str(error).partition(":")[0])
+        return [p.detach().clone() for p in model.parameters()], texts
+
+
+@pytest.mark.parametrize("clears_first", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "sharded", "scaled"])
+@pytest.mark.parametrize("lengths", [(3, 5), (0, 2), (2, 4, 3), (2, 2)])
+def test_ranks_that_catch_the_early_termination_go_on_together(
+    ranks_of, lengths, kind, clears_first
+):
+    model = make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = data_of(None, lengths, torch.float64)
+    for _ in range(3):
+        for number in range(min(lengths)):
+            optimizer.zero_grad()
+            backward_of_all(model, data, number)
+            optimizer.step()
+    size = len(lengths)
+    for found, texts in ranks_of(size).run(
+        go_on_after_early_termination, lengths, kind, clears_first
+    ):
+        assert largest_difference(found, list(model.parameters())) < 1e-12
+        caught = 0 if len(set(lengths)) == 1 else 3
+        assert texts == ["Detected at least one rank that exhausted inputs"] * caught
 
 
 def accumulate(group, lengths):

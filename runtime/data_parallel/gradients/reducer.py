@@ -624,7 +624,11 @@ class Reducer:
         check_same_joins(joins_in(total, self.group.size), self.group.generation)
         if sends_again(votes := leftovers_in(total, self.group.size)):
             total = self._add_leftovers(total, votes)
-        agreement, divisor = self._agreement_of(total)
+        try:
+            agreement, divisor = self._agreement_of(total)
+        except RuntimeError:
+            self.drop()
+            raise
         # No rank had data: the sum is of zeros, and nothing is applied.
         if not agreement.live:
             self._go_back(agreement)
@@ -1005,6 +1009,13 @@ class Reducer:
         for bucket in self.buckets:
             bucket.note_content()
         self._begin_step()
+
+    def drop(self) -> None:
+        """All ranks raise an error about the step on which they have agreed, and may continue with
+        another one: `.grad` holds sums by now, or what belongs to no step."""
+        self._aside, self.has_leftover = {}, False
+        self.earlier.forget()
+        self.held.drop()
 
     def _begin_step(self) -> None:
         self._num_steps += 1
