@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chorusline.runtime.data.cursor import Cursor
+from chorusline.runtime.data.cursor import Cursor, Used
 from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.data.dealer import WITHIN, Dealer
 from chorusline.runtime.process.step_boundary import boundary
@@ -83,6 +83,85 @@ def test_all_ranks_begin_the_same_iterations_after_every_stop(seed: int) -> None
         if sizes[0] == shortest:  # A zip drops batches only of what it asks before the shortest.
             used = [number for rank in ranks for number in rank.used[epoch][0]]
             assert sorted(used) == list(range(shortest))
+    assert not boundary().iterations
+
+
+class Stopped(Rank):
+    """A rank of a loop over `ctx.epochs(resume=...)` in a Join: all ranks agree on each step."""
+
+    def begin(self, parts: list[dict[str, Any]] | None) -> None:
+        self.dealer, self.cursor = Dealer(self.rank, self.num_ranks), Cursor()
+        if parts is not None:
+            self.cursor.resume(parts)
+        self.epochs = self.cursor.epochs(EPOCHS)
+
+    def begin_epoch(self, epoch: int) -> list[int]:
+        """The numbers of its iterations."""
+        self.epoch = epoch
+        self.shards = [self.shard(size, epoch, self.dealer, self.cursor) for size in self.sizes]
+        self.beside = [iter(shard) for shard in self.shards]
+        return self.dealer.inside()
+
+    def has_batch(self) -> bool:
+        return all(shard.has_more() for shard in self.shards)
+
+    def step(self) -> None:
+        """One that all ranks agree on, with or without a batch of this rank."""
+        if self.has_batch():
+            for used, batches in zip(self.used[self.epoch], self.beside, strict=True):
+                used += next(batches)
+        for shard in self.shards:
+            shard.agree()
+
+    def stop(self, num_taken: int) -> dict[str, Any]:
+        """Aborted in a step that does not count, when it has taken its batch of so many shards."""
+        for batches in self.beside[: num_taken if self.has_batch() else 0]:
+            next(batches)
+        for batches in self.beside:
+            batches.close()
+        self.epochs.close()
+        return self.cursor.state(Used.AGREED)
+
+    def end_epoch(self) -> None:
+        for _ in zip(*self.beside, strict=False):
+            raise AssertionError("a zip ends with the shard that ends first")
+        for batches in self.beside:
+            batches.close()
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_steps_that_were_aborted_on_some_ranks_only_are_taken_again_by_all(seed: int) -> None:
+    """Each rank has got as far into the aborted step as it pleases: before its batch, or with the
+    batches of some of its shards."""
+    draw = random.Random(seed)
+    num_ranks, num_shards = draw.choice([2, 3]), draw.choice([2, 3])
+    sizes = [draw.randint(1, 30) for _ in range(num_shards)]
+    ranks = [Stopped(rank, num_ranks, sizes) for rank in range(num_ranks)]
+    parts = None
+    for num_steps in [draw.randint(1, 8) for _ in range(4)] + [10**6]:
+        for rank in ranks:
+            rank.begin(parts)
+        parts = None
+        while parts is None and None not in (epochs := [next(one.epochs, None) for one in ranks]):
+            begun = [rank.begin_epoch(epoch) for rank, epoch in zip(ranks, epochs, strict=True)]
+            assert all(one == begun[0] and len(one) == len(sizes) for one in begun)
+            while parts is None and any(rank.has_batch() for rank in ranks):
+                for rank in ranks:
+                    rank.step()
+                num_steps -= 1
+                if num_steps <= 0 and any(rank.has_batch() for rank in ranks):
+                    parts = [rank.stop(draw.randint(0, num_shards)) for rank in ranks]
+            if parts is None:
+                for rank in ranks:
+                    rank.end_epoch()
+        if parts is None:
+            break
+    for epoch in range(EPOCHS):
+        for place, size in enumerate(sizes):
+            used = [number for rank in ranks for number in rank.used[epoch][place]]
+            assert len(set(used)) == len(used) <= size, "no sample twice"
+            if size == min(sizes) == sizes[0] and place == 0:
+                assert sorted(used) == list(range(size)), "and none is lost"
     assert not boundary().iterations
 
 
