@@ -43,13 +43,21 @@ class KeptPiece:
     """A piece of a parameter that this rank steps, as part of its own shard or of a replica.
 
     tensor: view of the master; (piece.numel,), or the parameter's shape if parameters are not cut.
+    place: the same memory, where an optimizer has rebound `tensor`.
     where: its range in the bucket. range: the shard or replica that contains it.
     """
 
     tensor: torch.nn.Parameter
+    place: torch.Tensor
     piece: Piece
     where: Range
     range: ShardRange
+
+    def bring_back(self) -> None:
+        """The optimizer has stepped, and may have rebound what it steps (`p.data = …`)."""
+        if self.tensor.data_ptr() != self.place.data_ptr():
+            self.place.copy_(self.tensor.detach())
+            self.tensor.data = self.place
 
 
 class ParameterShard:
@@ -137,7 +145,7 @@ class ParameterShard:
                 if not self.elementwise:
                     tensor = tensor.view(self.parameters[piece.parameter].shape)
                 where = Range(number, base + start, base + stop)
-                pieces.append(KeptPiece(torch.nn.Parameter(tensor), piece, where, kept))
+                pieces.append(KeptPiece(torch.nn.Parameter(tensor), tensor, piece, where, kept))
         return pieces
 
     def _plan(
@@ -275,6 +283,7 @@ class ParameterShard:
         for mine in pieces:
             # Else the gradient would take its memory until the next step.
             mine.tensor.grad = None
+            mine.bring_back()
         for part in kept:
             part.publish_master()
 
@@ -292,6 +301,8 @@ class ParameterShard:
             nothing = [{**_options(options), "params": []} for options in groups]
             optimizer = self.optimizer_class(nothing, **self.defaults)
         _call(optimizer, mode, groups)
+        for mine in (mine for pieces in self.pieces for mine in pieces):
+            mine.bring_back()
         for part in kept:
             part.publish_master()
         for bucket in self.buckets:
