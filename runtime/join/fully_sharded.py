@@ -131,7 +131,7 @@ class FullyShardedModel(Joinable):
                     "mesh; use True or False"
                 )
         device = self._groups[0].device
-        on_device = [one._depths.group(device) for one in self._process_groups]
+        on_device = [one._device_groups.group(device) for one in self._process_groups]
         for group in dict.fromkeys([*(one.group for one in self._process_groups), *on_device]):
             group.announce_to(self._collective)
             self._undo.callback(group.announce_to, None)
