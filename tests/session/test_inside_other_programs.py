@@ -124,3 +124,34 @@ def test_sessions_that_begin_in_two_threads_share_a_cluster_and_the_last_one_sto
     program = tmp_path / "threads.py"
     program.write_text(IN_THREADS)
     assert last_line_of(program, timeout_s=110) == [[0, 1], [0, 1], False]
+
+
+@pytest.mark.slow
+async def test_a_service_runs_sessions_in_its_loop_and_in_its_threads(cluster: None) -> None:
+    """As a service does: `cl.run` in threads of its executor, beside a session of its own whose run
+    is cancelled or out of time; a thread is not disturbed by that, and its result is its own."""
+    is_alive = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def in_thread(learning_rate: float) -> Any:
+        return cl.run(train, num_workers=2, resources_per_worker=FEW, learning_rate=learning_rate)
+
+    def heard(report: Any) -> None:
+        loop.call_soon_threadsafe(is_alive.set)
+
+    async with cl.Session(2, resources_per_worker=FEW, on_report=heard) as own:
+        for ends_by in ("cancel", "time"):
+            is_alive.clear()
+            rates = (0.125, 0.25)
+            threads = [asyncio.create_task(asyncio.to_thread(in_thread, rate)) for rate in rates]
+            endless = asyncio.create_task(own.run(go_on_for_ever))
+            await is_alive.wait()
+            if ends_by == "cancel":
+                endless.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await endless
+            else:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(endless, 0.5)
+            results = await asyncio.gather(*threads, own.run(train, learning_rate=0.5))
+            assert results == [[pytest.approx(expected(rate))] * 2 for rate in (*rates, 0.5)]
