@@ -52,7 +52,7 @@ class SyncBatchNorm(_BatchNorm):
     training the mean and variance are those of the samples of all ranks, and the running statistics
     follow them. In evaluation the layer is plain batch normalisation.
 
-    num_features, eps, momentum, affine, track_running_stats: as in torch.
+    num_features, eps, momentum, affine, track_running_stats, bias: as in torch.
     process_group: a Group. None, or the model's own group: a second group of the same ranks as the
         DistributedDataParallel around the layer, or, without one, as the session.
 
@@ -71,13 +71,16 @@ class SyncBatchNorm(_BatchNorm):
         process_group: Group | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
     ) -> None:
         check_kinds(SyncBatchNorm.__init__, locals())
         check_range("num_features", num_features, 0)
         device = None if device is None else checked_device(device)
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
-        )
+        factory = {"device": device, "dtype": dtype}
+        # An older torch has no such argument.
+        options: dict[str, Any] = factory if bias else {**factory, "bias": False}
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
         self.process_group = process_group
         self._group: Group | None = None  # None: until the first forward pass
         self._checks_at_once = False

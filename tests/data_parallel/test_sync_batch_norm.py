@@ -1,6 +1,7 @@
 """SyncBatchNorm, and other collectives of the loop's body, while ranks run out of data."""
 
 import copy
+import inspect
 import itertools
 
 import pytest
@@ -55,6 +56,45 @@ def reference(lengths, accumulate=1):
         if start + accumulate <= max(lengths):  # What is left at the end is stepped nowhere.
             optimizer.step()
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def halves(size):
+    """By rank, some of the samples; each with another mean."""
+    samples = torch.randn(4 * size + 1, 6, generator=torch.Generator().manual_seed(0)).double()
+    return (samples + torch.arange(len(samples))[:, None]).tensor_split(size)
+
+
+def layers_without_a_bias(group):
+    given = torch.nn.BatchNorm1d(6, dtype=torch.float64, bias=False)
+    found = []
+    for layer in (
+        cl.SyncBatchNorm(6, dtype=torch.float64, process_group=group, bias=False),
+        cl.SyncBatchNorm.convert_sync_batchnorm(given, group),
+    ):
+        assert layer.bias is None and "bias" not in layer.state_dict()
+        own = halves(group.size)[group.rank].clone().requires_grad_()
+        output = layer(own)
+        output.pow(3).sum().backward()
+        found.append((output.detach(), own.grad, layer.running_mean, layer.running_var))
+    return found
+
+
+@pytest.mark.skipif(
+    "bias" not in inspect.signature(torch.nn.BatchNorm1d).parameters,
+    reason=f"the layers of torch {torch.__version__} have no argument bias",
+)
+def test_layers_without_a_bias_are_those_of_one_process(ranks_of):
+    layer = torch.nn.BatchNorm1d(6, dtype=torch.float64, bias=False)
+    whole = torch.cat(halves(3)).requires_grad_()
+    output = layer(whole)
+    output.pow(3).sum().backward()
+    expected = [*zip(output.detach().tensor_split(3), whole.grad.tensor_split(3), strict=True)]
+    for found, parts in zip(ranks_of(3).run(layers_without_a_bias), expected, strict=True):
+        for one in found:
+            for mine, theirs in zip(
+                one, (*parts, layer.running_mean, layer.running_var), strict=True
+            ):
+                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
 class Batches:
