@@ -159,6 +159,19 @@ its classes of groups."""
 _ONE_GPU = "a rank has one GPU; start a rank for each GPU, and write"
 
 
+_OF_A_WORK = {
+    "is_success": "write is_completed() and error() is None",
+    "exception": "write error()",
+    "synchronize": "write wait()",
+}
+"""By name of torch's Work, what a Work has instead."""
+
+
+def instead_of_attribute(name: str) -> str:
+    """The end of an AttributeError for an attribute that a Work does not have; it may be empty."""
+    return f": {_OF_A_WORK[name]}" if name in _OF_A_WORK else ""
+
+
 def instead_of_method(name: str) -> str:
     """The end of an AttributeError for an attribute that a Group does not have; it may be empty."""
     if name.endswith(_MULTI_GPU):

@@ -9,12 +9,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .errors import CollectiveError, fresh_copy
 from .operation import Operation
+from .torch_hints import instead_of_attribute
 
 _LOOKS = 4
 """Turns of the event loop in which an awaited work is polled before its task sleeps.
@@ -60,6 +61,13 @@ class Work(ABC):
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
+
+    # Not for type checkers: for them a mistyped name stays an error.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(text + instead_of_attribute(name), name=name, obj=self)
 
     @property
     def source_rank(self) -> int:

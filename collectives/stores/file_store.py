@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..contract.argument_kinds import check_kinds
 from ..contract.errors import StaleStore, StoreLost
+from ..contract.torch_hints import TOO_MANY, says
 from .store import DictStore, Polling
 
 _TURN_S = 10.0  # A write takes microseconds; a process may be stopped during one.
@@ -52,6 +53,11 @@ class FileStore(DictStore):
     _HEADER_BYTES = 4096  # at most
     _ENTRY = struct.Struct("<Iq")  # bytes of key, bytes of value (-1: deleted)
 
+    @says(
+        world_size="the file knows its users; leave it out",
+        file_name="write path=",
+        **{TOO_MANY: "a FileStore knows its users; leave out their number"},
+    )
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         check_kinds(FileStore.__init__, locals())

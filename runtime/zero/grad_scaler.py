@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from chorusline.collectives.contract.torch_hints import TOO_FEW, says
 from chorusline.collectives.group import Group
 
 from ..join.engine import GroupJoinable, Joinable
@@ -36,6 +37,12 @@ class GradScaler(torch.amp.GradScaler, GroupJoinable):
     Inside Join, list the scaler after the optimizer: Join([model, optimizer, scaler]).
     """
 
+    @says(
+        **{
+            TOO_FEW: "write GradScaler(optimizer), or for a plain optimizer "
+            "torch.amp.GradScaler(device)"
+        }
+    )
     def __init__(self, optimizer: ZeroRedundancyOptimizer, **options: Any) -> None:
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             raise TypeError(

@@ -43,6 +43,7 @@ from chorusline.collectives.contract.argument_kinds import check_kinds, check_ra
 from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.errors import CollectiveError, CollectiveMismatch, name_ranks
 from chorusline.collectives.contract.plain_numbers import whole
+from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
@@ -173,6 +174,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
 
     @torch.inference_mode(False)  # Tensors that it makes are written later, outside of that mode.
     @torch.no_grad()
+    @says(**{TOO_MANY: "pass the arguments after optimizer_class by name, such as group= and lr="})
     def __init__(
         self,
         params: DistributedDataParallel | Iterable[Any],

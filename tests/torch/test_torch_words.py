@@ -1,6 +1,7 @@
 """What people type who come from torch: it works, or an error says what to write."""
 
 import copy
+import inspect
 import re
 import warnings
 from operator import attrgetter
@@ -9,12 +10,15 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, optim
+from torch.distributed.algorithms import join
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -155,6 +159,12 @@ TYPED = {
     ),
     "of the module": (lambda h: h.model.in_features, "write model.module.in_features"),
     "of no module": (lambda h: h.model.featurs, "has no attribute 'featurs'"),
+    "is_success": (
+        lambda h: h.group.barrier().is_success(),
+        "write is_completed() and error() is None",
+    ),
+    "exception of a work": (lambda h: h.group.barrier().exception(), "write error()"),
+    "size of a FileStore": (lambda h: cl.FileStore("unused", 2), "leave out their number"),
     # Optimizers.
     "instance": (
         lambda h: cl.ZeroRedundancyOptimizer(h.model, h.plain),
@@ -192,6 +202,11 @@ TYPED = {
         "Leave the hook out",
     ),
     "step": (lambda h: h.zero.step(scale=2.0), "Set options in optimizer.param_groups"),
+    "group of zero by position": (
+        lambda h: cl.ZeroRedundancyOptimizer(h.model, ADAMW, h.group),
+        "pass the arguments after optimizer_class by name",
+    ),
+    "scaler of nothing": (lambda h: cl.GradScaler(enabled=True), "write GradScaler(optimizer)"),
     "scaler": (lambda h: cl.GradScaler("cpu"), "write GradScaler(optimizer)"),
     # Join.
     "plain optimizer": (lambda h: cl.Join([h.model, h.plain]), "step_along=[optimizer]"),
@@ -238,6 +253,28 @@ def test_what_torch_users_type_is_answered_with_what_to_write(ranks_of):
     for name, (_, text) in TYPED.items():
         assert name in told, f"{name}: was taken"
         assert text in told[name], f"{name}: {told[name]}"
+
+
+def without_self(function):
+    return {*inspect.signature(function).parameters} - {"self", "kwargs", "defaults"}
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        *(cl.Join, cl.SyncBatchNorm, cl.ZeroRedundancyOptimizer, cl.PostLocalSGDState),
+        *(cl.PostLocalSGDOptimizer, cl.PeriodicModelAverager, cl.HierarchicalModelAverager),
+    ],
+    ids=lambda one: one.__name__,
+)
+def test_a_constructor_takes_each_argument_of_torchs_own(ours):
+    places = [torch.nn, join, optim, averagers, hierarchical_model_averager, post_localSGD_hook]
+    (torchs,) = (getattr(place, ours.__name__) for place in places if hasattr(place, ours.__name__))
+    missing = without_self(torchs) - without_self(ours)
+    answered = (
+        {"process_group", "overlap_with_ddp"} if ours is cl.ZeroRedundancyOptimizer else set()
+    )
+    assert missing == answered
 
 
 OF_TORCH_ALONE = {
