@@ -12,7 +12,7 @@ import copy
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -37,6 +37,7 @@ from ..process.agreement import Agreement, Note
 from ..process.between_runs import between_runs
 from ..process.option_numbers import numbers_of, set_numbers, weight_of
 from ..process.running import current_group, recovery_of
+from ..process.sharded_tensors import is_dtensor
 from ..process.step_boundary import boundary
 from .buffers import Buffers
 from .gradients.comm_hooks import CommHook
@@ -870,15 +871,18 @@ def _has_stepped(optimizer: torch.optim.Optimizer) -> None:
     num_parameters = sum([len(options["params"]) for options in groups])
     # A group may have been added since; to compare all parameters would cost time in each step.
     if known is None or known[0] != num_parameters:
-        known = between_runs().stepped_by[optimizer] = num_parameters, _models_of(optimizer)
-    for reference, numbers in known[1]:
+        models, beside = _models_of(optimizer), _beside_models(optimizer)
+        known = between_runs().stepped_by[optimizer] = num_parameters, models, beside
+    _, models, beside = known
+    for reference, numbers in models:
         engine = reference()
         # Its own sharded optimizer is the usual case, and the ballot says all of its steps.
         if engine is None or engine.is_sharded_by(optimizer):
             continue
         # Without a gradient a step changes nothing, and no rank need take it.
         if any(p.grad is not None for number in numbers for p in groups[number]["params"]):
-            engine.has_stepped(optimizer, numbers)
+            # Named by the first model alone.
+            engine.has_stepped(optimizer, numbers, beside if reference is models[0][0] else {})
 
 
 def _models_of(
@@ -892,6 +896,18 @@ def _models_of(
         for key, reference in references.items():
             found.setdefault(key, (reference, []))[1].append(number)
     return [*found.values()]
+
+
+def _beside_models(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """By name, the parameters of the optimizer whose gradients no model reduces."""
+    engines = between_runs().engines
+    return {
+        f"parameter {place} of group {number} of {type(optimizer).__name__}, of shape "
+        f"{tuple(p.shape)}": p
+        for number, options in enumerate(optimizer.param_groups)
+        for place, p in enumerate(options["params"])
+        if p not in engines and not is_dtensor(p)
+    }
 
 
 class ModelEngine:
@@ -1070,8 +1086,14 @@ class ModelEngine:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
-        """A plain optimizer has stepped, with `groups` of its parameters in this model.
+    def has_stepped(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[int],
+        beside: Mapping[str, torch.Tensor],
+    ) -> None:
+        """A plain optimizer has stepped, with `groups` of its parameters in this model, and those
+        in `beside` in none.
 
         Raises RuntimeError if a sharded optimizer has the parameters, and where their gradients
         are not yet those of the step: in a backward pass, or in the loop over a step's batches."""
@@ -1083,12 +1105,14 @@ class ModelEngine:
         self.reducer.has_stepped(optimizer, groups)
         # In a step of ctx.steps `.grad` is the mean, without a pass that sends it.
         if self.steps.plan is None:
-            self._unreduced.note(optimizer, self.reducer)
+            apart = self.reducer.trains_apart
+            own = {n: p for n, p in beside.items() if p.grad is not None and not apart}
+            self._unreduced.note(optimizer, self.reducer, own)
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The plain optimizers with parameters of this model that have stepped on this rank."""
         stepped = between_runs().stepped_by.items()
-        return [one for one, (_, models) in stepped if any(ref() is self for ref, _ in models)]
+        return [one for one, (_, models, _) in stepped if any(ref() is self for ref, _ in models)]
 
     def leave_steps_to_optimizer(self, optimizer: object, ender: StepEnder | None) -> None:
         """A sharded optimizer ends the steps from now on; a step counts after its ballot. ender:

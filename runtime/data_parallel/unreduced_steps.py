@@ -2,11 +2,12 @@
 
 torch.autograd.grad runs no hook of a parameter: what a program computes by it and puts into `.grad`
 is this rank's own, and so is what its passes in no_sync bring, alone or after a pass that was
-reduced. The copies of the parameters drift apart. No collective and no vote comes in such a step.
-Nor may it wait for other ranks, which may average these gradients themselves. So at the first such
-step each rank leaves a digest of its gradients in the store where the group has met, and looks in
-later ones whether those of the others are there. That is over as soon as they are: other steps cost
-nothing, and these a few look-ups.
+reduced. And an optimizer may have parameters that are in no model, such as weights of a loss, whose
+gradients nothing reduces. The copies of the parameters drift apart. No collective and no vote comes
+in such a step. Nor may it wait for other ranks, which may average these gradients themselves. So at
+the first such step each rank leaves a digest of its gradients in the store where the group has met,
+and looks in later ones whether those of the others are there. That is over as soon as they are:
+other steps cost nothing, and these a few look-ups.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import warnings
 import weakref
+from collections.abc import Mapping
 
 import torch
 
@@ -43,19 +45,27 @@ class UnreducedSteps:
         self._num_steps = 0
         self._is_over = False
 
-    def note(self, optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
-        """`optimizer` has stepped with the gradients of the model."""
+    def note(
+        self,
+        optimizer: torch.optim.Optimizer,
+        reducer: Reducer,
+        beside: Mapping[str, torch.Tensor],
+    ) -> None:
+        """`optimizer` has stepped with the gradients of the model.
+
+        beside: by name, its parameters that have a gradient and are in no model."""
         num_passes, group = reducer.num_passes, reducer.group
         if self._is_over:
             return
         before = self._passes.get(optimizer, 0)
         self._passes[optimizer] = num_passes
-        if before != num_passes and not (reducer.has_leftover or self._gradients.has_replaced()):
+        is_reduced = before != num_passes and not reducer.has_leftover
+        if is_reduced and not beside and not self._gradients.has_replaced():
             return  # A pass has come since its last step, and reduced all that `.grad` holds.
         self._num_steps += 1
         number, store = self._num_steps, PrefixStore(self._key, group._store)
         if number == 1:
-            store.post(str(group.rank), json.dumps([num_passes, self._digests()]))
+            store.post(str(group.rank), json.dumps([num_passes, self._digests(beside)]))
         elif number < _MANY or number & (number - 1) == 0:
             keys = [str(rank) for rank in range(group.size)]
             if store.check(keys):
@@ -66,10 +76,11 @@ class UnreducedSteps:
                     if all(passes == reports[0][0] for passes, _ in reports):
                         self._compare([digests for _, digests in reports])
 
-    def _digests(self) -> dict[str, int]:
+    def _digests(self, beside: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        own = zip(self._gradients.names, self._gradients.parameters, strict=True)
         held = [
             (name, p.grad)
-            for name, p in zip(self._gradients.names, self._gradients.parameters, strict=True)
+            for name, p in (*own, *beside.items())
             if p.grad is not None and p.grad.layout is torch.strided
         ]
         sums = sums_of_bits([gradient for _, gradient in held])
@@ -80,6 +91,16 @@ class UnreducedSteps:
         for name in names:
             own = [digests.get(name) for digests in by_rank]
             unlike = [rank for rank, digest in enumerate(own) if digest != own[0]]
+            if unlike and name not in self._gradients.names:
+                warnings.warn(
+                    f"optimizer.step() has stepped {name}, which is in no "
+                    "DistributedDataParallel, so nothing reduces its gradient: that differs "
+                    f"between rank 0 and {name_ranks(unlike)}, and so does the parameter from now "
+                    "on. Register it in the module that is wrapped, wrap its module too, or "
+                    "average before the step: parameter.grad = ctx.reduce(parameter.grad)",
+                    stacklevel=users_level(),
+                )
+                return
             if unlike:
                 warnings.warn(
                     "optimizer.step() has used gradients that no backward pass of the "

@@ -192,6 +192,60 @@ def test_models_of_one_shape_are_told_apart(ranks_of):
     assert ranks_of(2).run(train_two) == [1, 0]
 
 
+def alone(beside, batch, group):
+    """Nothing reduces its gradient."""
+
+
+def averaged_beside(beside, batch, group):
+    group.all_reduce(beside.grad).wait()
+    beside.grad /= group.size
+
+
+def by_rule_beside(beside, batch, group):
+    beside.grad = beside.detach().sign()
+
+
+def unused(beside, batch, group):
+    beside.grad = None
+
+
+def train_beside(group, makes_gradient, shape, has_own_group):
+    """The optimizer of the model has a parameter too that is in no model."""
+    with another_group(group) as own, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        beside = torch.nn.Parameter(torch.ones(shape, dtype=torch.float64))
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        ours = [*model.parameters()]
+        groups = [{"params": ours}, {"params": [beside]}] if has_own_group else [*ours, beside]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        for batch in batches_of(own.rank, STEPS, torch.float64):
+            optimizer.zero_grad()
+            (model(batch) * beside).square().mean().backward()
+            makes_gradient(beside, batch, own)
+            optimizer.step()
+            own.barrier().wait()
+        return beside.detach(), [(str(one.message), one.filename) for one in said]
+
+
+@pytest.mark.parametrize("has_own_group", [True, False])
+@pytest.mark.parametrize("shape", [(), (5,)])
+@pytest.mark.parametrize("makes_gradient", [alone, averaged_beside, by_rule_beside, unused])
+def test_a_parameter_that_is_in_no_model_is_named(ranks_of, makes_gradient, shape, has_own_group):
+    (first, told), (second, others) = ranks_of(2).run(
+        train_beside, makes_gradient, shape, has_own_group
+    )
+    assert others == []
+    if makes_gradient is not alone:
+        assert told == [] and torch.equal(first, second)
+        return
+    assert not torch.equal(first, second), "the ranks have drifted apart"
+    ((text, path),) = told
+    place = "0 of group 1" if has_own_group else "4 of group 0"
+    assert f"stepped parameter {place} of SGD, of shape {shape}, which is in no " in text
+    assert "differs between rank 0 and rank 1" in text and "Register it in the module" in text
+    assert path == __file__
+
+
 class Around(torch.optim.Optimizer):
     """As Lookahead: the step is that of the optimizer inside."""
 
