@@ -399,12 +399,14 @@ class LocalSteps:
 
 
 def _sample_of(parameter: torch.Tensor) -> int:
-    """A digest of its first elements; 0 on a GPU, for which the host would wait."""
-    # As bytes: a view as a tensor of numpy takes six times as long.
-    if parameter.device.type != "cpu" or not parameter.is_contiguous():
+    """A digest of its first elements; 0 on a GPU, for which the host would wait, and where they are
+    in no memory of its own: a class that wraps other tensors, a storage that was emptied."""
+    if type(parameter) is not torch.nn.Parameter or not parameter.is_cpu:
         return 0
+    address = parameter.data_ptr() if parameter.is_contiguous() else 0
     num_bytes = min(parameter.numel() * parameter.element_size(), _SAMPLE_BYTES)
-    return digest_of(ctypes.string_at(parameter.data_ptr(), num_bytes)) if num_bytes else 0
+    # As bytes: a view as a tensor of numpy takes six times as long.
+    return digest_of(ctypes.string_at(address, num_bytes)) if address and num_bytes else 0
 
 
 def keeps_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import chorusline as cl
+from chorusline.runtime.data_parallel.gradients.local_steps import _sample_of
 from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
 
@@ -67,6 +69,17 @@ def train(
                 optim.step()
                 optim.zero_grad()
     return [str(one.message) for one in told if "parameter" in str(one.message)]
+
+
+def test_parameters_without_memory_of_their_own_are_not_read() -> None:
+    emptied = torch.nn.Parameter(torch.ones(3))
+    emptied.untyped_storage().resize_(0)
+    wrapping = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+    transposed = torch.nn.Parameter(torch.ones(3, 2).T)
+    none = torch.nn.Parameter(torch.ones(0))
+    meta = torch.nn.Parameter(torch.ones(3, device="meta"))
+    assert [_sample_of(one) for one in (emptied, wrapping, transposed, none, meta)] == [0] * 5
+    assert _sample_of(torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))) > 0
 
 
 LENGTHS = ((3, 5), (5, 3), (4, 4), (7, 4))
