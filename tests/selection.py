@@ -45,7 +45,7 @@ FAST = re.compile(
     "|test_(grown_models|pure_distri))"
     "|tests/program/test_last_step[.]"
     "|tests/recovery/test_(furthest_rank|rank_state)[.]"
-    "|tests/repository/code/test_(imports|process_wide_state|public_door)[.]"
+    "|tests/repository/code/test_(classes|comments|imports|process_wide_state|public_door)[.]"
     "|tests/repository/documentation/test_(documentation_site|quoted_errors)[.]"
     "|tests/repository/(benchmarks/test_faults_benchmark|packaging/test_project_files)[.]"
     "|tests/zero/(test_copies|shards/test_(exact_norm|resharding|shard_state|shards_and_buckets))[.]"

@@ -24,9 +24,9 @@ that hangs does not delay what the others say. What it prints is read from its f
 
 
 @dataclass(slots=True)
-class _Heard:
-    """What was heard of one worker. printed: its last answer; None if there is none, or if Ray
-    shows the worker's output."""
+class _WorkerLog:
+    """How far the output of one worker was read. printed: its last answer; None if there is none,
+    or if Ray shows the worker's output."""
 
     worker: Actor
     printed: Printed | None = None
@@ -68,7 +68,7 @@ class Listener:
     def __init__(self, workers: Mapping[int, Actor], starting: Collection[int]) -> None:
         self._workers = workers
         self._starting = starting
-        self._heard: dict[int, _Heard] = {}
+        self._logs: dict[int, _WorkerLog] = {}
         self._run = -1
         self._received: dict[int, tuple[Actor, int]] = {}  # by seat: of whom, how many reports
         self._lost: list[Actor] = []  # in this run
@@ -88,7 +88,7 @@ class Listener:
     def knows_all(self) -> bool:
         """Whether every worker was asked before. The last words of one that was not are lost."""
         return all(
-            (heard := self._heard.get(seat)) is not None and heard.worker is worker
+            (log := self._logs.get(seat)) is not None and log.worker is worker
             for seat, worker in self._workers.items()
             if seat not in self._starting
         )
@@ -109,20 +109,20 @@ class Listener:
         calls, since = {}, {}
         # Another worker has a seat, or nobody: of the one before, what it printed last is still to
         # be read from its file, since it cannot be asked any more.
-        for seat in [*self._heard]:
-            if self._heard[seat].worker is not self._workers.get(seat):
-                await self._hear_rest(seat, news)
-                self._lose(self._heard.pop(seat).worker)
+        for seat in [*self._logs]:
+            if self._logs[seat].worker is not self._workers.get(seat):
+                await self._read_rest(seat, news)
+                self._lose(self._logs.pop(seat).worker)
         for seat, worker in asked.items():
-            heard = self._heard.setdefault(seat, _Heard(worker))
+            log = self._logs.setdefault(seat, _WorkerLog(worker))
             # One that did not answer in time would hold every pull up; its file can be read.
             if self._silent.get(worker, 0.0) > time.monotonic():
-                await self._hear_rest(seat, news, is_gone=False)
+                await self._read_rest(seat, news, is_gone=False)
                 continue
             # A worker that has taken the seat over begins to count its reports.
             received = self._received.get(seat)
             since[seat] = received[1] if received and received[0] is worker else 0
-            until = heard.printed.until if heard.printed else None
+            until = log.printed.until if log.printed else None
             calls[seat] = worker.pull.remote(run, since[seat], until)
         for seat, pulled in (await answers(calls, timeout_s)).items():
             if isinstance(pulled, Pulled):
@@ -134,13 +134,13 @@ class Listener:
                 if pulled.printed is not None:
                     self._note(seat, pulled.printed, news)
             elif isinstance(pulled, ActorGone):
-                await self._hear_rest(seat, news)
+                await self._read_rest(seat, news)
                 self._lose(asked[seat])
             else:
                 assert isinstance(pulled, NoAnswer)
                 # Asked again after a while: its control loop may only be slow, on a busy machine.
                 self._silent[asked[seat]] = time.monotonic() + _SILENT_S
-                await self._hear_rest(seat, news, is_gone=False)
+                await self._read_rest(seat, news, is_gone=False)
         news.num_lost = len(self._lost)
         news.notices, self._notices = self._notices, []
         # Workers answer in any order, and the caller's function is called by step.
@@ -148,10 +148,10 @@ class Listener:
         return news
 
     def _note(self, seat: int, printed: Printed, news: News) -> None:
-        heard = self._heard.get(seat)
-        if heard is None:
+        log = self._logs.get(seat)
+        if log is None:
             return  # Forgotten meanwhile.
-        heard.printed = printed
+        log.printed = printed
         if printed.pieces:
             news.printed.append((seat, printed))
 
@@ -159,10 +159,10 @@ class Listener:
         if not any(worker is one for one in self._lost):
             self._lost.append(worker)
 
-    async def _hear_rest(self, seat: int, news: News, *, is_gone: bool = True) -> None:
+    async def _read_rest(self, seat: int, news: News, *, is_gone: bool = True) -> None:
         """What a worker that is gone, or does not answer, has printed last, out of its files."""
-        heard = self._heard[seat]
-        while (last := heard.printed) is not None:
+        log = self._logs[seat]
+        while (last := log.printed) is not None:
             given = (last.files, last.node_id, last.until, last.rank)
             rest = read_rest(*given)
             if rest is None:  # On another node: have another worker there read it.
@@ -175,7 +175,7 @@ class Listener:
                 piece = PrintedPiece(ERR, text.encode(), last.rank)
                 rest = Printed((piece,), last.until, last.rank, False, last.files, last.node_id)
                 news.printed.append((seat, rest))
-                heard.printed = None
+                log.printed = None
                 return
             self._note(seat, rest, news)
             if not rest.has_more:
@@ -184,11 +184,11 @@ class Listener:
     async def _read_there(
         self, given: tuple[tuple[str, str], str, Position, int | None]
     ) -> Printed | None:
-        for seat, heard in [*self._heard.items()]:
-            is_there = heard.printed is not None and heard.printed.node_id == given[1]
+        for seat, log in [*self._logs.items()]:
+            is_there = log.printed is not None and log.printed.node_id == given[1]
             worker = self._workers.get(seat)
             # A living worker on the same node sees the same files.
-            if is_there and worker is not None and worker is heard.worker:
+            if is_there and worker is not None and worker is log.worker:
                 try:
                     found = await answer(worker.read_rest.remote(*given), _REST_S)
                 except (ActorGone, NoAnswer):

@@ -521,7 +521,7 @@ class Membership:
         # A rank whose function had returned waits in its lifeline, and reports again in this one.
         run.finished.clear()
         run.takes_newcomers = run.takes_newcomers and plan.takes_newcomers
-        run.num_vain, run.achieved = plan.num_vain, plan.achieved
+        run.num_without_progress, run.achieved = plan.num_without_progress, plan.achieved
         # A number of its own even if nobody was lost: reports of the ended one must not count in
         # it.
         self._generation += 1

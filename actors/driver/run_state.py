@@ -88,7 +88,8 @@ class RunState:
     cause: why the run ends, as far as is known (rule 2 of membership.py); None while it does not.
     story: where each rank was, from the answers to the inquiry; empty before them.
     nobody_began: the function cannot have been called on any rank.
-    num_vain: generations in a row that ended though no rank was lost and nothing was achieved.
+    num_without_progress: generations in a row that ended though no rank was lost and nothing was
+    achieved.
     achieved: ballots and plain steps by the end of the last round.
     """
 
@@ -111,7 +112,7 @@ class RunState:
     inquiry: Inquiry = Inquiry.NOT_MADE
     story: str = ""
     nobody_began: bool = False
-    num_vain: int = 0
+    num_without_progress: int = 0
     achieved: int = -1
 
     @property

@@ -17,7 +17,7 @@ from .regeneration import what_counts
 from .replicas import whole_replicas
 from .run_state import Member, RunState, in_rank_order
 
-MAX_VAIN = 3
+MAX_WITHOUT_PROGRESS = 3
 """Generations in which ranks did not meet, one after another, before the run is given up."""
 
 
@@ -49,7 +49,7 @@ class Plan:
     resting: workers that wait without a rank, as their replica is not whole.
     leaving: ranks that hand over what they keep in this generation, to leave after it.
     takes_newcomers: the functions can be run again from the top, so newcomers may begin with them.
-    num_vain, achieved: as in RunState.
+    num_without_progress, achieved: as in RunState.
     """
 
     members: tuple[Member, ...]
@@ -60,7 +60,7 @@ class Plan:
     resting: tuple[Member, ...] = ()
     leaving: tuple[int, ...] = ()
     takes_newcomers: bool = False
-    num_vain: int = 0
+    num_without_progress: int = 0
     achieved: int = -1
 
 
@@ -128,9 +128,9 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
     achieved = sum(one.ballots for one in progress)
     achieved += max(report.plain_steps for report in frozen.values())
     has_changed = run.round.lost or newcomers or leavers or achieved > run.achieved
-    num_vain = 0 if has_changed else run.num_vain + 1
-    if num_vain >= MAX_VAIN:
-        return _hopeless(f"ranks did not meet {MAX_VAIN} times in a row")
+    num_without_progress = 0 if has_changed else run.num_without_progress + 1
+    if num_without_progress >= MAX_WITHOUT_PROGRESS:
+        return _hopeless(f"ranks did not meet {MAX_WITHOUT_PROGRESS} times in a row")
     resting: list[Member] = []
     if run.request.replica_size > 1 and restarts:
         by_rank = {rank: run.members[rank] for rank in staying.values()}
@@ -152,7 +152,7 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
         resting=tuple(resting),
         leaving=tuple(new for new, old in enumerate(former) if old in handing),
         takes_newcomers=can_restart,
-        num_vain=num_vain,
+        num_without_progress=num_without_progress,
         achieved=achieved,
     )
     return Outlook(Situation.READY, plan=plan)

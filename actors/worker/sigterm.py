@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SIGTERM_EXIT = 128 + signal.SIGTERM
 
 _NOTICE_S = 0.5
-_LAST_WORDS_S = 2.0
+_IDLE_S = 2.0
 """Seconds without a run after which a process that was told to end does so: the result and the
 reports of the last run are read by then."""
 
@@ -40,8 +40,8 @@ _ALARM_S = float(signal.SIGTERM)
 _SLACK_S = 0.1
 
 
-def hear_sigterm(heard: Callable[[], None]) -> None:
-    """Call `heard` in a thread of its own, once, when this process is sent SIGTERM."""
+def watch_sigterm(notice: Callable[[], None]) -> None:
+    """Call `notice` in a thread of its own, once, when this process is sent SIGTERM."""
     libc = ctypes.CDLL(None)
     set_handler = libc.signal
     set_handler.argtypes, set_handler.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
@@ -58,7 +58,7 @@ def hear_sigterm(heard: Callable[[], None]) -> None:
             time.sleep(_LOOK_S)
         signal.setitimer(signal.ITIMER_REAL, 0)
         set_handler(signal.SIGTERM, signal.SIG_IGN)  # Another one would say nothing new.
-        heard()
+        notice()
 
     # A process that the user's code forks ends by SIGTERM, as it would elsewhere.
     os.register_at_fork(after_in_child=lambda: set_handler(signal.SIGTERM, signal.SIG_DFL))
@@ -86,7 +86,7 @@ def leave(in_progress: Callable[[], CurrentRun | None], info: WorkerInfo) -> Non
     in_progress: the run that this worker is in now. info: of this worker.
     """
     idle_s = 0.0
-    while idle_s < _LAST_WORDS_S:
+    while idle_s < _IDLE_S:
         run = in_progress()
         idle_s = 0.0 if run is not None else idle_s + _NOTICE_S
         if run is not None and run.request.survives_loss:

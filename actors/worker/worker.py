@@ -64,7 +64,7 @@ from .current_run import CurrentRun, RunnableProgram, meet_again
 from .gpu import own_gpu
 from .lifeline import AdmittingRank, Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes, spare_modules
-from .sigterm import SIGTERM_EXIT, hear_sigterm, leave
+from .sigterm import SIGTERM_EXIT, leave, watch_sigterm
 from .training_thread import TrainingThread
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Worker:
         self._is_leaving = False
         self._leftovers = Leftovers()
         self._has_seat = asyncio.Event()
-        hear_sigterm(self._leave)
+        watch_sigterm(self._leave)
 
     def __repr__(self) -> str:
         """As Ray's dashboard and logs name this actor; Ray asks once, when it has started."""

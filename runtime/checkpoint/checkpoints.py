@@ -60,7 +60,7 @@ from .replica_check import Numbers, numbers_in
 from .restore import changes_in_words, options_of, restore
 from .saving import Saving
 from .sharded_state import SavedOptimizer
-from .writing import LAST_WORD_S, Writing
+from .writing import LAST_SAVE_S, Writing
 
 
 class Checkpoints:
@@ -435,11 +435,11 @@ class Checkpoints:
         last, self._in_flight = self._in_flight, None
         if last is not None and isinstance(error, CollectiveError):
             with contextlib.suppress(Exception):
-                last.wait(LAST_WORD_S)
+                last.wait(LAST_SAVE_S)
         # A thread that is inside torch when the interpreter goes ends the process by abort(), in
         # place of the error with which its program ends. So a disk that works is waited for.
         if last is not None and not last.is_ready and self._thread is not None:
-            atexit.register(self._thread.join, LAST_WORD_S)
+            atexit.register(self._thread.join, LAST_SAVE_S)
         # If the function runs again from the top, this save is due again.
         if last is not None and not (last.is_ready and last.is_whole_at_the_end()):
             self.last_step = -1

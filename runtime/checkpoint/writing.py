@@ -39,7 +39,7 @@ from .format.storage import Storage
 from .replica_check import Numbers, why_unlike
 from .saving import Saving, SavingTimes
 
-LAST_WORD_S = 2.0
+LAST_SAVE_S = 2.0
 """Seconds for a checkpoint in flight to become whole after another rank is lost. This is less
 than the grace period of a run, after which a worker that has not stopped is replaced."""
 
@@ -322,7 +322,7 @@ class Writing:
             failure = self.group.failure()
             if failure is not None:
                 # Ranks that are alive may still write; a lost rank among `ranks` never will.
-                patience_ends_at = patience_ends_at or now + LAST_WORD_S
+                patience_ends_at = patience_ends_at or now + LAST_SAVE_S
                 is_silent_for_good = isinstance(failure, PeerLost) and set(ranks) & set(
                     failure.ranks
                 )

@@ -107,7 +107,7 @@ class Conductor:
         return self.some_rank_is_out and not self._is_quiet
 
     def tell(self, numbers: Sequence[int]) -> None:
-        """More about what was announced; ranks without data know how many numbers to `hear`."""
+        """More about what was announced; ranks without data know how many numbers to `receive`."""
         with self._quietly():
             self._channel.broadcast(self._on_device(numbers), min(self.live)).wait()
 
@@ -146,7 +146,7 @@ class Conductor:
         self._is_quiet = True
         try:
             while self.live:
-                what, number, *operation = self.hear()
+                what, number, *operation = self.receive()
                 if what == Next.BATCH:
                     self._find_live(None if number < 0 else number, has_data=False)
                 elif what == Next.HOOK:
@@ -185,13 +185,13 @@ class Conductor:
         does not wait until that has arrived: only ranks without data have to read it."""
         self.tell([*numbers, *[0] * (_NUMBERS - len(numbers))])
 
-    def hear(self, count: int = _NUMBERS) -> list[int]:
+    def receive(self, count: int = _NUMBERS) -> list[int]:
         """What the conductor announces or tells, for a rank without data."""
         return self.from_rank(min(self.live), [0] * count)
 
-    def hear_hook(self) -> list[int]:
+    def receive_hook(self) -> list[int]:
         """The details of a joinable's part of the step; [-1] if something else is announced."""
-        what, _, *details = self.hear()
+        what, _, *details = self.receive()
         return details if what == Next.HOOK else [-1]
 
     def from_rank(self, rank: int, numbers: Sequence[int]) -> list[int]:

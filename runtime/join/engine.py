@@ -224,7 +224,7 @@ class JoinEngine:
         self._throws = throws
         self._exhausted: RuntimeError | None = None
         """What every rank raises at the same step for throw_on_early_termination, so that no peer
-        waits."""
+        waits; None before."""
         self._step_along = list(step_along)
         self.averages = [each for each in step_along if isinstance(each, AveragedModel)]
         self.runs_functions = any(not isinstance(each, _KNOWN) for each in step_along)

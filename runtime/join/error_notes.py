@@ -42,7 +42,7 @@ _SETTINGS = {
 
 def check_same_joins(joins: Sequence[int], generation: int) -> None:
     """Raise CollectiveMismatch, on all ranks, where their Joins differ, or the joinable that is
-    stepped. joins: by rank, as `JoinEngine.told_by`."""
+    stepped. joins: by rank, as `JoinEngine.vote_flags_of`."""
     bit = next((bit for bit in _SETTINGS if len({one & bit for one in joins}) > 1), 0)
     if not bit:
         # Models of equal size have buckets of equal size, and then their sums go through.

@@ -83,7 +83,7 @@ class FullyShardedModel(Joinable):
         self._sharded = [parameter for _, parameter in sharded_parameters(self._model)]
         self._base: dict[int, int] = {}  # by parameter, the writes when it was reduced last
         self._sums: dict[int, str] = {}  # by parameter, of its gradient then, if ranks were out
-        self._heard: list[int] | None = None  # announced to step_along; None: it has done it
+        self._received: list[int] | None = None  # announced to step_along; None: it has done it
         self._is_own = False  # FSDP2 itself, or this file, issues what is issued now
         self._runs_followers = False
         self._undo = contextlib.ExitStack()
@@ -279,20 +279,20 @@ class FullyShardedModel(Joinable):
         if self._is_own:
             return
         if self._runs_followers:
-            heard = self._heard or self._hear()
-            self._heard = None
+            received = self._received or self._receive()
+            self._received = None
             mine = [event, *numbers]
-            if heard[: len(mine)] != mine:
-                raise RuntimeError(self._why_not(event, heard))
+            if received[: len(mine)] != mine:
+                raise RuntimeError(self._why_not(event, received))
             self._match(self._sharded, self._last_writes)
         elif self._conductor.is_announcing:
             self._conductor.begin_hook(0, event, *numbers)
             if event != _Event.GATHER:
                 self._conductor.tell(writes)
 
-    def _why_not(self, event: _Event, heard: Sequence[int]) -> str:
-        theirs = _Event(heard[0]).name if heard[0] in list(_Event) else "no step"
-        if event == heard[0] == _Event.STEP:
+    def _why_not(self, event: _Event, received: Sequence[int]) -> str:
+        theirs = _Event(received[0]).name if received[0] in list(_Event) else "no step"
+        if event == received[0] == _Event.STEP:
             return (
                 f"the options of an optimizer differ on this rank {self.join_group.rank}, which "
                 f"has run out of data, from those of the ranks with data: what sets them there "
@@ -305,13 +305,13 @@ class FullyShardedModel(Joinable):
 
     # -- a rank without data ---------------------------------------------------------------------
 
-    def _hear(self) -> list[int]:
+    def _receive(self) -> list[int]:
         """The next announcement, for what step_along does."""
         with self._own():
-            heard = self._conductor.hear_hook()
-            if heard[0] in (_Event.STEP, _Event.COLLECTIVE):
-                self._last_writes = self._conductor.hear(len(self._sharded))
-        return heard
+            received = self._conductor.receive_hook()
+            if received[0] in (_Event.STEP, _Event.COLLECTIVE):
+                self._last_writes = self._conductor.receive(len(self._sharded))
+        return received
 
     def _shadow(self, *details: int) -> None:
         """Do what was announced: a member of _Event, and its numbers."""
@@ -325,9 +325,9 @@ class FullyShardedModel(Joinable):
                 group.reshard()
         elif event == _Event.REDUCE:
             group = self._groups[numbers[0]]
-            self._reduce_zeros(group, self._conductor.hear(len(group.fsdp_params)))
+            self._reduce_zeros(group, self._conductor.receive(len(group.fsdp_params)))
         else:
-            self._last_writes = self._conductor.hear(len(self._sharded))
+            self._last_writes = self._conductor.receive(len(self._sharded))
             self._step_along([event, *numbers])
 
     def _reduce_zeros(self, group: Any, writes: Sequence[int]) -> None:
@@ -351,9 +351,9 @@ class FullyShardedModel(Joinable):
         group._training_state = type(group._training_state).IDLE
         group.finalize_backward()
 
-    def _step_along(self, heard: list[int]) -> None:
+    def _step_along(self, received: list[int]) -> None:
         assert self._join is not None
-        self._heard, self._runs_followers = heard, True
+        self._received, self._runs_followers = received, True
         for parameter, number in zip(self._sharded, self._last_writes, strict=True):
             if number == _CLEARED:
                 parameter.grad = None
@@ -361,11 +361,11 @@ class FullyShardedModel(Joinable):
             self._join.step_along()
         finally:
             self._runs_followers = False
-        if self._heard is not None:
+        if self._received is not None:
             does = (
                 "step an optimizer of this model"
-                if heard[0] == _Event.STEP
-                else f"issue {Kind(heard[1]).name.lower()} on the model's process group"
+                if received[0] == _Event.STEP
+                else f"issue {Kind(received[1]).name.lower()} on the model's process group"
             )
             raise RuntimeError(
                 f"the ranks with data {does}, and step_along does not, so "

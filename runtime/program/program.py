@@ -112,7 +112,7 @@ class FunctionRun:
                 if resumption is not None and self._recovery is not None:
                     self._recovery.from_the_top.meet(group)
                     if resumption.gives_up is not None:  # The driver ends the run: save only.
-                        raise self._last_words(group)
+                        raise self._last_save(group)
                 self._enter(assignment, group, resumption)
                 with self._scope() as call:
                     try:
@@ -258,7 +258,7 @@ class FunctionRun:
                     raise
                 error = failure  # Another rank was lost while the ranks met: try the next one.
 
-    def _last_words(self, group: Group) -> BaseException:
+    def _last_save(self, group: Group) -> BaseException:
         """Save the state that this rank holds, since the driver ends the run; return the error that
         reports the saving to the driver."""
         assert self._recovery is not None and self._program.checkpoint is not None

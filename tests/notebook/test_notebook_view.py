@@ -42,10 +42,10 @@ def snapshot(rank: int, **steps: object) -> WorkerSnapshot:
 def test_the_headline_says_what_a_paused_run_waits_for() -> None:
     view = LiveView(ask=lambda _: pytest.fail("nobody looks"))
     audience = Audience(None, view, None, has_output=False)
-    audience.hear(News(pause=RunPause(2, 3, 40.4, 300.0)))
+    audience.deliver(News(pause=RunPause(2, 3, 40.4, 300.0)))
     waits = "waiting for 2 more workers of at least 3, 40 s of 300 s"
     assert view._doing(61.0) == f"running for 61 s, paused, {waits}"
-    audience.hear(News())
+    audience.deliver(News())
     assert view._doing(62.0) == "running for 62 s"
 
 

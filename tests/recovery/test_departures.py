@@ -172,9 +172,9 @@ async def test_a_notice_does_not_begin_a_function_again_that_has_no_step_left_to
 
 HEARING = """
 import os, signal, sys, threading
-from chorusline.actors.worker.sigterm import hear_sigterm
+from chorusline.actors.worker.sigterm import watch_sigterm
 heard = threading.Event()
-hear_sigterm(heard.set)
+watch_sigterm(heard.set)
 read, write = os.pipe()
 child = os.fork()
 if not child:

@@ -122,8 +122,8 @@ def test_a_kill_is_one_whole_line_wherever_a_run_is_shown(
     progress = Progress(console=console)
     audience = Audience(None, None, progress, has_output=False)
     with progress:
-        audience.hear(news)
-        audience.hear(replace(news, reports=[]))
+        audience.deliver(news)
+        audience.deliver(replace(news, reports=[]))
         audience.end()
     lines = re.split(r"\r|\n|\x1b\[[\d;?]*[a-zA-Z]", shown.getvalue())
     text = event_of([KILLED_AT_1456]).text

@@ -236,7 +236,7 @@ class HeldGradients:
             hands_in and holds and not is_live,
         )
 
-    def hear(self, agreement: Agreement) -> None:
+    def agreed(self, agreement: Agreement) -> None:
         """The ranks have agreed on a step, or a pass."""
         if agreement.live:
             self.last_used = [number for number, used in enumerate(agreement.used) if used]

@@ -729,7 +729,7 @@ class Reducer:
         """The agreement, and the divisor of the sum. total: the sum of the votes."""
         check_votes(total, self.group)
         agreement = read_agreement(total, self.group.size, self._num_cursors)
-        self.held.hear(agreement)
+        self.held.agreed(agreement)
         self.held.begin(agreement)
         # It was that of the step which is agreed on; without data the weights wait for the next
         # one.
@@ -985,7 +985,7 @@ class Reducer:
         """Called when the optimizer has the reduced gradients of a sharded step."""
         has_several = agreement.says(Note.SEVERAL) > 0
         votes, rank = agreement.leftovers, self.group.rank
-        self.held.hear(agreement)
+        self.held.agreed(agreement)
         if agreement.live:
             # The ranks with data cleared theirs before this step, so what was held here is gone
             # too.

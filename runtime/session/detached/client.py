@@ -257,7 +257,7 @@ class DetachedClient:
     async def pull(self, run: int, timeout_s: float) -> News:
         """What the run has said that was not pulled yet; as a Listener's."""
         try:
-            news, place = await self._ask("hear", self._id, run, self._place, self._whole)
+            news, place = await self._ask("news_since", self._id, run, self._place, self._whole)
         except RuntimeError:
             return News()  # The call for the ending raises it.
         assert isinstance(news, News)

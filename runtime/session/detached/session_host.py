@@ -58,8 +58,8 @@ _AGAIN_S = 0.1
 _LOOK_S = 1.0
 _SNAPSHOT_S = 1.0
 _STOP_S = 30.0
-_LAST_WORDS_S = 2.0
-"""Seconds for the clients to hear why the session has ended."""
+_REASON_S = 2.0
+"""Seconds for the clients to read why the session has ended."""
 
 _NOT_TO_BE_FOUND = -1
 """In place of the number of restarts: the session is starting, and nobody knows its seats yet, or
@@ -155,7 +155,7 @@ class SessionHost:
             await self._local.close()
             self._start_error = error
             self._is_up.set()
-            await asyncio.sleep(_LAST_WORDS_S)
+            await asyncio.sleep(_REASON_S)
             await self.leave()
         self._busy_at = time.monotonic()
         self._is_up.set()
@@ -184,10 +184,10 @@ class SessionHost:
                 self._run.took_s = took_s
                 self._run.ending = cloudpickle.loads(ending) if ending else _forgotten(ending)
                 # What the workers still hold of it, for clients that have not heard all.
-                await self._hear_again(self._run)
+                await self._read_again(self._run)
                 self._run.is_over.set()
 
-    async def _hear_again(self, run: _Run) -> None:
+    async def _read_again(self, run: _Run) -> None:
         has_more, crew = True, self._local.crew
         while has_more and crew is not None:
             news = await crew.listener.pull(run.number, _SNAPSHOT_S)
@@ -238,7 +238,7 @@ class SessionHost:
         self._own(self._leave_soon(), "leave")
 
     async def _leave_soon(self) -> None:
-        await asyncio.sleep(_LAST_WORDS_S)
+        await asyncio.sleep(_REASON_S)
         self._self.leave.remote()
 
     async def leave(self) -> None:
@@ -337,10 +337,11 @@ class SessionHost:
 
     # ── Who looks ────────────────────────────────────────────────────────────────────────────────
 
-    async def hear(
+    async def news_since(
         self, client: str, run: int, place: Bookmark | None, whole: bool
     ) -> tuple[News, Bookmark | None]:
-        """What a run has said since a place; None: since the beginning (RunHistory.beginning)."""
+        """What a run has reported and printed since a place; None: since the beginning
+        (RunHistory.beginning)."""
         await self.here(client)
         await self._is_up.wait()
         if self._run is None or self._run.number != run:

@@ -83,7 +83,7 @@ class Audience:
     def is_there(self) -> bool:
         return self.wants_reports or self._output is not None or self._progress is not None
 
-    def hear(self, news: News) -> None:
+    def deliver(self, news: News) -> None:
         # In a session host: its clients show what it hears, each from where it was.
         if self._record is not None:
             self._record(news)
@@ -166,7 +166,7 @@ async def delivered_news(listener: Source, run: int, audience: Audience) -> Asyn
             has_more = audience.is_there
             while has_more:
                 news = await listener.pull(run, _LAST_PULL_S if is_last else _ANSWER_S)
-                audience.hear(news)
+                audience.deliver(news)
                 has_more = news.has_more
 
     audience.begin()

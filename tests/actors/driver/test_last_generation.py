@@ -30,7 +30,7 @@ from chorusline.actors.driver.instructions import (
     StartRank,
 )
 from chorusline.actors.driver.membership import Membership
-from chorusline.actors.driver.situation import MAX_VAIN
+from chorusline.actors.driver.situation import MAX_WITHOUT_PROGRESS
 from chorusline.actors.messages.messages import (
     NOWHERE,
     Cancellation,
@@ -220,11 +220,11 @@ def test_a_run_that_survives_no_loss_ends_with_it_at_once() -> None:
 
 def test_ranks_that_do_not_meet_save_what_they_have_and_the_failure_tells_where() -> None:
     membership = running(2)
-    for generation in range(MAX_VAIN + 1):
+    for generation in range(MAX_WITHOUT_PROGRESS + 1):
         membership.handle(froze(0, generation=generation))
         told = membership.handle(froze(1, generation=generation))
     assert all(isinstance(word.gives_up, Failure) for word in resumptions(told).values())
-    last = MAX_VAIN + 1
+    last = MAX_WITHOUT_PROGRESS + 1
     for rank in (0, 1):
         membership.handle(froze(rank, generation=last, error=SAVED, saved=PLACE))
     membership.handle(RankEnded(Success(0, b"", 0), "worker-0-0"))

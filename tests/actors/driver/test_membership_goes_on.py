@@ -37,7 +37,7 @@ from chorusline.actors.driver.instructions import (
     StartRank,
 )
 from chorusline.actors.driver.membership import Membership
-from chorusline.actors.driver.situation import MAX_VAIN
+from chorusline.actors.driver.situation import MAX_WITHOUT_PROGRESS
 from chorusline.actors.messages.messages import (
     Assignment,
     FormerRanks,
@@ -334,20 +334,20 @@ def test_a_run_that_waits_in_vain_ends_with_the_loss() -> None:
 
 def test_ranks_that_do_not_meet_again_and_again_are_given_up() -> None:
     membership, _ = running(worker(0), worker(1))
-    for generation in range(MAX_VAIN):
+    for generation in range(MAX_WITHOUT_PROGRESS):
         assert not any(
             isinstance(one, AbortRank) for one in membership.handle(froze(0, 0, generation))
         )
         told = membership.handle(froze(1, 0, generation))
         assert len(resumptions(told)) == 2
-    membership.handle(froze(0, 0, MAX_VAIN))
-    told = membership.handle(froze(1, 0, MAX_VAIN))
+    membership.handle(froze(0, 0, MAX_WITHOUT_PROGRESS))
+    told = membership.handle(froze(1, 0, MAX_WITHOUT_PROGRESS))
     assert sum(isinstance(one, AbortRank) for one in told) == 2
 
 
 def test_ranks_that_take_steps_of_plain_optimizers_in_between_are_not_given_up() -> None:
     membership, _ = running(worker(0), worker(1))
-    for generation in range(MAX_VAIN + 3):
+    for generation in range(MAX_WITHOUT_PROGRESS + 3):
         word = {"waiting": Waiting.NOWHERE, "missing": ""}
         membership.handle(froze(0, 0, generation, plain_steps=generation, **word))
         told = membership.handle(froze(1, 0, generation, plain_steps=generation + 1, **word))

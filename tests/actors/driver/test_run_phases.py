@@ -267,13 +267,21 @@ def test_the_situation_follows_from_the_reports_and_to_assess_it_changes_nothing
     known = list(membership._members.values())
     assert assess(run, known).situation is Situation.INCOMPLETE
     run.round.froze(froze(1, 0, **words).frozen)
-    before = deepcopy((run.num_vain, run.achieved, run.takes_newcomers, run.phase, run.losses))
+    before = deepcopy(
+        (run.num_without_progress, run.achieved, run.takes_newcomers, run.phase, run.losses)
+    )
     outlook = assess(run, known)
     assert outlook.situation is expected
     assert (outlook.plan is not None) == (expected is Situation.READY)
     assert bool(outlook.why) == (expected is Situation.HOPELESS)
     assert assess(run, known) == outlook
-    assert before == (run.num_vain, run.achieved, run.takes_newcomers, run.phase, run.losses)
+    assert before == (
+        run.num_without_progress,
+        run.achieved,
+        run.takes_newcomers,
+        run.phase,
+        run.losses,
+    )
     if outlook.plan is not None:
         assert [one.info.seat for one in outlook.plan.members] == [0, 1, 2][: 2 + newcomer]
         assert outlook.plan.restarts == (newcomer or "waiting" in words)

@@ -34,9 +34,9 @@ def test_only_the_timer_of_the_signal_counts(
 
 PROGRAM = """
 import os, signal, threading, time
-from chorusline.actors.worker.sigterm import hear_sigterm
+from chorusline.actors.worker.sigterm import watch_sigterm
 heard = threading.Event()
-hear_sigterm(heard.set)
+watch_sigterm(heard.set)
 signal.setitimer(signal.ITIMER_REAL, 300)
 time.sleep(1)
 left = signal.getitimer(signal.ITIMER_REAL)[0]
