@@ -11,7 +11,7 @@ come to a step that the seed has drawn. In the table, over all trials of a syste
 
     faults        that have struck
     over          trials that ended by themselves, with all ranks' parameters
-    told          trials that ended with the exception that was planted
+    raised        trials that ended with the exception that was planted
     again         steps that were taken again, as the ranks have logged them: where some rank logs a
                   step that lies at least two before the newest one
     never, twice  samples that counted in no step, or in more than one
@@ -97,10 +97,10 @@ def main() -> None:
             trials.append(trial)
             if args.storm_every:
                 notes.append(f"{name}, seed {seed}: {_where_it_went(trial, quiet)}")
-        told = summed(trials, quiet)
-        rows.append([name, *(_cell(value) for value in told.values())])
+        sums = summed(trials, quiet)
+        rows.append([name, *(_cell(value) for value in sums.values())])
         every = [*([quiet] if quiet else []), *trials]
-        figures[name] = {**told, "trials": [dataclasses.asdict(trial) for trial in every]}
+        figures[name] = {**sums, "trials": [dataclasses.asdict(trial) for trial in every]}
     table("trials", ["system", *summed([], None)], rows)
     for note in notes:
         print(note)
@@ -122,7 +122,7 @@ def tried(system: System, seed: int, args: Any, kinds: Sequence[str], size: Size
 
 
 def _say(system: System, trial: Trial) -> None:
-    what = "; ".join(trial.violations()) or ("told" if trial.is_told else "well")
+    what = "; ".join(trial.violations()) or ("raised" if trial.has_raised else "well")
     struck = ", ".join(trial.struck) or "no fault"
     print(f"{system.name}, seed {trial.seed}: {struck}: {what}", file=sys.stderr, flush=True)
 
@@ -137,7 +137,7 @@ def summed(trials: Sequence[Trial], quiet: Trial | None) -> dict[str, Any]:
     return {
         "faults": sum(len(trial.struck) for trial in trials),
         "over": f"{sum(trial.is_over for trial in trials)}/{len(trials)}",
-        "told": sum(trial.is_told for trial in trials),
+        "raised": sum(trial.has_raised for trial in trials),
         "again": sum(trial.again for trial in trials),
         "never": sum(t.ending.never for t in trials if t.ending is not None and not t.is_cut),
         "twice": sum(one.again for one in endings),

@@ -50,7 +50,7 @@ class Trial:
 
     seconds: from the first step to the last.
     next_s: by fault, the seconds to the next new step.
-    is_told: the training ended with the exception that was planted.
+    has_raised: the training ended with the exception that was planted.
     is_cut: it was stopped when its time was over, as in a storm.
     said: the last line of its output, if it ended with an error.
     """
@@ -58,7 +58,7 @@ class Trial:
     seed: int
     ending: Ending | None = None
     is_hung: bool = False
-    is_told: bool = False
+    has_raised: bool = False
     is_cut: bool = False
     exit_code: int | None = None
     said: str = ""
@@ -77,19 +77,19 @@ class Trial:
     def violations(self) -> list[str]:
         """In words; a step that is taken again is none, where it was taken back as a whole."""
         end = self.ending
-        told = [f"left behind: {', '.join(self.left)}"] if self.left else []
-        if self.is_told:
-            return told
+        found = [f"left behind: {', '.join(self.left)}"] if self.left else []
+        if self.has_raised:
+            return found
         if end is None:
             how = f"ended with status {self.exit_code}, without a result: {self.said}"
-            return [*told, "hung" if self.is_hung else how]
+            return [*found, "hung" if self.is_hung else how]
         if end.again or (end.never and not self.is_cut):
-            told.append(f"{end.never} samples never counted, {end.again} more than once")
+            found.append(f"{end.never} samples never counted, {end.again} more than once")
         if end.num_steps is None:
-            told.append("the optimizer's state was lost")
+            found.append("the optimizer's state was lost")
         if end.differ and not self.is_cut:  # Ranks are cut off a step apart.
-            told.append("the ranks ended with different parameters")
-        return told
+            found.append("the ranks ended with different parameters")
+        return found
 
 
 def last_words(output: str) -> str:
@@ -200,7 +200,7 @@ class Run:
         if trial.exit_code:
             text = self.output.read_text(errors="replace")
             trial.said = last_words(text)
-            trial.is_told = "exception" in trial.struck and PLANTED in text
+            trial.has_raised = "exception" in trial.struck and PLANTED in text
         steps = [at for at, word, *_ in self.look() if word == "step"]
         trial.seconds = steps[-1] - steps[0] if steps else 0.0
 

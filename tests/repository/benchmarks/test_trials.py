@@ -360,7 +360,7 @@ def test_a_trial_says_what_came_of_a_training(alone: System) -> None:
     killed = play(alone, 0, [fault("kill")], longer)
     assert killed.violations() == ["ended with status -9, without a result: "]
     told = play(alone, 0, [fault("exception")], longer)
-    assert told.is_told and told.violations() == [] and PLANTED in told.said
+    assert told.has_raised and told.violations() == [] and PLANTED in told.said
 
 
 @pytest.mark.slow
