@@ -143,7 +143,8 @@ class RankState:
     def report(self, frozen: Frozen, facts: Facts, where: Where, *, admits: bool = False) -> Frozen:
         """This rank's report to the driver.
 
-        frozen: the report as the lifeline begins it (leave_generation).
+        frozen: the report as the lifeline begins it (leave_generation). Of a generation that this
+            rank has not entered it lacks what the others would have sent, so nobody can be spared.
         facts: read after `frozen`.
         admits: as in Frozen.
         """
@@ -153,7 +154,7 @@ class RankState:
             # Nobody has received anything of such a rank: to the driver it has begun nowhere.
             entered=NOWHERE if where is Where.NOT_BEGUN else self.entered,
             waiting=_waiting(facts, where),
-            spare=self._spare(facts),
+            spare=self._spare(facts) if frozen.generation == self.entered else 0,
             handed_over=frozen.generation == self._handed_over,
             missing=self._missing(facts, where),
             plain_steps=(self._kept if self.has_kept else facts).plain_steps,
@@ -208,11 +209,14 @@ class RankState:
         return "" if self.has_kept or where is Where.NOT_BEGUN else facts.missing
 
     def _spare(self, facts: Facts) -> int:
-        # Shards say for themselves how many replicas they have.
-        if facts.spare is not None:
-            return facts.spare
         # A newcomer has no copy before a step counts.
-        return 0 if self.is_newcomer else facts.copies
+        if self.is_newcomer:
+            return 0
+        if facts.spare is None:
+            return facts.copies
+        # Until a step counts, the state is in the shards that are kept of the call before, and what
+        # a lost rank had of them has a copy fewer than the optimizers of this call will have.
+        return 0 if self.stage in (Stage.LEFT, Stage.RESTARTED) else facts.spare
 
     def _can_save(self, facts: Facts) -> bool:
         match self.stage:

@@ -19,6 +19,7 @@ import chorusline as cl
 from chorusline.actors.errors import StateLost
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from tests.harness.arrivals import FEW
 from tests.references.killed_runs import Kind, assert_as_if_nothing_was, die, train, wrap
 
 
@@ -192,6 +193,44 @@ assert signal.getitimer(signal.ITIMER_REAL) == (0, 0), "it does not end by itsel
 
 
 @pytest.mark.slow
+def told_by_the_worker_that_comes(ctx: cl.Context, folder: Path) -> int:
+    """Rank 1 is lost. The first worker that comes tells rank 0 to end when it has made its
+    optimizer, and before it has any state of it."""
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1)))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.01, momentum=0.9, replicas=2)
+    if (ctx.generation, ctx.rank) == (0, 0):
+        (folder / "last").write_text(str(os.getpid()))
+    ctx.group.barrier().wait()
+    last = int((folder / "last").read_text())
+    if ctx.generation > 0 and os.getpid() != last and not (folder / "told").exists():
+        os.kill(last, signal.SIGTERM)
+        (folder / "told").touch()
+        time.sleep(2.0)  # By then rank 0 has asked several times whether it may leave.
+    ctx.register("optim", optim)
+    for _ in ctx.epochs(1):
+        with cl.Join([model, optim]):
+            for numbers in ctx.shard(range(300), 1):
+                if (ctx.generation, ctx.rank, optim.num_steps) == (0, 1, 2):
+                    die()
+                if is_alive(last):
+                    time.sleep(0.1)
+                model(numbers.float()[:, None]).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                (folder / f"sample {int(numbers)} of {os.getpid()}").touch()
+    return os.getpid()
+
+
+async def test_the_last_worker_with_state_leaves_only_when_another_one_has_it(
+    cluster: None, tmp_path: Path
+) -> None:
+    async with cl.Session((1, 2), resources_per_worker=FEW) as session:
+        pids = await session.run(told_by_the_worker_that_comes, folder=tmp_path)
+    assert int((tmp_path / "last").read_text()) not in pids
+    taken = [int(path.name.split()[1]) for path in tmp_path.glob("sample *")]
+    assert sorted(taken) == [*range(300)]
+
+
 def test_sigterm_is_heard_by_the_process_and_ends_those_that_it_has_forked() -> None:
     done = subprocess.run([sys.executable, "-c", HEARING], timeout=60, check=False)
     assert done.returncode == 0

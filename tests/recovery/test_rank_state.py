@@ -144,14 +144,21 @@ def test_in_every_order_of_events_a_report_says_what_was_left_since_the_last_ste
         assert state.has_kept == (is_new or kept > 0), events
         assert state.is_newcomer == (is_new and not is_saved), events
 
-        report = state.report(began(), now, Where.OUTSIDE)
-        assert report.entered == last(events, "in place", "again", "nothing is left"), events
+        entered = last(events, "in place", "again", "nothing is left")
+        report = state.report(began(0, entered), now, Where.OUTSIDE)
+        assert report.entered == entered, events
         assert report.saved == (f"checkpoint {len(events)}" if is_saved else ""), events
         assert report.can_restart == state.has_kept, events
         assert report.missing == ("" if report.can_restart else now.missing), events
         assert report.plain_steps == (0 if is_new else kept or 100), events
         assert report.can_save == state.has_kept, events
         assert report.spare == (0 if is_new and not is_saved else 2), events
+        # Of shards the kept ones count, which may have lost a copy.
+        sharded = state.report(began(0, entered), facts(100), Where.OUTSIDE)
+        assert sharded.spare == (0 if state.has_kept and not is_saved else 1), events
+        for of_objects in (now, facts(100)):
+            before = state.report(began(0, entered + 1), of_objects, Where.OUTSIDE)
+            assert before.spare == 0, "it has not entered the generation that ends"
         # The optimizers that a new call has not made yet are where they were.
         unmade = state.report(began(), replace(now, progress=()), Where.OUTSIDE)
         assert [one.ballots for one in unmade.progress] == ([kept] if kept else []), events
