@@ -50,6 +50,8 @@ _INSTEAD = {
     "ddp_comm_state": "write comm_state=",
     "ddp_comm_wrapper": "write comm_wrapper=",
     "process_group_backend": "it uses the group of the session; leave it out",
+    "process_group": "it uses the group of the session; leave it out",
+    "cluster_environment": "the session is the cluster; leave it out",
     "timeout": "write Session(timeout_s=…)",
     "start_method": "the session has started the ranks; leave it out",
 }

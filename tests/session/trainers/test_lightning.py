@@ -2,6 +2,7 @@
 script that is run unchanged, whose last step is written down."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytest.importorskip("lightning", reason="needs the extra lightning")
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from chorusline.runtime.program import lightning_trainer
 from chorusline.runtime.program.last_step import LastStep
@@ -403,21 +404,27 @@ async def test_a_module_is_fitted_again_and_collectives_are_exact(session):
         assert gradient == ([2.0, 2.0] if rank == 1 else [0.0, 0.0])
 
 
-def arguments_of_lightning(ctx):
-    told = []
-    for given in ({"ddp_comm_hook": mean}, {"model_averaging_period": 4}, {"no_such": 1}):
+def arguments_of_lightning(ctx, names):
+    told = {}
+    for name in names:
         try:
-            cl.ChoruslineStrategy(**given)
+            cl.ChoruslineStrategy(**{name: 4 if name == "model_averaging_period" else None})
         except (TypeError, ValueError) as error:
-            told.append(str(error))
+            told[name] = str(error)
     return told
 
 
-async def test_arguments_of_lightnings_own_strategy_are_refused_with_the_mend(session):
-    hook, period, unknown = (await session.run(arguments_of_lightning))[0]
-    assert "has no argument 'ddp_comm_hook': write comm_hook=" in hook
+async def test_arguments_of_lightnings_own_strategy_are_taken_or_refused_with_the_mend(session):
+    names = {*inspect.signature(DDPStrategy.__init__).parameters} - {"self", "kwargs"}
+    told = (await session.run(arguments_of_lightning, names=[*names, "no_such"]))[0]
+    assert "no_such" in told.pop("no_such")
+    period = told.pop("model_averaging_period")
     assert "model_averaging_period and post-local SGD need each other" in period
-    assert "no_such" in unknown
+    taken = {"accelerator", "parallel_devices", "checkpoint_io", "precision_plugin"}
+    assert {*told} == names - taken - {"model_averaging_period"}
+    for name, text in told.items():
+        assert f"ChoruslineStrategy has no argument '{name}': " in text
+    assert told["ddp_comm_wrapper"].endswith("write comm_wrapper=")
 
 
 class ManualWithSchedules(Manual):
