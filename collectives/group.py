@@ -1086,11 +1086,11 @@ class Group:
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"ranks must name each rank once, got {ranks}")
         # Compared before anything is made: ranks of different groups would wait for one another.
-        number, said = self._agree((ranks, name))
-        _, blamed = usual_and_blamed(said)
+        number, choices = self._agree((ranks, name))
+        _, blamed = usual_and_blamed(choices)
         if blamed:
             passed = ", ".join(
-                f"rank {r} passed {what[0]}, name {what[1]!r}" for r, what in enumerate(said)
+                f"rank {r} passed {what[0]}, name {what[1]!r}" for r, what in enumerate(choices)
             )
             remedy = "Every rank must call new_group with the same ranks and name, in one order."
             raise CollectiveMismatch(
@@ -1109,11 +1109,11 @@ class Group:
         if color is not None:
             color = _whole(color, "color must be a whole number or None")
         place = 0 if key is None else _whole(key, "key must be a whole number or None")
-        number, said = self._agree((color, place))
+        number, choices = self._agree((color, place))
         if color is None:
             return None
-        members = [rank for rank in range(self.size) if said[rank][0] == color]
-        members.sort(key=lambda rank: (said[rank][1], rank))
+        members = [rank for rank in range(self.size) if choices[rank][0] == color]
+        members.sort(key=lambda rank: (choices[rank][1], rank))
         return self._make(members, name, f"{number}.{color}")
 
     @outside_modes
@@ -1192,8 +1192,8 @@ class Group:
 
     def _agree(self, mine: Any) -> tuple[int, list[Any]]:
         """The number of the group to be made, and the arguments of all ranks."""
-        said = self.all_gather_object(mine).wait()
-        return next(self._children_made), said
+        choices = self.all_gather_object(mine).wait()
+        return next(self._children_made), choices
 
     def _make(self, members: Sequence[int], name: str | None, key: str) -> Self | None:
         """members: ranks of this group, in the order of the new group."""

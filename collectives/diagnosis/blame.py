@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ..contract.errors import CollectiveMismatch, name_ranks
 
-Said = TypeVar("Said")
+Value = TypeVar("Value")
 
 
 def to_blame(
@@ -52,34 +52,34 @@ def tell_waits(waits_for: Mapping[int, Collection[int]], late: Collection[int]) 
     )
 
 
-def usual_and_blamed(said: Sequence[Said]) -> tuple[Said, list[int]]:
+def usual_and_blamed(values: Sequence[Value]) -> tuple[Value, list[int]]:
     """The value that most ranks have, and the ranks to blame: none if all ranks agree.
 
-    said: by rank. If more than half of the ranks agree, the others are to blame; otherwise all are.
+    values: by rank. If more than half of the ranks agree, the others are to blame; otherwise all.
     """
-    if said.count(said[0]) == len(said):
-        return said[0], []
-    usual = max(said, key=said.count)
-    majority = 2 * said.count(usual) > len(said)
-    return usual, [r for r, what in enumerate(said) if not majority or what != usual]
+    if values.count(values[0]) == len(values):
+        return values[0], []
+    usual = max(values, key=values.count)
+    majority = 2 * values.count(usual) > len(values)
+    return usual, [r for r, what in enumerate(values) if not majority or what != usual]
 
 
-def tell_issued(said: Sequence[object]) -> str:
+def tell_issued(values: Sequence[object]) -> str:
     """For example `ranks [0, 2] issued all_reduce #3 (8 float32), rank 1 issued barrier #3`."""
     return ", ".join(
-        f"{name_ranks([r for r, other in enumerate(said) if other == what])} issued {what}"
-        for rank, what in enumerate(said)
-        if said.index(what) == rank
+        f"{name_ranks([r for r, other in enumerate(values) if other == what])} issued {what}"
+        for rank, what in enumerate(values)
+        if values.index(what) == rank
     )
 
 
 def check_like_rank_0(
-    operation: str, generation: int, said: Sequence[object], detail: str, remedy: str
+    operation: str, generation: int, values: Sequence[object], detail: str, remedy: str
 ) -> None:
     """Raise CollectiveMismatch that names the ranks whose value differs from rank 0's, if any.
 
-    said: by rank. operation, generation, detail, remedy: for the error.
+    values: by rank. operation, generation, detail, remedy: for the error.
     """
-    unlike = [rank for rank, what in enumerate(said) if what != said[0]]
+    unlike = [rank for rank, what in enumerate(values) if what != values[0]]
     if unlike:
         raise CollectiveMismatch(operation, generation, unlike, detail, remedy)

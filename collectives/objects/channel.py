@@ -212,10 +212,10 @@ class ObjectChannel:
             self._in_flight.changed.notify_all()
         work.call_back()
 
-    def _compare(self, operation: Operation, said: list[tuple[int, ...]]) -> None:
-        _, blamed = usual_and_blamed(said)
+    def _compare(self, operation: Operation, headers: list[tuple[int, ...]]) -> None:
+        _, blamed = usual_and_blamed(headers)
         if blamed:
-            detail = tell_issued([_named(what) for what in said])
+            detail = tell_issued([_named(what) for what in headers])
             raise CollectiveMismatch(str(operation), operation.generation, blamed, detail)
 
     def _unreadable(

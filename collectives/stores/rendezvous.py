@@ -97,24 +97,24 @@ def store_from_url(
         raise ValueError(f"url {url!r} cannot be read: {error}; write {_FORMS}") from None
     if parts.scheme not in ("tcp", "file", "env"):
         raise ValueError(f"url {url!r} is of an unknown kind; write {_FORMS}")
-    said = _parameters(url, parts)
-    listen = said.pop("listen", None)
+    settings = _parameters(url, parts)
+    listen = settings.pop("listen", None)
     if listen is not None and parts.scheme == "file":
         raise ValueError(
             f"url {url!r} names a file, which needs no address to listen at; leave out listen"
         )
     if parts.scheme == "env":
         # What the URL says counts more than a variable of the environment.
-        said = _environment(url) | said
-    rank = _settled("rank", rank, "rank", said, url)
-    size = _settled("size", size, "world_size", said, url)
+        settings = _environment(url) | settings
+    rank = _settled("rank", rank, "rank", settings, url)
+    size = _settled("size", size, "world_size", settings, url)
     rank, size = checked_place(rank, size)
     store: Store
     if parts.scheme == "file":
         store = _file_store(url, parts)
     elif parts.scheme == "env":
-        master_port = _number("MASTER_PORT", said["MASTER_PORT"], url)
-        store = _tcp_store(url, said["MASTER_ADDR"], master_port, listen, rank, timeout_s)
+        master_port = _number("MASTER_PORT", settings["MASTER_PORT"], url)
+        store = _tcp_store(url, settings["MASTER_ADDR"], master_port, listen, rank, timeout_s)
     else:
         if not parts.hostname or port is None:
             raise ValueError(f"url {url!r} lacks a host or a port; write tcp://host:port")
@@ -154,17 +154,17 @@ def _environment(url: str) -> dict[str, str]:
 
 
 def _settled(
-    argument: str, given: int | None, parameter: str, said: dict[str, str], url: str
+    argument: str, given: int | None, parameter: str, settings: dict[str, str], url: str
 ) -> int:
     """The number from the caller, the URL or the environment."""
-    if parameter not in said:
+    if parameter not in settings:
         if given is None:
             place = f"the parameter {parameter} of url {url!r}"
             if url.startswith("env:"):
                 place = f"the environment variable {parameter.upper()}"
             raise ValueError(f"{argument} is missing: pass {argument}=..., or set {place}")
         return int(given)
-    number = _number(argument, said[parameter], url)
+    number = _number(argument, settings[parameter], url)
     # Two numbers that differ are a mistake in one of them, and nobody knows in which.
     if given is not None and given != number:
         raise ValueError(

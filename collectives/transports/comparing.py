@@ -99,14 +99,14 @@ class ComparingCommunicator(WrappingCommunicator):
         )
         error: CollectiveError | None
         try:
-            said = [_unpacked(row) for row in self._rows_of_all(operation, _packed(mine))]
-            error = mismatch(operation, said)
+            descriptions = [_unpacked(row) for row in self._rows_of_all(operation, _packed(mine))]
+            error = mismatch(operation, descriptions)
             # Only between ranks that are in the same operation is there a table to compare.
             if error is None and table:
                 tables = self._rows_of_all(operation, torch.tensor(table)).tolist()
                 error = pair_mismatch(operation, self._generation, tables)
                 if error is not None:
-                    error = _with_sites(error, said)
+                    error = _with_sites(error, descriptions)
         except CollectiveError as failure:
             error = failure
         except BaseException as interrupt:
@@ -182,10 +182,12 @@ def mismatch(
 
 
 def _with_sites(
-    error: CollectiveMismatch, said: Sequence[OperationDescription]
+    error: CollectiveMismatch, descriptions: Sequence[OperationDescription]
 ) -> CollectiveMismatch:
     """The same error with the calling lines of the ranks that it blames."""
-    at = ", ".join(f"rank {r} is at {said[r].site}" for r in error.ranks if said[r].site)
+    at = ", ".join(
+        f"rank {r} is at {descriptions[r].site}" for r in error.ranks if descriptions[r].site
+    )
     detail = f"{error.detail}; {at}" if at else error.detail
     return CollectiveMismatch(error.operation, error.generation, error.ranks, detail, error.remedy)
 

@@ -137,22 +137,22 @@ def like_torchrun(seat: Seat, run_id: str, num_restarts: int) -> Iterator[None]:
             "TORCHELASTIC_RESTART_COUNT": str(num_restarts),
         }
     )
-    of_torch = dist.init_process_group
+    original = dist.init_process_group
     for module in _ITS_MODULES:
-        setattr(module, _INITIALISE, _in_place_of(of_torch, seat))
+        setattr(module, _INITIALISE, _patched(original, seat))
     try:
         yield
     finally:
         for module in _ITS_MODULES:
-            setattr(module, _INITIALISE, of_torch)
+            setattr(module, _INITIALISE, original)
         restore_environment()  # What `initialise` has found are our variables.
         set_environment(before)
 
 
-def _in_place_of(of_torch: Callable[..., None], seat: Seat) -> Callable[..., None]:
+def _patched(original: Callable[..., None], seat: Seat) -> Callable[..., None]:
     """torch's `init_process_group`, but for the calls that torchrun's scripts make."""
 
-    @functools.wraps(of_torch)
+    @functools.wraps(original)
     def init_process_group(
         backend: str | None = None,
         init_method: str | None = None,
@@ -166,7 +166,7 @@ def _in_place_of(of_torch: Callable[..., None], seat: Seat) -> Callable[..., Non
         # Called as a script for torchrun calls it. Other calls are for torch alone.
         is_ours = store is None and init_method in _OF_TORCHRUN and is_stock(backend)
         if not is_ours or dist.is_initialized():
-            of_torch(backend, init_method, timeout, world_size, rank, store, *others, **more)
+            original(backend, init_method, timeout, world_size, rank, store, *others, **more)
             return
         group = seat.group
         # A script that sets them itself has read them from torchrun's variables, or means others.

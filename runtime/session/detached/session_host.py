@@ -110,9 +110,9 @@ class SessionHost:
         is_again = saved is not None and saved[0] == ray.get_runtime_context().get_actor_id()
         self._again: int | None = saved[1] if is_again else None  # None: this is the first start
         self._tasks: set[asyncio.Task[None]] = set()
-        self._said: deque[tuple[int, str]] = deque(maxlen=_LINES)
+        self._start_lines: deque[tuple[int, str]] = deque(maxlen=_LINES)
         log = logging.getLogger("chorusline")
-        log.addHandler(_Collecting(self._said))
+        log.addHandler(_Collecting(self._start_lines))
         log.propagate = False
         self._self = ray.get_runtime_context().current_actor
         self._has_begun = False
@@ -366,7 +366,7 @@ class SessionHost:
 
     async def start_lines(self, since: int) -> list[str]:
         """Lines about the start, for whoever waits for it."""
-        return [line for number, line in self._said if number >= since]
+        return [line for number, line in self._start_lines if number >= since]
 
     async def status(self) -> DetachedStatus:
         if self._again is not None:

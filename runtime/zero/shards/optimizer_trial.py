@@ -180,7 +180,7 @@ def _judge(
         except Exception as error:
             return _refused(
                 name,
-                f"in a trial on small tensors, in one process, its step() raised {_said(error)}",
+                f"in a trial on small tensors, in one process, its step() raised {_text_of(error)}",
             )
     # Each rank would keep it for its own parameters, and no range says whose it is.
     if whole.kept[0]["state"]:
@@ -200,7 +200,9 @@ def _judge(
         # First whole parameters: what fails here cannot be sharded in any way.
         differing = trial.run(trial.by_parameter()).differs_from(whole, 0.0)
     except Exception as error:
-        differing = f"it needs all parameters in one place, and raises {_said(error)} without them"
+        differing = (
+            f"it needs all parameters in one place, and raises {_text_of(error)} without them"
+        )
     if differing:
         how = (
             "If the cause is an option that uses all gradients (a clipping norm), turn it off, "
@@ -218,7 +220,7 @@ def _judge(
     return Shardability(is_flat, per_element=per_element)
 
 
-def _said(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__} ({text[:160]})" if text else type(error).__name__
 

@@ -46,11 +46,11 @@ async def _until(event: asyncio.Event) -> None:
 
 async def test_a_session_host_keeps_the_newest_of_its_records() -> None:
     host: Any = object.__new__(SessionHost)
-    host._said = deque(maxlen=_LINES)
-    collecting = _Collecting(host._said)
+    host._start_lines = deque(maxlen=_LINES)
+    collecting = _Collecting(host._start_lines)
     for number in range(10 * _LINES):
         collecting.emit(logging.makeLogRecord({"msg": f"warning {number}"}))
-    assert len(host._said) == _LINES
+    assert len(host._start_lines) == _LINES
     last = 10 * _LINES - 1
     assert (
         await host.start_lines(last) == [f"warning {last}"]

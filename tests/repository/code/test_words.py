@@ -117,6 +117,27 @@ def test_messages_docstrings_and_comments_use_the_usual_words(package: str) -> N
     assert found == {}
 
 
+BARE = {"told", "said", "heard", "hear"}
+"""Names of no variable, parameter or method: they say that something was reported, and not what."""
+
+
+def bare_names(text: str) -> set[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return {one.string for one in tokens if one.type == tokenize.NAME} & (
+        BARE | {f"_{name}" for name in BARE}
+    )
+
+
+@pytest.mark.parametrize("package", ["collectives", "actors", "runtime", "chorusline"])
+def test_a_name_says_what_it_holds(package: str) -> None:
+    paths = [path for path in (ROOT / package).rglob("*.py") if path == path.resolve()]
+    assert {str(path): found for path in paths if (found := bare_names(path.read_text()))} == {}
+
+
+def test_a_name_that_does_not_say_what_it_holds_is_found() -> None:
+    assert bare_names("said = told_apart  # told\nself._told('hear')") == {"said", "_told"}
+
+
 def test_prose_is_what_stands_outside_of_programs() -> None:
     page = "# In vain\n\nIt\ngoes on.\n\n```python\nmend  # as ever\n```\n\nIt is `anew`.\n"
     assert all(re.search(words, prose(page)) for words in ("In vain", "goes on", "as ever"))
