@@ -131,3 +131,13 @@ def test_train_arguments_by_position_are_told_their_names() -> None:
 def test_a_session_in_a_plain_with_says_how() -> None:
     with pytest.raises(TypeError, match="async with Session"), cl.Session():
         pass
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.8 has no grad_dtype")
+def test_a_gradient_in_a_dtype_of_its_own_is_refused_as_that(alone: cl.Group) -> None:
+    module = torch.nn.Linear(4, 1).to(torch.bfloat16)
+    for parameter in module.parameters():
+        parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    model = cl.DistributedDataParallel(module, alone)
+    with pytest.raises(RuntimeError, match=r"gradient torch\.float32, as the program has set "):
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()

@@ -231,6 +231,14 @@ class Gradients:
             )
         # It would be cast, and no longer be what the program computed.
         if gradient.dtype != view.dtype:
+            if parameter.dtype == view.dtype:
+                raise RuntimeError(
+                    f"parameter {self.names[number]} of shape {tuple(parameter.shape)} is "
+                    f"{view.dtype}, and its gradient {gradient.dtype}, as the program has set "
+                    "parameter.grad_dtype; gradients travel in the parameter's dtype. Leave "
+                    "grad_dtype as it is, or keep the parameters in the dtype that the gradients "
+                    "are to have, with torch.autocast around the forward pass"
+                )
             raise RuntimeError(
                 f"parameter {self.names[number]} of shape {tuple(parameter.shape)} is "
                 f"{gradient.dtype} now, and was {view.dtype} when the model was wrapped; convert "
