@@ -1,4 +1,5 @@
-"""Comments and docstrings name files that are there, and say when a nullable field is None."""
+"""Comments and docstrings name files that are there, and say when a nullable field is None; and a
+function with many branches has a comment."""
 
 from __future__ import annotations
 
@@ -101,3 +102,34 @@ def test_a_field_of_which_nothing_says_when_it_is_none_is_found() -> None:
         '        self.below: int | None = None\n        """None without one."""\n'
     )
     assert unexplained(text) == ["One.mute", "One._mute"]
+
+
+MOST = 8
+"""Decisions of a function that may do without a comment."""
+BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+
+
+def uncommented(text: str) -> list[str]:
+    """Functions with more decisions and no comment, which says why a branch is there."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = [one.start[0] for one in tokens if one.type == tokenize.COMMENT]
+    found = []
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            parts = [*ast.walk(function)]
+            decisions = sum(isinstance(one, (*BRANCHES, ast.comprehension)) for one in parts)
+            decisions += sum(len(one.values) - 1 for one in parts if isinstance(one, ast.BoolOp))
+            end = function.end_lineno or 0
+            if decisions > MOST and not any(function.lineno <= at <= end for at in comments):
+                found.append(function.name)
+    return found
+
+
+def test_a_function_with_many_branches_has_a_comment() -> None:
+    assert [name for path in sources() for name in uncommented(path.read_text())] == []
+
+
+def test_a_function_with_many_branches_and_no_comment_is_found() -> None:
+    text = "def much(x):\n    return " + " or ".join(["x"] * (MOST + 2)) + "\n"
+    assert uncommented(text) == ["much"]
+    assert uncommented(text.replace("or x\n", "or x  # At last.\n")) == []
