@@ -519,8 +519,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         # A launch that blocks until all ranks launch must not come early: other ranks may wait for
         # this rank's statistics in the backward pass, or for their announcement in a Join.
         has_others = bool(self._sync_norms) or (join is not None and join.is_following)
-        # One pass may reduce two models, which a rank without data does one after the other.
-        is_one_of_several = join is not None and join.follows_several_models
+        # One pass may reduce two models, which a rank without data does one after the other: their
+        # buckets must not come in turn.
+        is_one_of_several = join is not None and join.has_several_models
         is_late = is_one_of_several or (has_others and self.group.waits_on_issue)
         return Pass.SENDING_AT_END if is_late else Pass.SENDING
 

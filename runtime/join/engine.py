@@ -572,8 +572,8 @@ class JoinEngine:
         return self._conductor is not None
 
     @property
-    def follows_several_models(self) -> bool:
-        return self.is_following and len(self._models) > 1
+    def has_several_models(self) -> bool:
+        return len(self._models) > 1
 
     def change_group(self, group: Group) -> None:
         """Continue in another group; a Join that follows groups cannot."""

@@ -147,9 +147,12 @@ def one_pass_in_one_process(lengths, num_models, way, is_chain):
     return [p.detach() for model in models for p in model.parameters()]
 
 
-def one_pass_on_ranks(group, lengths, order, way, is_chain, follows=False):
+def one_pass_on_ranks(group, lengths, order, way, is_chain, follows=False, bucket_cap_mb=25):
     with another_group(group) as own:
-        models = [cl.DistributedDataParallel(each, own) for each in make_chain(len(order))]
+        models = [
+            cl.DistributedDataParallel(each, own, bucket_cap_mb=bucket_cap_mb)
+            for each in make_chain(len(order))
+        ]
         kind, along = OF_ONE_PASS[way][0], {}
         listed = [models[number] for number in order]
         if way == "zero over all":
@@ -210,6 +213,19 @@ def test_where_a_group_is_followed_models_in_one_pass_are_listed_in_any_order(ra
             for result in ranks_of(2).run(one_pass_on_ranks, *arguments):
                 assert not isinstance(result, str), (way, order, result)
                 assert largest_difference(result, expected) < 1e-12, (way, order)
+
+
+@pytest.mark.parametrize("is_chain", [True, False], ids=["in a row", "side by side"])
+def test_models_in_one_pass_may_have_several_buckets_each(ranks_of, is_chain):
+    """On ranks with data the buckets of two models are complete in turn."""
+    for way, (_, by_steps) in OF_ONE_PASS.items():
+        order = (0, 1) if by_steps else (1, 0)
+        for lengths in ((2, 4), (3, 0)):
+            expected = one_pass_in_one_process(lengths, 2, way, is_chain)
+            arguments = (lengths, order, way, is_chain, False, 1e-4)
+            for result in ranks_of(2).run(one_pass_on_ranks, *arguments):
+                assert not isinstance(result, str), (way, lengths, result)
+                assert largest_difference(result, expected) < 1e-12, (way, lengths)
 
 
 OF_EPOCHS = [(2, 2), (1, 3)]  # Batches by rank: the first loop shows that a step has two passes.
