@@ -40,6 +40,13 @@ _KNOWN = (torch.optim.Optimizer, LRScheduler, AveragedModel)
 at the end, and the others read no parameters beside a step."""
 
 
+_WHY_CLOSED = (
+    "the generator that contains a Join was closed before its end, as by break or by an error in "
+    "the loop over it. Write the Join around that loop: a rank that leaves it then shadows the "
+    "steps that the others still take"
+)
+
+
 class _Batches(Protocol):
     """What a Join asks an iteration over a shard (data/batches.py)."""
 
@@ -341,6 +348,9 @@ class JoinEngine:
                 return  # As all ranks do.
             if error is not None:  # Peers may wait in a collective of this step.
                 self._explain(error)
+                # Whether `break` has closed it, or an error, is not known here.
+                if isinstance(error, GeneratorExit):
+                    error = RuntimeError(_WHY_CLOSED)
                 self._release_peers(error)
                 return
             try:

@@ -1,5 +1,6 @@
 """Join: uneven inputs are exact, cost nothing, and an exception frees the peers."""
 
+import contextlib
 import time
 import warnings
 
@@ -305,6 +306,38 @@ def test_ranks_that_catch_the_early_termination_go_on_together(
         assert largest_difference(found, list(model.parameters())) < 1e-12
         caught = 0 if len(set(lengths)) == 1 else 3
         assert texts == ["Detected at least one rank that exhausted inputs"] * caught
+
+
+def leave_a_generator(group, is_inside):
+    """Each rank takes two steps at most, in a loop over a generator. is_inside: it has the Join."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        around = cl.Join([model, optimizer], skew_warning=None)
+
+        def steps():
+            with around if is_inside else contextlib.nullcontext():
+                for batch in batches_of(own.rank, (1, 4)[own.rank], torch.float64):
+                    loss_of(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    yield
+
+        try:
+            with contextlib.nullcontext() if is_inside else around:
+                for number, _ in enumerate(steps()):
+                    if number == 1:
+                        break
+            own.barrier().wait()
+        except cl.GroupAborted as error:
+            return str(error)
+        return optimizer.num_steps
+
+
+def test_a_join_in_a_generator_that_is_left_says_where_to_write_it(ranks_of):
+    for text in ranks_of(2).run(leave_a_generator, True):
+        assert "by rank 1" in text and "the generator that contains a Join was closed" in text
+    assert ranks_of(2).run(leave_a_generator, False) == [2, 2]
 
 
 def accumulate(group, lengths):
