@@ -120,11 +120,9 @@ class Crew:
     async def assemble(self, timeout_s: float) -> None:
         """See that there is a driver, and that every seat with room has an idle worker known to it.
 
-        1. Have the driver ask the workers that are there, and kill those that are gone, hang, or
-           are busy.
-        2. Start workers in the empty seats; they have `timeout_s` to answer.
-
-        The driver is started before that, if there is none; at the first start, with the workers.
+        1. Start a driver, if there is none.
+        2. Have it ask the workers that are there, and kill those that are gone, hang, or are busy.
+        3. Start workers in the empty seats; they have `timeout_s` to answer.
 
         A driver that dies meanwhile is replaced by another. While all is well nothing is asked, so
         that a run costs no questions. Raises StartupError.
@@ -141,20 +139,20 @@ class Crew:
         # The last run left all as it was: a run in a notebook begins without a question.
         if self.is_assembled and self._seats.has_all:
             return
+        # Before any worker is asked for, although they could start beside it: where a node runs low
+        # on memory, Ray ends the youngest actor first, and that has to be a worker.
+        if self._driver is None:
+            await self._start_driver(timeout_s)
         # Before empty seats are counted: it empties those of workers that are gone or hang.
         if self._workers and not self.is_assembled:
-            await self._see_to_driver(timeout_s)
             await self._sort_out(timeout_s)
         fresh = {
             seat: await self._take_from_reserve(seat) or self._start_worker(seat)
             for seat in await self._empty_seats(timeout_s)
         }
-        # After the workers were asked for: at the first start their processes, which take longer,
-        # start beside the driver's.
-        async with self._looking_after_seats():
-            await self._see_to_driver(timeout_s)
-            failed = await self._adopt(fresh, timeout_s) if fresh else ()
         if fresh:
+            async with self._looking_after_seats():
+                failed = await self._adopt(fresh, timeout_s)
             self._starting.clear()
             for unfit in failed:
                 self._kill_worker(unfit.seat)
@@ -223,10 +221,6 @@ class Crew:
                     "num_workers=(fewest, most)",
                 )
             await asyncio.sleep(_LOOK_S)
-
-    async def _see_to_driver(self, timeout_s: float) -> None:
-        if self._driver is None:
-            await self._start_driver(timeout_s)
 
     async def _start_driver(self, timeout_s: float) -> Actor:
         try:

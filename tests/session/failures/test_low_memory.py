@@ -7,9 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import chorusline as cl
+from chorusline.runtime.session.holding.local_session import LocalSession
 from tests.harness.memory_limits import memory_limit
 from tests.harness.programs import last_line_of
 from tests.references import low_memory
@@ -26,6 +29,21 @@ def test_an_actor_that_rays_memory_monitor_killed_has_died_and_the_error_says_wh
     assert detail.startswith("Ray killed it because its node ran low on memory (1 worker(s) were ")
     assert detail.endswith(REMEDY)
     assert "\n" not in detail, "it ends where Ray's advice on tasks and its list of processes begin"
+
+
+def started_at() -> int:
+    """When this process has, in ticks since the machine has."""
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+
+
+async def test_the_driver_is_older_than_the_workers_as_ray_ends_the_youngest(cluster: None) -> None:
+    async with cl.Session(2, resources_per_worker={"CPU": 0.1}) as session:
+        assert isinstance(session._holder, LocalSession)
+        driver = session._holder.crew._driver
+        assert driver is not None
+        of_driver = await driver.__ray_call__.remote(lambda _: started_at())
+        of_workers = await session.run(lambda ctx: started_at())
+    assert of_driver < min(of_workers)
 
 
 # As a container has it: the program sees its own group as all of the machine.
