@@ -115,8 +115,9 @@ def gather_bytes(
 
 def scatter_bytes(group: BytesGroup, payloads: Sequence[bytes] | None, root: int) -> bytes:
     """This rank's element of `payloads`, which rank `root` passes; for groups between CPUs."""
-    length = torch.zeros(1, dtype=torch.int64)
-    lengths = None if payloads is None else torch.tensor([len(one) for one in payloads])
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
+    counts = None if payloads is None else [len(one) for one in payloads]
+    lengths = None if counts is None else torch.tensor(counts, device="cpu")
     group.scatter(length, lengths, root).wait_on_host()
     words = words_of(b"", int(length))
     parts = None if payloads is None else [words_of(one, len(one)) for one in payloads]

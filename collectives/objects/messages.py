@@ -164,7 +164,8 @@ class ObjectMessages:
     def send(self, operation: Operation, payload: bytes) -> ScriptedWork:
         number = self._sent[operation.peer]
         self._sent[operation.peer] += 1
-        header = torch.tensor([len(payload), operation.numel, number % _NUM_PAYLOAD_TAGS])
+        counts = [len(payload), operation.numel, number % _NUM_PAYLOAD_TAGS]
+        header = torch.tensor(counts, device="cpu")
         words = words_of(payload, len(payload))
         device = self._communicator.device
 

@@ -80,7 +80,7 @@ def opened(seal: Seal | None, received: bytes, rank: int) -> bytes:
 
 def words_of(payload: bytes, length: int) -> torch.Tensor:
     """`payload`, padded to `length` bytes, as (ceil(length / 8),) int64."""
-    words = torch.zeros(-(-length // 8), dtype=torch.int64)
+    words = torch.zeros(-(-length // 8), dtype=torch.int64, device="cpu")
     if payload:
         source = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         words.view(torch.uint8)[: len(payload)] = source

@@ -59,7 +59,7 @@ class _Storage:
     def reduced(self, as_buffer: bool) -> Reduced:
         storage = self._storage
         if as_buffer and storage.device.type == "cpu":
-            memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
             return _from_buffer, (pickle.PickleBuffer(memory.data),)
         # As a typed one: torch cannot read an UntypedStorage that it has written by itself.
         content = io.BytesIO()
@@ -112,7 +112,9 @@ def _from_buffer(buffer: Any) -> UntypedStorage:
     if not content.nbytes:
         return UntypedStorage(0)
     if isinstance(buffer, bytes | bytearray) or content.readonly:
-        whole = torch.empty(content.nbytes, dtype=torch.uint8)  # as torch aligns its storages
+        whole = torch.empty(
+            content.nbytes, dtype=torch.uint8, device="cpu"
+        )  # as torch aligns its storages
         whole.numpy()[:] = content
     else:
         whole = torch.frombuffer(content, dtype=torch.uint8)

@@ -62,7 +62,7 @@ class SharedMemoryCommunicator(Communicator):
         self._lane = Lane(segment)
         compiled = self._lane.compiled
         self._task = _no_task if compiled is None else compiled.task
-        self._nothing = torch.empty(0)
+        self._nothing = torch.empty(0, device="cpu")
         self._sharing = Sharing(segment)
         self._messages = Messages(segment)
         self._closed = False

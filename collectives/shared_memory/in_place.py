@@ -177,7 +177,7 @@ class Sharing:
             reduce_into(output, parts, op)
             return
         tile = _TILE_BYTES // output.element_size()
-        summed = torch.empty(min(tile, output.numel()), dtype=output.dtype)
+        summed = output.new_empty(min(tile, output.numel()))
         for start in range(0, output.numel(), tile):
             width = min(tile, output.numel() - start)
             here = summed[:width]

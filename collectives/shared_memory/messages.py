@@ -187,7 +187,7 @@ class Messages(DrivenQueue):
         # One with another tag is in front of what a receive wants: it is kept until it is asked
         # for.
         if work is None:
-            aside = torch.empty(nbytes, dtype=torch.uint8)
+            aside = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             arriving = _Arriving(source, tag, numel, dtype, aside, None)
             self._aside.append(arriving)
             return arriving

@@ -78,14 +78,14 @@ def empty_symmetric(numel: int, dtype: torch.dtype) -> torch.Tensor:
     try:
         return make_symmetric(numel, dtype)
     except OSError:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 def make_symmetric(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """The same without a way out. Raises OSError."""
     nbytes = numel * dtype.itemsize
     if nbytes <= 0:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
     descriptor = nameless_file("chorusline-tensor", nbytes)
     try:
         tensor = mapped_file(descriptor)

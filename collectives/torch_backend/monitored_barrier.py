@@ -33,7 +33,7 @@ def monitored_barrier(group: Group, timeout_s: float, wait_all_ranks: bool) -> N
 
     `Group.monitored_barrier` is a collective; this one works while ranks hang in a collective.
     """
-    token = torch.zeros(1, dtype=torch.int64)
+    token = torch.zeros(1, dtype=torch.int64, device="cpu")
     began_at = time.monotonic()
     if group.size == 1:
         return

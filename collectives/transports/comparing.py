@@ -103,7 +103,7 @@ class ComparingCommunicator(WrappingCommunicator):
             error = mismatch(operation, descriptions)
             # Only between ranks that are in the same operation is there a table to compare.
             if error is None and table:
-                tables = self._rows_of_all(operation, torch.tensor(table)).tolist()
+                tables = self._rows_of_all(operation, torch.tensor(table, device="cpu")).tolist()
                 error = pair_mismatch(operation, self._generation, tables)
                 if error is not None:
                     error = _with_sites(error, descriptions)

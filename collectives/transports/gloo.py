@@ -357,7 +357,9 @@ class GlooCommunicator(Communicator):
         operation, size = work.operation, self.size
         counts = list(work.counts) or [0] * 2 * size
         signature = Signature.of(operation)
-        mine = torch.tensor([[*signature, counts[r], counts[size + r]] for r in range(size)])
+        mine = torch.tensor(
+            [[*signature, counts[r], counts[size + r]] for r in range(size)], device="cpu"
+        )
         rows = self._exchange(operation, mine).tolist()
         error = mismatch(self.generation, [Signature(*row[:-2]) for row in rows])
         # Equal operations may still have parts that do not fit, which Gloo would not notice.

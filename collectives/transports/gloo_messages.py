@@ -114,7 +114,7 @@ class GlooMessages:
             part.whole, part.peer, part.tag = what, peer, WATCHING_TAG
             return part
 
-        words = torch.zeros(len(others), 1, dtype=torch.uint8)
+        words = torch.zeros(len(others), 1, dtype=torch.uint8, device="cpu")
         for other, word in zip(others, words, strict=True):
             self.recv(message(Kind.RECV, other), word)
         yield
@@ -133,7 +133,7 @@ class GlooMessages:
         # A receive from a rank that has closed its connections closes nothing, so all are tried.
         for other in self._others if threads and gloo is not None else ():
             with contextlib.suppress(Exception):
-                nothing = torch.empty(1, dtype=torch.uint8)
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                 gloo.recv([nothing], other, _FREEING_TAG).wait(timedelta(milliseconds=1))
         for thread in threads:
             thread.join(patience_s)
@@ -167,7 +167,7 @@ class GlooMessages:
                 work = queue.popleft()
             operation = work.operation
             try:
-                header = torch.tensor([operation.numel, operation.dtype])
+                header = torch.tensor([operation.numel, operation.dtype], device="cpu")
                 self._wait(self._gloo.send([header], peer, 2 * tag))
                 if operation.numel:
                     content = work.content.view(torch.uint8)
@@ -189,7 +189,7 @@ class GlooMessages:
                     return
             operation = asked.operation
             try:
-                header = torch.zeros(2, dtype=torch.int64)
+                header = torch.zeros(2, dtype=torch.int64, device="cpu")
                 self._wait(self._gloo.recv([header], peer, 2 * tag))
                 with self._changed:
                     # The receive for which it asked was served by another peer (ANY_RANK). The

@@ -112,7 +112,9 @@ def dealt_hands(
     def order(count: int) -> array[int]:
         if not shuffle:
             return array("q", range(count))
-        return array("q", torch.randperm(count, generator=generator).numpy().tobytes())
+        return array(
+            "q", torch.randperm(count, generator=generator, device="cpu").numpy().tobytes()
+        )
 
     if keep_together is None:
         numbers = order(num_samples)

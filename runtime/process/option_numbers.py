@@ -73,7 +73,7 @@ def like(value: Any, number: float) -> Any:
     whole number (weight_decay=0), or a tensor that would round, becomes a float where another rank
     has set one."""
     if isinstance(value, torch.Tensor):
-        is_exact = torch.tensor(number, dtype=value.dtype).item() == number
+        is_exact = torch.tensor(number, dtype=value.dtype, device="cpu").item() == number
         return value.fill_(number) if is_exact or math.isnan(number) else number
     if number_of(value) == number:
         return value

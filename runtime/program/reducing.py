@@ -103,7 +103,7 @@ def reduced(group: Group, value: Any, op: str, weight: float | None) -> Any:
     if isinstance(value, int):
         return _reduced_int(group, value, op)
     dtype = torch.complex128 if isinstance(value, complex) else torch.float64
-    number: complex = _reduced(group, torch.tensor([value], dtype=dtype), op).item()
+    number: complex = _reduced(group, torch.tensor([value], dtype=dtype, device="cpu"), op).item()
     return number
 
 
@@ -114,11 +114,11 @@ def _reduced_int(group: Group, value: int, op: str) -> float:
         )
     if op == "sum":
         # In two halves, as the sum may need more bits than any dtype has.
-        high, low = _reduced(group, torch.tensor(divmod(value, 2**32)), op).tolist()
+        high, low = _reduced(group, torch.tensor(divmod(value, 2**32), device="cpu"), op).tolist()
         return int(high * 2**32 + low)
-    number: float = _reduced(group, torch.tensor([value]), op).item()
+    number: float = _reduced(group, torch.tensor([value], device="cpu"), op).item()
     if op == "product":
-        about = _reduced(group, torch.tensor([value], dtype=torch.float64), op).item()
+        about = _reduced(group, torch.tensor([value], dtype=torch.float64, device="cpu"), op).item()
         if abs(about) >= 2**63 * (1 - 1e-9):  # It is rounded.
             raise OverflowError(
                 f"the product of all ranks, about {about:.3g}, is more than 64 bits hold; reduce "

@@ -39,7 +39,7 @@ def partial_sum(parts: Iterable[torch.Tensor]) -> list[float]:
 
     parts: (n,) each; each but the last of a parameter or bucket has a multiple of 64 elements.
     """
-    limbs = torch.zeros(NUMEL, dtype=torch.int64)
+    limbs = torch.zeros(NUMEL, dtype=torch.int64, device="cpu")
     for part in parts:
         for tile in as_reals(part.detach()).reshape(-1).split(_TILE_NUMEL):
             _add_blocks(limbs, _sums_of_blocks(tile).cpu())
@@ -78,7 +78,9 @@ def _add_blocks(limbs: torch.Tensor, sums: torch.Tensor) -> None:
     is_finite = torch.isfinite(sums)
     limbs[_NUM_LIMBS] += int((~is_finite).sum())
     mantissa, exponent = torch.frexp(sums[is_finite & (sums != 0)])
-    whole = torch.ldexp(mantissa, torch.tensor(53)).to(torch.int64)  # Below 2**53, exactly.
+    whole = torch.ldexp(mantissa, torch.tensor(53, device="cpu")).to(
+        torch.int64
+    )  # Below 2**53, exactly.
     place = exponent.to(torch.int64) - 53 + _LOWEST
     limb, shift = place // _LIMB_BITS, place % _LIMB_BITS
     mask = (1 << _LIMB_BITS) - 1

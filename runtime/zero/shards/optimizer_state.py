@@ -51,7 +51,8 @@ def gather_state(
             if group.rank == to and (one is not None or elements):
                 shape = layout.shapes[parameter]
                 targets[parameter] = {
-                    name: torch.empty(shape, dtype=dtype) for name, dtype in elements.items()
+                    name: torch.empty(shape, dtype=dtype, device="cpu")
+                    for name, dtype in elements.items()
                 }
                 whole = one.whole if one is not None else {}
                 result[parameter] = {**whole, **targets[parameter]}

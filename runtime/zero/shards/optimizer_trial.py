@@ -362,8 +362,8 @@ class _Trial:
         self._start, self._noise = [], []
         for number, shape in zip(self._group_of, self.shapes, strict=True):
             dtype, device = groups[number].dtype, groups[number].device
-            self._start.append(torch.randn(shape, generator=drawn).to(device, dtype))
-            noise = torch.randn((len(_SIZES), *shape), generator=drawn)
+            self._start.append(torch.randn(shape, generator=drawn, device="cpu").to(device, dtype))
+            noise = torch.randn((len(_SIZES), *shape), generator=drawn, device="cpu")
             self._noise.append(noise.to(device, dtype))
 
     def whole(self) -> list[list[_Piece]]:
@@ -394,7 +394,7 @@ class _Trial:
 
         def closure() -> Any:
             losses.append(1.0 + len(losses))
-            return torch.tensor(losses[-1])
+            return torch.tensor(losses[-1], device="cpu")
 
         try:
             return not self.run(self.whole(), closure).differs_from(whole, 0.0)
