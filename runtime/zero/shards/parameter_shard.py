@@ -7,8 +7,9 @@ and its optimizer steps the pieces of parameters in that range.
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -521,12 +522,22 @@ def _call(optimizer: torch.optim.Optimizer, method: str, groups: Sequence[dict[s
     for options, ours in zip(groups, optimizer.param_groups, strict=True):
         # Schedulers and users change options in the groups of the user's optimizer.
         ours.update(_options(options))
-    getattr(optimizer, method)()
+    _without_hooks_of_all(optimizer, method)()
     for options, ours in zip(groups, optimizer.param_groups, strict=True):
         # The optimizer may count in its groups (schedule-free ones do).
         for key, value in ours.items():
             if key != "params" and options.get(key) is not value:
                 options[key] = value
+
+
+def _without_hooks_of_all(optimizer: torch.optim.Optimizer, method: str) -> Callable[[], object]:
+    """Hooks on the steps of all optimizers have seen, or will see, the user's optimizer."""
+    whole: Any = getattr(type(optimizer), method, None)
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    # As torch marks a step that it has wrapped; what the class itself has put there stays.
+    if getattr(whole, "hooked", False) and method not in vars(optimizer) and not any(own):
+        return partial(whole.__wrapped__, optimizer)
+    return getattr(optimizer, method)  # type: ignore[no-any-return]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

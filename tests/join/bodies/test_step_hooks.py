@@ -153,3 +153,30 @@ def test_what_a_hook_changes_before_the_step_is_that_of_one_process(ranks_of, ch
         expected = change_before(None, change, of_all, lengths, {})
         for found in ranks_of(2).run(change_on_ranks, change, of_all, lengths, options):
             assert largest_difference(found, expected) < 1e-12, lengths
+
+
+def count_steps(
+    group: cl.Group, kind: type[torch.optim.Optimizer], lengths: tuple[int, int]
+) -> Any:
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optim = cl.ZeroRedundancyOptimizer(model, kind, lr=0.1)
+        seen: list[object] = []
+        hooks = [
+            register_optimizer_step_pre_hook(lambda one, *_: seen.append(one is optim)),
+            register_optimizer_step_post_hook(lambda one, *_: seen.append(one is optim)),
+        ]
+        with cl.Join([model, optim], skew_warning=None):
+            for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
+                loss_of(model, batch).backward()
+                optim.step()
+                optim.zero_grad()
+        for hook in hooks:
+            hook.remove()
+        return seen
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
+def test_hooks_of_all_optimizers_see_each_step_once(ranks_of, kind):
+    for seen in ranks_of(2).run(count_steps, kind, (2, 3)):
+        assert seen == [True] * 2 * 3
