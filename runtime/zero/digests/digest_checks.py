@@ -98,6 +98,8 @@ class DigestChecks:
         self._noted: tuple[int, torch.Tensor, torch.Tensor] | None = None
         """What the last update has written: the shard's num_rewritten then, and the digests of
         state and parameters by distance to the owner; None where no check is due."""
+        self._written: list[int] = []
+        """Of each parameter, how often a program had written to it at the last update."""
         self._last: tuple[tuple[tuple[float, ...], ...], Verdicts] | None = None
         """The digests that were judged last, and the verdicts; None before the first."""
 
@@ -117,6 +119,7 @@ class DigestChecks:
         if self._is_due(num_steps):
             state, written = self._state.of(shard), written_digests(shard)
             self._noted = shard.num_rewritten, torch.stack(state), torch.stack(written)
+            self._written = [one._version for one in shard.parameters]
 
     def vote(self, num_steps: int) -> torch.Tensor | None:
         """(b) For the ballot: as many numbers as `laid_out` says; None if no check is due.
@@ -289,6 +292,17 @@ class DigestChecks:
             else f"If rank {rank} says this again, check the memory and processor of its machine"
         )
         of_names = f" of {named(names, 5)}" if names else ""
+        now = [one._version for one in shard.parameters]
+        if any(now[n] != before for n, before in enumerate(self._written) if n in changed):
+            warnings.warn(
+                f"the program has written to the parameters{of_names} on rank {rank} before step "
+                f"{step + 1}, and not the same as on the other ranks, as a body does that moves "
+                f"them by this rank's own gradients. The values of the others were {repair}. Write "
+                "the same on all ranks.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
         warnings.warn(
             f"silent data corruption on rank {rank}: its {what}{of_names} changed before step "
             f"{step + 1}, although no program wrote there. The right values were "

@@ -241,6 +241,33 @@ def test_what_all_ranks_change_is_no_flip(ranks_of):
     assert ranks_of(3).run(changed_by_the_program) == [[]] * 3
 
 
+def moved_and_back(group):
+    """The body of rank 0 leaves other last bits in a parameter than it found there."""
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, replicas=2, check_every=1)
+    texts = []
+    for step, batch in enumerate(batches_of(group.rank, 3, torch.float32)):
+        loss_of(model, batch).backward()
+        if (group.rank, step) == (0, 1):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.1).sub_(0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+        texts += [(step, str(one.message)) for one in caught]
+    return texts
+
+
+def test_what_the_program_writes_on_one_rank_is_not_told_as_corruption(ranks_of):
+    of_rank_0, of_rank_1 = ranks_of(2).run(moved_and_back)
+    [(step, text)] = of_rank_0
+    assert step == 1 and not of_rank_1
+    assert "the program has written to the parameters of" in text
+    assert "on rank 0 before step 2, and not the same as on the other ranks" in text
+
+
 def uneven(group):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     optimizer = cl.ZeroRedundancyOptimizer(
