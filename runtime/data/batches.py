@@ -119,6 +119,8 @@ class Batches(Dealt):
                 join = self._join_of_loop(trains)
                 if join:
                     self._enter(join)
+                # Without a model a loop over unequal batches waits for nobody.
+                needs_join = join is None and trains and bool(between_runs().engines)
                 number = 0
                 while self.has_more():
                     taken_before = self.counts.num_taken  # (3)
@@ -134,6 +136,10 @@ class Batches(Dealt):
                         self._begin_batch(join, number)
                     yield batch
                     number += 1  # (4)
+                    # After a step: batches may also be listed here, and trained with in a Join.
+                    if needs_join and self.counts.num_agreed:
+                        self._warn_without_join()
+                        needs_join = False
                     if is_place:
                         # A rank may have been lost in the step, and this one has samples of it.
                         status.batches_left = self._num_left()
@@ -175,9 +181,6 @@ class Batches(Dealt):
         join = active_join()
         if join is not None and not trains and join.is_between_batches:
             return None  # An evaluation in the body of a loop takes no step of the Join's.
-        # Without a model a loop over unequal batches waits for nobody.
-        if join is None and trains and between_runs().engines:
-            self._warn_without_join()
         return join
 
     def _enter(self, join: JoinEngine) -> None:
@@ -242,7 +245,7 @@ class Batches(Dealt):
                 "is not inside a Join: where a rank has run out of data, the others wait for it "
                 "until the deadline. Write `with chorusline.Join([model, optimizer]):` around the "
                 "loop",
-                stacklevel=4,  # the loop, which called `_iterate`, which called `_join_of_loop`
+                stacklevel=3,  # the loop, which called `_iterate`
             )
 
     def _check(self) -> None:

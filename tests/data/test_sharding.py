@@ -49,12 +49,26 @@ def test_epoch_and_seed_change_the_order_and_nothing_else_does():
 
 def test_a_loop_over_unequal_batches_without_a_join_is_warned_of_where_it_stands(alone):
     model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), group=alone)
+    optimizer = torch.optim.SGD(model.parameters())
     shard = Shard(range(3), 1, rank=0, world_size=2)
+
+    def train() -> None:
+        for numbers in shard:
+            model(numbers.float()[:, None]).sum().backward()
+            optimizer.step()
+
     with pytest.warns(UserWarning, match="rank 0: 2, rank 1: 1.*not inside a Join") as warned:
-        for _ in shard:
-            pass
+        train()
     assert [one.filename for one in warned] == [__file__]
-    del model  # Without a model that lives there is nothing to warn of.
+
+
+def test_batches_that_are_listed_before_a_join_need_none_there(alone, recwarn):
+    model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), group=alone)
+    batches = list(Shard(range(3), 1, rank=0, world_size=2))
+    with cl.Join([model]):
+        for numbers in batches:
+            model(numbers.float()[:, None]).sum().backward()
+    assert not [str(one.message) for one in recwarn if "inside a Join" in str(one.message)]
 
 
 def test_batches_of_all_ranks_cover_the_dataset():
