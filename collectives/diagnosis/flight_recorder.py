@@ -26,7 +26,7 @@ class RecordedCollective:
 
         group.barrier().wait()
         for collective in group.flight_recorder.collectives:
-            print(collective.told, collective.state, collective.file, collective.line)
+            print(collective.description, collective.state, collective.place)
 
     description: operation, sequence, size, dtype, and reduce op or root.
     place: `all_gather #117, train.py:41`.
