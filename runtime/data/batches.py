@@ -121,6 +121,10 @@ class Batches(Dealt):
                     self._enter(join)
                 # Without a model a loop over unequal batches waits for nobody.
                 needs_join = join is None and trains and bool(between_runs().engines)
+                # The first step waits for a rank that has no batch at all.
+                if needs_join and 0 in (self._batches_by_rank() or ()):
+                    self._warn_without_join()
+                    needs_join = False
                 number = 0
                 while self.has_more():
                     taken_before = self.counts.num_taken  # (3)
