@@ -62,6 +62,14 @@ def test_a_loop_over_unequal_batches_without_a_join_is_warned_of_where_it_stands
     assert [one.filename for one in warned] == [__file__]
 
 
+def test_where_a_rank_has_no_batch_at_all_the_loop_is_warned_of_when_it_begins(alone):
+    model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), group=alone)
+    shard = Shard(range(1), 1, rank=0, world_size=2)
+    with pytest.warns(UserWarning, match="rank 0: 1, rank 1: 0.*not inside a Join"):
+        next(iter(shard))
+    del model  # Without a model that lives there is nothing to warn of.
+
+
 def test_batches_that_are_listed_before_a_join_need_none_there(alone, recwarn):
     model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), group=alone)
     batches = list(Shard(range(3), 1, rank=0, world_size=2))

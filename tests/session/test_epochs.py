@@ -91,11 +91,16 @@ async def test_a_stream_without_an_epoch_is_told_only_where_the_epoch_matters(
 
 def forgets_join(ctx: cl.Context) -> list[str]:
     model = cl.DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters())
     numbers = torch.ones(12, 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in ctx.shard(numbers, 2, keep_together=[0, 0] + [1] * 10):
-            break
+        for number, batch in enumerate(ctx.shard(numbers, 2, keep_together=[0, 0] + [1] * 10)):
+            if number:
+                break
+            model(batch).sum().backward()
+            optimizer.step()
+        list(ctx.shard(numbers, 2, keep_together=[0, 0] + [1] * 10, epoch=1))  # Without a step.
         with torch.no_grad():
             list(ctx.shard(numbers, 2, keep_together=[0, 0] + [1] * 10))
         list(ctx.shard(numbers, 2, epoch=3))
@@ -103,7 +108,7 @@ def forgets_join(ctx: cl.Context) -> list[str]:
     return [f"{warning.filename}: {warning.message}" for warning in caught]
 
 
-async def test_an_uneven_loop_that_trains_without_a_join_is_told_when_it_begins(
+async def test_an_uneven_loop_that_trains_without_a_join_is_told_in_its_first_step(
     session: cl.Session,
 ) -> None:
     (told,), others = await session.run(forgets_join)
