@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -292,24 +292,25 @@ class DigestChecks:
             else f"If rank {rank} says this again, check the memory and processor of its machine"
         )
         of_names = f" of {named(names, 5)}" if names else ""
-        now = [one._version for one in shard.parameters]
-        if any(now[n] != before for n, before in enumerate(self._written) if n in changed):
-            warnings.warn(
+        text = (
+            f"silent data corruption on rank {rank}: its {what}{of_names} changed before step "
+            f"{step + 1}, although no program wrote there. The right values were {repair}. "
+            f"{advice}."
+        )
+        if what == "parameters" and self._has_written(changed):
+            text = (
                 f"the program has written to the parameters{of_names} on rank {rank} before step "
                 f"{step + 1}, and not the same as on the other ranks, as a body does that moves "
                 f"them by this rank's own gradients. The values of the others were {repair}. Write "
-                "the same on all ranks.",
-                RuntimeWarning,
-                stacklevel=2,
+                "the same on all ranks; where it is the same, this is silent data corruption."
             )
-            return
-        warnings.warn(
-            f"silent data corruption on rank {rank}: its {what}{of_names} changed before step "
-            f"{step + 1}, although no program wrote there. The right values were "
-            f"{repair}. {advice}.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _has_written(self, changed: Iterable[int]) -> bool:
+        """Whether the program has written to one of these parameters since the last update."""
+        # One that has come since is in no note.
+        known, parameters = self._written, self._shard.parameters
+        return any(n < len(known) and parameters[n]._version != known[n] for n in changed)
 
     # -- what cannot be --------------------------------------------------------------------------
 

@@ -78,9 +78,8 @@ def _add_blocks(limbs: torch.Tensor, sums: torch.Tensor) -> None:
     is_finite = torch.isfinite(sums)
     limbs[_NUM_LIMBS] += int((~is_finite).sum())
     mantissa, exponent = torch.frexp(sums[is_finite & (sums != 0)])
-    whole = torch.ldexp(mantissa, torch.tensor(53, device="cpu")).to(
-        torch.int64
-    )  # Below 2**53, exactly.
+    # Below 2**53, exactly.
+    whole = torch.ldexp(mantissa, torch.tensor(53, device="cpu")).to(torch.int64)
     place = exponent.to(torch.int64) - 53 + _LOWEST
     limb, shift = place // _LIMB_BITS, place % _LIMB_BITS
     mask = (1 << _LIMB_BITS) - 1

@@ -268,6 +268,31 @@ def test_what_the_program_writes_on_one_rank_is_not_told_as_corruption(ranks_of)
     assert "on rank 0 before step 2, and not the same as on the other ranks" in text
 
 
+def flipped_where_the_program_writes(group):
+    """All ranks halve the parameters before the step, and a bit of rank 1's state flips."""
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, replicas=2, check_every=1)
+    for step, batch in enumerate(batches_of(group.rank, 2, torch.float32)):
+        loss_of(model, batch).backward()
+        if step == 1:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+            if group.rank == 1:
+                plant(optimizer, "exp_avg", 0, 1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+    return [str(one.message) for one in caught]
+
+
+def test_corrupted_state_is_told_as_that_where_the_program_writes_to_its_parameter(ranks_of):
+    nothing, (text,) = ranks_of(2).run(flipped_where_the_program_writes)
+    assert text.startswith("silent data corruption on rank 1: its optimizer state of")
+    assert not nothing
+
+
 def uneven(group):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     optimizer = cl.ZeroRedundancyOptimizer(
