@@ -112,9 +112,8 @@ def _from_buffer(buffer: Any) -> UntypedStorage:
     if not content.nbytes:
         return UntypedStorage(0)
     if isinstance(buffer, bytes | bytearray) or content.readonly:
-        whole = torch.empty(
-            content.nbytes, dtype=torch.uint8, device="cpu"
-        )  # as torch aligns its storages
+        # As torch aligns its storages.
+        whole = torch.empty(content.nbytes, dtype=torch.uint8, device="cpu")
         whole.numpy()[:] = content
     else:
         whole = torch.frombuffer(content, dtype=torch.uint8)

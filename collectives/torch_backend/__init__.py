@@ -5,7 +5,7 @@
     process_group.py      a process group: its operations, as torch calls them; its making and end
     dispatcher.py         which calls go through torch's own binding, to wrappers and modes
     translation.py        torch's arguments, converted to those of `Group`
-    device_groups.py             the group that an operation runs on
+    device_groups.py      the group that an operation runs on
     ordered_future.py     futures whose callbacks run in one order on all ranks
     torch_work.py         an operation in flight, as torch sees it
     sparse.py monitored_barrier.py   two operations that consist of several

@@ -81,6 +81,9 @@ _SAME_STATE = (
     "do not run the loop's body: put this into a function, together with the step, call it in the "
     "body, and list it in place of both, Join(..., step_along=[function])."
 )
+_REMEDIES = ((_SCALE, _SAME_SCALE), (_STATE, _SAME_STATE))
+"""By the beginning of the label of what differs; _SAME_OPTIONS for all others."""
+
 _SAME_PASSES = (
     "Run the last backward pass of each step outside no_sync(), on all ranks, so that what it "
     "steps with is the mean of all."
@@ -529,11 +532,7 @@ def _difference(
                 )
                 return (
                     f"{label} is {each}, so the parameters of the ranks drift apart",
-                    _SAME_SCALE
-                    if label.startswith(_SCALE)
-                    else _SAME_STATE
-                    if label.startswith(_STATE)
-                    else _SAME_OPTIONS,
+                    next((r for of, r in _REMEDIES if label.startswith(of)), _SAME_OPTIONS),
                 )
     raise AssertionError("equal steps have equal digests")
 

@@ -11,10 +11,28 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 import chorusline as cl
 from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, largest_difference, loss_of, make_model
+
+
+def train(
+    group: cl.Group,
+    model: cl.DistributedDataParallel,
+    optim: cl.ZeroRedundancyOptimizer,
+    lengths: tuple[int, ...],
+    hooks: list[RemovableHandle],
+) -> None:
+    """One uneven epoch; removes the hooks after it."""
+    with cl.Join([model, optim], skew_warning=None):
+        for batch in batches_of(group.rank, lengths[group.rank], torch.float64):
+            loss_of(model, batch).backward()
+            optim.step()
+            optim.zero_grad()
+    for hook in hooks:
+        hook.remove()
 
 
 def average(
@@ -48,13 +66,7 @@ def average(
                 optim.register_step_pre_hook(add_before),
                 optim.register_step_post_hook(add_after),
             ]
-        with cl.Join([model, optim], skew_warning=None):
-            for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
-                loss_of(model, batch).backward()
-                optim.step()
-                optim.zero_grad()
-        for hook in hooks:
-            hook.remove()
+        train(own, model, optim, lengths, hooks)
         return before.detach(), after.detach(), optim.num_steps
 
 
@@ -166,13 +178,7 @@ def count_steps(
             register_optimizer_step_pre_hook(lambda one, *_: seen.append(one is optim)),
             register_optimizer_step_post_hook(lambda one, *_: seen.append(one is optim)),
         ]
-        with cl.Join([model, optim], skew_warning=None):
-            for batch in batches_of(own.rank, lengths[own.rank], torch.float64):
-                loss_of(model, batch).backward()
-                optim.step()
-                optim.zero_grad()
-        for hook in hooks:
-            hook.remove()
+        train(own, model, optim, lengths, hooks)
         return seen
 
 
