@@ -90,18 +90,18 @@ class EarlierPasses:
 
     def described_means(self, usage: Sequence[bool], keeps_own: bool) -> list[float]:
         """For other ranks: by parameter, one more than the weight of the mean that `.grad` holds; 0
-        for none. keeps_own: what it holds is not a mean."""
+        for none, and -1 where it holds what is not a mean (keeps_own)."""
         weights = self._weights
         return [
-            1.0 + weights.get(number, 0.0) if is_held and not keeps_own else 0.0
+            (-1.0 if keeps_own else 1.0 + weights.get(number, 0.0)) if is_held else 0.0
             for number, is_held in enumerate(usage)
         ]
 
     def take_means(self, means: Sequence[float]) -> None:
         """`.grad` holds another rank's means from now on. means: as it describes them."""
         self.forget()
-        self.has_mean = any(means)
-        self._weights = {number: one - 1.0 for number, one in enumerate(means) if one}
+        self._weights = {number: one - 1.0 for number, one in enumerate(means) if one > 0}
+        self.has_mean = bool(self._weights)
 
     def begin_pass(
         self,

@@ -1037,7 +1037,7 @@ class Reducer:
         means = self.earlier.described_means(self.gradients.usage(), keeps_own)
         mine = device_numbers(means, torch.float64, self.group.device)
         means = self.group.broadcast_and_read(mine, root).tolist()
-        held = {number for number, weight in enumerate(means) if weight}
+        held = {number for number, one in enumerate(means) if one > 0}
         self.gradients.collect()
         for number in held:
             if self.parameters[number].grad is not None:
@@ -1052,6 +1052,8 @@ class Reducer:
             self._give_out(held)
             # Alike on all ranks: some have stepped since the last pass, and others had no data.
             self.held.cleared = {*range(len(self.parameters))} - held
+            # Where the root has leftovers, so that a clear that comes before the next pass shows.
+            self.held.hold_zeros(number for number, one in enumerate(means) if one < 0)
 
     def has_stepped(self, optimizer: torch.optim.Optimizer, groups: Sequence[int]) -> None:
         """A plain optimizer has stepped, with `groups` of its parameters in this model."""

@@ -150,6 +150,14 @@ def test_a_step_may_come_before_the_first_pass_of_an_epoch(ranks_of, lengths, cl
     check(ranks_of, body, lengths, "zero", epochs=3, momentum=0.9, refused=())
 
 
+@combinations(1, lengths=[(0, 3), (3, 0, 1)], clear=CLEARS)
+def test_what_no_sync_leaves_on_the_last_rank_is_cleared_in_the_next_epoch(
+    ranks_of, lengths, clear
+):
+    body = [Act(clear), Act(QUIET), Act(PASS, 0, 3), Act(STEP, 0, 3), Act(PASS, 0, 2, 1)]
+    check(ranks_of, body, lengths, "plain", epochs=3, refused=())
+
+
 @combinations(2, lengths=[(2, 1), (1, 2)], acts=["by hand, zeros in .data", QUIET])
 def test_a_batch_without_a_sent_pass_may_change_what_ranks_without_data_hold(
     ranks_of, lengths, acts
