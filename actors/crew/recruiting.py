@@ -109,10 +109,17 @@ class Recruiter:
             await persist(attempt, what)
 
     async def _recruit(self, has_taken_over: bool) -> None:
+        replaced: set[Actor] = set()
         async with asyncio.TaskGroup() as tasks:
 
             def fill(seats: Iterable[int]) -> None:
                 for seat in seats:
+                    # A driver that takes over reports a death that `_sorted_before` has found, too.
+                    # Two that fill one seat would each end the worker of the other.
+                    if (worker := self._workers.get(seat)) is not None:
+                        if worker in replaced:
+                            continue
+                        replaced.add(worker)
                     tasks.create_task(self._fill(seat), name=f"seat-{seat}")
 
             with contextlib.suppress(ActorGone):

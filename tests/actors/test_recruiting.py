@@ -1,0 +1,80 @@
+"""The seats that are filled during a run, each once for each worker that it loses."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from chorusline.actors.crew.recruiting import Recruiter
+from chorusline.actors.crew.reserve import Reserve
+from chorusline.actors.driver.driver import Unfit
+from chorusline.actors.messages.messages import RunRequest
+
+AFTER_A_DRIVER: list[list[Any]] = [[(1, "worker-1")], []]
+"""What a driver that has taken over says of lost workers: one, and then that the run is over."""
+
+
+class Worker:
+    def __init__(self, name: str) -> None:
+        self._actor_id = SimpleNamespace(hex=lambda: name)
+
+
+def remote(reply: Any) -> Any:
+    """A method of an actor: its call returns what `reply` does."""
+
+    async def called(*arguments: Any) -> Any:
+        return reply(*arguments)
+
+    return SimpleNamespace(remote=called)
+
+
+async def test_a_death_of_which_both_the_driver_and_the_session_know_is_replaced_once() -> None:
+    workers: dict[int, Any] = {seat: Worker(f"worker-{seat}") for seat in range(2)}
+    started = []
+    there_is_room = asyncio.Event()
+
+    def start(seat: int) -> Any:
+        started.append(seat)
+        workers[seat] = Worker(f"worker-{seat}-again")
+        workers[seat].prepare = remote(lambda program: None)
+        return workers[seat]
+
+    def adopt(asked: dict[int, Any], timeout_s: float, versions: Any) -> tuple[Unfit, ...]:
+        dead = [seat for seat, one in asked.items() if one._actor_id.hex() == "worker-1"]
+        return tuple(Unfit(seat, True, "is gone") for seat in dead)
+
+    answers = iter(AFTER_A_DRIVER)
+    driver = SimpleNamespace(
+        adopt=remote(adopt),
+        lost_workers=remote(lambda run, known: next(answers)),
+        why_waits=remote(lambda run, worker: ""),
+    )
+
+    async def wait_for(seat: int) -> None:
+        await there_is_room.wait()
+
+    async def no_spare(seat: int) -> None:
+        return None
+
+    seats: Any = SimpleNamespace(most=2, reserve=range(0), wait_for=wait_for)
+    nobody: Any = None
+    recruiter = Recruiter(
+        driver,
+        RunRequest(0, 5.0, keep_reports=False, max_failures=None),
+        seats,
+        workers,
+        start,
+        Reserve(seats, start),
+        no_spare,
+        set(),
+        None,
+        nobody,
+    )
+    recruiting = asyncio.create_task(recruiter._recruit(has_taken_over=True))
+    await asyncio.sleep(0.05)  # Both have been told of it, and there is no room yet.
+    there_is_room.set()
+    await asyncio.sleep(0.05)
+    recruiting.cancel()
+    await asyncio.wait([recruiting])
+    assert started == [1]
