@@ -311,7 +311,12 @@ class Crew:
                     if driver is None:
                         driver = await self._start_driver(_DRIVER_START_S)
                         began_at = time.monotonic()
-                        call = driver.take_over.remote(request, program, dict(self._workers))
+                        # One that starts answers nothing while it imports torch, for seconds in
+                        # which another loss may meet this one.
+                        workers = {
+                            s: w for s, w in self._workers.items() if s not in self._starting
+                        }
+                        call = driver.take_over.remote(request, program, workers)
                         has_taken_over = True
                     async with self._recruiting(driver, request, program[0], has_taken_over):
                         outcome = await self._outcome(call)

@@ -100,7 +100,7 @@ class Driver(StoreActor):
         self._over = -1  # the last run that has ended
         self._run_is_over = asyncio.Event()
         self._early_cancels: set[int] = set()  # A cancellation may overtake its run.
-        self._lost: list[tuple[int, str]] = []  # of the run in progress
+        self._lost: list[tuple[int, str]] = []  # of the run in progress: seats and worker ids
         self._has_lost = asyncio.Event()
         self._paused_at = 0.0  # time.monotonic(); 0.0 while no run is paused
         self._has_turned = asyncio.Event()  # A pause may have begun, changed or ended.
@@ -168,29 +168,38 @@ class Driver(StoreActor):
     ) -> RunSucceeded | RunFailed | None:
         """See a run to its end that another driver has begun; None if no worker is in it.
 
-        workers: by seat, all of the session. They know where the run is, and they continued.
+        workers: by seat, all that may be in it. They know where the run is, and they continued.
         """
         calls = {seat: worker.place_in_run.remote(request.run) for seat, worker in workers.items()}
-        places = []
+        places, silent = [], []
         for seat, reply in (await answers(calls, GRACE_S)).items():
-            # A worker that does not answer may be dead; in the run it counts as lost.
             if isinstance(reply, messages.PlaceInRun):
                 places.append(reply)
                 self._workers[reply.info.worker_id] = workers[seat]
                 arrival = events.WorkerRegistered(reply.info, reply.assignment.generation)
                 self._membership.handle(arrival)
+            # In the run it counts as lost, as one that is dead. If it is only stopped, nobody would
+            # ever answer it when it continues, and it would keep its seat.
+            elif isinstance(reply, NoAnswer):
+                ray.kill(workers[seat])
+                silent.append((seat, str(workers[seat]._actor_id.hex())))
         # The run has begun on no worker, or all that knew of it are gone (Crew._nobody_is_in).
         if not places:
             return None
         taken = events.RunTakenOver(request, tuple(places))
-        return await self._carry_on(request, program, taken)
+        return await self._carry_on(request, program, taken, silent)
 
     async def _carry_on(
-        self, request: RunRequest, program: list[Any], event: Event
+        self,
+        request: RunRequest,
+        program: list[Any],
+        event: Event,
+        lost: Iterable[tuple[int, str]] = (),
     ) -> RunSucceeded | RunFailed:
         begun = self._membership.handle(event)
         self._run, self._events, self._request = request.run, asyncio.Queue(), request
-        self._lost = []
+        self._lost = list(lost)
+        self._has_lost.set()
         self._holds.clear()
         self._run_is_over.clear()
         if request.run in self._early_cancels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -100,6 +101,31 @@ async def test_a_worker_that_starts_while_the_driver_dies_gets_into_the_run(
         os.kill(pids["driver"], signal.SIGKILL)
         async with asyncio.timeout(40):
             assert await running == [2, 2]
+
+
+@pytest.mark.slow
+async def test_a_worker_that_is_stopped_as_the_driver_dies_is_replaced(
+    cluster: None, tmp_path: Path
+) -> None:
+    """The new driver continues without it, and nothing else would ever end it: its own driver is
+    dead. Two workers are the fewest, so the run waits for the one in its place."""
+    async with cl.Session(
+        2, max_failures=1, resources_per_worker=FEW, timeout_s=20, startup_timeout_s=30
+    ) as session:
+        pids = processes(session)
+        running = asyncio.create_task(session.run(train_until_two, folder=str(tmp_path)))
+        while len(list(tmp_path.iterdir())) < 2:
+            await asyncio.sleep(0.05)
+        os.kill(pids["1"], signal.SIGSTOP)
+        try:
+            os.kill(pids["driver"], signal.SIGKILL)
+            async with asyncio.timeout(60):
+                assert await running == [2, 2]
+            assert processes(session)["0"] == pids["0"]
+            assert not Path(f"/proc/{pids['1']}").exists()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids["1"], signal.SIGCONT)
 
 
 def save_often(ctx: cl.Context) -> int:
