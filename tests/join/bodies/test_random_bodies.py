@@ -35,7 +35,7 @@ REFUSED = (
 PLAIN_WRITES = [written for written in WRITES if written != "max_norm"]
 REFUSED_ALONG = (
     # What the body writes beside the optimizer, which alone is in step_along.
-    "parameter 0.weight differs between rank",
+    " differs between rank",
     "so the parameters of the ranks drift apart",
 )
 
