@@ -8,6 +8,7 @@ done with shadowed steps too. So all ranks have the same global step, the same l
 with a plain optimizer the same state.
 
 Callbacks and hooks of the module are not called for shadowed steps, and nothing is logged in them.
+Validation inside the epoch runs on all ranks, after the same step.
 """
 
 from __future__ import annotations
@@ -43,22 +44,34 @@ class Epochs(Callback):
         self._sharded = list(sharded)
         self._divides_by_all = divide_by_initial_world_size
         self._join: Join | None = None  # None: between two epochs
+        self._most_batches = 0.0
+        """Of the rank that has most in this epoch; 0 where all ranks have equally many."""
+        self._num_steps = self._validated_at = 0
+        """The number of this epoch's steps, shadowed ones included, and that of the steps before
+        the last validation."""
+        self._leaves_late = False
+        """Whether this rank has had its last batch, and validates before it shadows other steps."""
         trainer.callbacks.insert(0, self)
         self._loop = trainer.fit_loop.epoch_loop
-        # Lightning has no hook between its two updates of learning rates, so replace the method.
+        # Lightning has no hook between its two updates of learning rates, and none for whether it
+        # validates, so replace the methods.
         self._update_of_loop = self._loop.update_lr_schedulers
         self._loop.update_lr_schedulers = self._update_lr_schedulers
+        self._decision_of_loop = self._loop._should_check_val_fx
+        self._loop._should_check_val_fx = self._validates
 
     def close(self) -> None:
         self._trainer.callbacks.remove(self)
-        del self._loop.update_lr_schedulers
+        del self._loop.update_lr_schedulers, self._loop._should_check_val_fx
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         batches = all_gather_object(self._model.group, trainer.num_training_batches)
+        self._most_batches, self._leaves_late = 0, False
         # With equally many batches on all ranks no Join is needed. A loader without a length needs
         # one, since its number is unknown; the Join costs one empty step at the end.
         if len(set(batches)) == 1 and batches[0] != float("inf"):
             return
+        self._most_batches, self._num_steps, self._validated_at = max(batches), 0, 0
         self._check()
         self._join = Join(
             [self._model, *self._sharded],
@@ -88,13 +101,18 @@ class Epochs(Callback):
                 "a GradScaler, which would decide differently on each rank; use "
                 'precision="bf16-mixed"'
             )
-        elif trainer.check_val_every_n_epoch is None or (
-            trainer.val_check_batch not in (None, float("inf"))
-            and trainer.val_check_batch < trainer.num_training_batches
+        elif trainer.check_val_every_n_epoch is None or trainer.val_check_batch is None:
+            reason = (
+                "validation after a time, or after batches of all epochs together, which come at "
+                "another step on each rank; give val_check_interval batches or a part of an epoch, "
+                "and check_val_every_n_epoch a number"
+            )
+        elif self._validates_every < self._most_batches and (
+            is_manual or self._most_batches == float("inf")
         ):
             reason = (
-                "validation inside the epoch, which ranks without data would miss; leave "
-                "val_check_interval and check_val_every_n_epoch at their defaults"
+                "validation inside the epoch in manual optimization, or with a loader without a "
+                "length; leave val_check_interval at its default"
             )
         elif any(config.interval == "step" and config.frequency != 1 for config in self._schedules):
             reason = "a schedule of every n-th step; give it interval step and frequency 1"
@@ -110,9 +128,73 @@ class Epochs(Callback):
         return schedules
 
     def _update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        loop = self._loop
+        ends_batch = interval == "step" and not update_plateau_schedulers
+        if self._join is not None and ends_batch and not loop._should_accumulate():
+            self._num_steps += 1
+            self._leaves_late = loop._is_training_done and self._validates_inside
+        if self._leaves_late and interval == "epoch":
+            return
         self._update_of_loop(interval, update_plateau_schedulers=update_plateau_schedulers)
-        if interval == "step" and not update_plateau_schedulers and self._loop._is_training_done:
+        if self._leaves_late and update_plateau_schedulers:  # It has validated.
+            self._leaves_late = False
             self._leave()
+            self._update_of_loop("epoch", update_plateau_schedulers=False)
+            if self._validates():
+                self._validate()
+        elif ends_batch and loop._is_training_done and not self._leaves_late:
+            self._leave()
+
+    @property
+    def _validates_every(self) -> float:
+        """After how many batches of an epoch."""
+        interval = self._trainer.val_check_interval
+        if isinstance(interval, int) or self._most_batches == float("inf"):
+            return float(self._trainer.val_check_batch)
+        return float(max(1, int(self._most_batches * interval)))
+
+    def _num_batches_of(self, num_steps: int) -> float:
+        """How many batches the rank that has most has had in so many steps."""
+        num_batches: int = num_steps * self._trainer.accumulate_grad_batches
+        return min(num_batches, self._most_batches)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether validation follows the last step, or came due in the batches that it sums."""
+        if not self._loop._should_check_val_epoch() or self._validated_at == self._num_steps:
+            return False
+        if (every := self._validates_every) == float("inf"):
+            return True
+        num_before = self._num_batches_of(self._num_steps - 1)
+        return self._num_batches_of(self._num_steps) // every > num_before // every
+
+    @property
+    def _validates_inside(self) -> bool:
+        """Whether validation follows the last step, and other steps follow it."""
+        has_more = self._num_batches_of(self._num_steps) < self._most_batches
+        return has_more and self._validates_every != float("inf") and self._is_due
+
+    def _validates(self, data_fetcher: object = None) -> bool:
+        """Whether Lightning validates after this batch."""
+        if not self._most_batches:
+            return bool(self._decision_of_loop(data_fetcher))
+        if self._loop._should_accumulate() or not self._is_due:
+            return False
+        if self._join is None or self._validates_inside:
+            self._validated_at = self._num_steps
+            return True
+        return False
+
+    def _validate(self) -> None:
+        """As Lightning does after a batch."""
+        trainer = self._trainer
+        trainer.validating = True
+        connector = trainer._logger_connector
+        place = connector._first_loop_iter, connector._current_fx
+        call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")
+        self._loop.val_loop.run()
+        trainer.training = True
+        connector._first_loop_iter, connector._current_fx = place
 
     def _leave(self) -> None:
         if self._join is not None:
@@ -157,9 +239,13 @@ class Epochs(Callback):
         )
         progress.increment_ready()
         progress.increment_completed()
-        loop._batches_that_stepped += 1
+        self._num_steps += 1
         for config in self._schedules:
             if config.interval == "step" and not config.reduce_on_plateau:
                 call._call_lightning_module_hook(
                     trainer, "lr_scheduler_step", config.scheduler, None
                 )
+        if self._validates_inside:
+            self._validated_at = self._num_steps
+            self._validate()
+        loop._batches_that_stepped += 1

@@ -14,7 +14,7 @@ pytest.importorskip("lightning", reason="needs the extra lightning")
 
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from chorusline.runtime.program import lightning_trainer
@@ -143,12 +143,21 @@ def shuffled(epoch):
     return [order[rank::2] for rank in range(2)]
 
 
-def reference(accumulate, clip, hands=shuffled, epochs=EPOCHS, decay=(0.9, 0.5)):
+def reference(
+    accumulate,
+    clip,
+    hands=shuffled,
+    epochs=EPOCHS,
+    decay=(0.9, 0.5),
+    *,
+    last=None,
+    num_samples=SAMPLES,
+):
     """One process that takes both ranks' batches; the sum over those with data, by two. decay: of
-    the learning rate, after each step and each epoch."""
+    the learning rate, after each step and each epoch. last: the step to stop after."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    steps, rates, samples = 0, [], data().double()
+    steps, rates, samples = 0, [], data(num_samples).double()
     for epoch in range(epochs):
         batches = [
             [samples[own[start : start + 2]] for start in range(0, len(own), 2)]
@@ -169,6 +178,8 @@ def reference(accumulate, clip, hands=shuffled, epochs=EPOCHS, decay=(0.9, 0.5))
             optimizer.step()
             optimizer.param_groups[0]["lr"] *= decay[0]
             steps += 1
+            if steps == last:
+                return model, steps, rates
         optimizer.param_groups[0]["lr"] *= decay[1]
         rates.append(optimizer.param_groups[0]["lr"])
     return model, steps, rates
@@ -220,6 +231,83 @@ async def test_an_uneven_fit_with_manual_optimization_equals_one_process(session
         for mine, taken in fits:
             assert largest_difference(mine, list(model.parameters())) < 1e-13
             assert taken == steps
+
+
+class Recorded(Regression):
+    """It keeps the steps after which it is validated, and the losses."""
+
+    def on_fit_start(self):
+        self.losses = []
+
+    def on_validation_epoch_end(self):
+        loss = self.trainer.callback_metrics.get("val_loss")
+        self.losses.append((self.trainer.global_step, loss.item()))
+
+
+class Rows(torch.utils.data.IterableDataset):
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+def validated_inside(ctx, numbers, folder, sharded, options):
+    """numbers: of batches, by rank."""
+    module = Recorded(sharded)
+    checkpoint = ModelCheckpoint(folder, monitor="val_loss", filename="{step}")
+    mode, has_length = options.pop("stops", None), options.pop("has_length", True)
+    stop = EarlyStopping("val_loss", patience=1 if mode else 99, mode=mode or "min")
+    trainer = trainer_of(
+        ctx, max_epochs=2, use_distributed_sampler=False, callbacks=[checkpoint, stop], **options
+    )
+    samples = data(2 * max(numbers)).double()[: 2 * numbers[ctx.rank]]
+    batches = torch.utils.data.DataLoader(samples if has_length else Rows(samples), batch_size=2)
+    trainer.fit(module, batches, torch.utils.data.DataLoader(data(6).double()[ctx.rank :: 2]))
+    trained = [p.detach().clone() for p in module.parameters()]
+    return trained, trainer.global_step, module.losses, checkpoint.best_model_path
+
+
+@pytest.mark.parametrize(
+    ("numbers", "options", "after"),
+    [
+        ((7, 2), {"val_check_interval": 1}, [1, 2, 3, 4, 5, 6, 7]),
+        ((2, 7), {"val_check_interval": 2}, [2, 4, 6]),
+        ((4, 6), {"val_check_interval": 0.34}, [2, 4, 6]),
+        ((7, 3), {"val_check_interval": 3, "accumulate_grad_batches": 2}, [2, 3]),
+        ((3, 7), {"val_check_interval": 3, "max_steps": 10}, [3, 6]),
+        ((1, 5), {"max_steps": 8}, [5]),
+        ((3, 5), {"has_length": False}, [5]),
+        ((2, 7), {"val_check_interval": 2, "stops": "max"}, [2, 4]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "zero"])
+async def test_validation_inside_an_uneven_epoch_is_of_all_ranks_after_the_same_step(
+    session, tmp_path, numbers, options, after, sharded
+):
+    """after: the steps of an epoch."""
+    accumulate, stops = options.get("accumulate_grad_batches", 1), "stops" in options
+    in_epoch = -(-max(numbers) // accumulate)
+    steps = 4 if stops else min(2 * in_epoch, options.get("max_steps", 2 * in_epoch))
+    at = [step for epoch in range(2) for step in (epoch * in_epoch + one for one in after)]
+    expected = [step for step in at if step <= steps]
+    batches = [range(2 * number) for number in numbers]
+
+    def model_after(step):
+        options = {"last": step, "num_samples": 2 * max(numbers)}
+        return reference(accumulate, None, lambda epoch: batches, 2, **options)[0]
+
+    settings = {"numbers": numbers, "folder": str(tmp_path), "sharded": sharded}
+    results = await session.run(validated_inside, **settings, options=options)
+    for trained, num_steps, losses, best in results:
+        assert num_steps == steps
+        assert [step for step, _ in losses] == expected
+        assert best.endswith(".ckpt")
+        for step, loss in losses:
+            expected_loss = model_after(step)(data(6).double()).square().mean().item()
+            assert loss == pytest.approx(expected_loss)
+        assert largest_difference(trained, list(model_after(steps).parameters())) < 1e-13
 
 
 def resumed(ctx, folder, sharded):
@@ -445,7 +533,11 @@ def refused(ctx, kind, sharded, options):
     ("kind", "sharded", "options", "told"),
     [
         (Regression, True, {"gradient_clip_val": 0.5}, "give the optimizer max_norm=0.5 instead"),
-        (Regression, False, {"val_check_interval": 1}, "validation inside the epoch"),
+        (Manual, False, {"val_check_interval": 1}, "validation inside the epoch in manual"),
+        (
+            *(Regression, False, {"val_check_interval": 1, "check_val_every_n_epoch": None}),
+            "validation after a time, or after batches of all epochs together",
+        ),
         (ManualWithSchedules, False, {}, "manual optimization by several optimizers or with a sch"),
     ],
 )
