@@ -187,7 +187,8 @@ class Driver(StoreActor):
         if not places:
             return None
         taken = events.RunTakenOver(request, tuple(places))
-        return await self._carry_on(request, program, taken, silent)
+        # A rank that the previous driver has put into the generation meets those that are told now.
+        return await self._carry_on(request, program, taken, silent, places[0].secret)
 
     async def _carry_on(
         self,
@@ -195,6 +196,7 @@ class Driver(StoreActor):
         program: list[Any],
         event: Event,
         lost: Iterable[tuple[int, str]] = (),
+        secret: bytes | None = None,
     ) -> RunSucceeded | RunFailed:
         begun = self._membership.handle(event)
         self._run, self._events, self._request = request.run, asyncio.Queue(), request
@@ -209,7 +211,9 @@ class Driver(StoreActor):
             self._events.put_nowait(events.RunCancelled("it was cancelled before it began"))
         try:
             async with asyncio.TaskGroup() as tasks:
-                in_flight = _InstructionTasks(self, request, program[0], self._events, tasks)
+                in_flight = _InstructionTasks(
+                    self, request, program[0], self._events, tasks, secret or new_secret()
+                )
                 outcome = in_flight.carry_out(begun)
                 self._note_pause()
                 while outcome is None:
@@ -440,6 +444,7 @@ class _InstructionTasks:
         program: Any,
         queue: asyncio.Queue[Event],
         tasks: asyncio.TaskGroup,
+        secret: bytes,
     ) -> None:
         self._driver = driver
         self._request = request
@@ -449,7 +454,7 @@ class _InstructionTasks:
         self._tasks: set[asyncio.Task[None]] = set()
         self._generation = 0  # the newest one that ranks were told to begin
         self._actor = ray.get_runtime_context().current_actor
-        self._store = ActorStore(self._actor, new_secret())
+        self._store = ActorStore(self._actor, secret)
 
     def carry_out(self, todo: list[Instruction]) -> RunSucceeded | RunFailed | None:
         """Send instructions on their way; the outcome if one of them says that the run is over."""

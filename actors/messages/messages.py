@@ -339,11 +339,13 @@ class PlaceInRun:
 
     assignment: in the last generation that the worker was put into.
     resumption: what put it there; None in the first generation.
+    secret: with which it signs what it writes to meet the others; None: with none.
     """
 
     info: WorkerInfo
     assignment: Assignment
     resumption: Resumption | None
+    secret: bytes | None = field(default=None, repr=False)
 
 
 # ── How a rank ends ──────────────────────────────────────────────────────────────────────────────

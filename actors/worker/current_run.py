@@ -87,6 +87,16 @@ class CurrentRun:
             self.freezes.setdefault(generation, error)
         return generation == self.assignment.generation
 
+    def continues_in(self, assignment: Assignment, store: ActorStore) -> bool:
+        """Whether this rank is put into another generation. An order may come twice: the driver
+        that gave it is dead, and the next one could not know that it was on its way."""
+        if assignment.generation <= self.assignment.generation:
+            return False
+        self.assignment, self.store = assignment, store
+        # A worker in its dry run becomes a rank by its first resumption.
+        self.is_dry_run = False
+        return True
+
     def ends_with(self, generation: int) -> CollectiveError | None:
         """The order that stands against the group of a generation; None if there is none."""
         return self.stop_error or self.freezes.get(generation)

@@ -414,12 +414,10 @@ class Worker:
             # The run has ended here while the order was on its way.
             if current is None or current.request.run != run or current.lifeline is None:
                 return
-            current.assignment = resumption.assignment
-            current.store = store
+            if not current.continues_in(resumption.assignment, store):
+                return
             self._generation = resumption.assignment.generation
             self._output.set_rank(resumption.assignment.rank)
-            # A worker in its dry run becomes a rank by its first resumption.
-            current.is_dry_run = False
             lifeline = current.lifeline
         lifeline.resume(resumption)
 
@@ -535,7 +533,8 @@ class Worker:
                 return None
             is_dry_run, lifeline = current.is_dry_run, current.lifeline
             resumption = lifeline.last_resumption if lifeline is not None else None
-            place = PlaceInRun(self._info, current.assignment, resumption)
+            secret = current.store.secret
+            place = PlaceInRun(self._info, current.assignment, resumption, secret)
         # Outside the lock, which `_abort` takes.
         if is_dry_run:
             gone = GroupAborted(current.assignment.generation, [], "its driver is gone")

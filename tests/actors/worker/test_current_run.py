@@ -47,3 +47,14 @@ def test_the_order_to_stop_stands_against_every_generation() -> None:
     run.notes_freeze(3, GroupAborted(3, [], "a newcomer has come"))
     run.stop_error = stop
     assert run.ends_with(3) is stop and run.ends_with(4) is stop
+
+
+def test_an_order_to_continue_that_two_drivers_give_counts_once() -> None:
+    run, first, second = run_in(THIRD), ActorStore(object()), ActorStore(object())
+    fourth = replace(THIRD, generation=4)
+    assert run.continues_in(fourth, first)
+    assert not run.continues_in(fourth, second)
+    assert not run.continues_in(THIRD, second), "it comes late"
+    assert run.assignment is fourth and run.store is first
+    assert run.continues_in(replace(THIRD, generation=5), second)
+    assert run.store is second
