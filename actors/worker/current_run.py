@@ -102,6 +102,42 @@ class CurrentRun:
         return self.stop_error or self.freezes.get(generation)
 
 
+class EarlyOrders:
+    """Orders that are about a call of `run` and may overtake it, as the two are of different
+    concurrency groups. Pure.
+
+    A worker may be called more than once in one run: after a dry run, or a rest. So a call is told
+    apart by its run and its generation, which is that of an order's error.
+    """
+
+    def __init__(self) -> None:
+        self._last = (-1, -1)  # run and generation of the last call
+        self._stops: dict[int, tuple[int, CollectiveError]] = {}  # by run; with the generation
+        self._freezes: dict[tuple[int, int], CollectiveError] = {}  # by run and generation
+
+    def note_stop(self, run: int, error: CollectiveError) -> None:
+        generation = error.generation
+        # Of a call that is over already.
+        if (run, generation) > self._last:
+            self._stops[run] = (generation, error)
+
+    def note_freeze(self, run: int, generation: int, error: CollectiveError) -> None:
+        if (run, generation) > self._last:
+            self._freezes[run, generation] = error
+
+    def taken_by(
+        self, run: int, generation: int
+    ) -> tuple[CollectiveError | None, CollectiveError | None]:
+        """The order to stop, and the one to freeze, that stand against a call, which has come."""
+        of, stop = self._stops.get(run, (-1, None))
+        freeze = self._freezes.get((run, generation))
+        self._stops.clear()
+        self._freezes.clear()
+        self._last = run, generation
+        # It was for an earlier call: what this worker did as another rank.
+        return None if of < generation else stop, freeze
+
+
 def meet_again(group: Group, error: CollectiveError | None) -> None:
     """A barrier with the ranks that this one has met in an earlier run. error: of an order to stop
     that came before."""

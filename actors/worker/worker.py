@@ -60,7 +60,7 @@ from ..ray_calls.versions import versions_here
 from ..reporting.metrics import Look, Publisher
 from ..reporting.report_buffer import Pulled, ReportBuffer
 from ..reporting.worker_logs import Output, Position, Printed, read_rest
-from .current_run import CurrentRun, RunnableProgram, meet_again
+from .current_run import CurrentRun, EarlyOrders, RunnableProgram, meet_again
 from .gpu import own_gpu
 from .lifeline import AdmittingRank, Lifeline
 from .memory import Leftovers, device_memory_bytes, resident_bytes, spare_modules
@@ -148,8 +148,7 @@ class Worker:
         self._last_status = RunStatus()  # of the run in progress, or of the last one
         self._generation = -1
         self._ended: CurrentRun | None = None  # the run before; None: this is the first
-        self._early_stops: dict[int, CollectiveError] = {}  # by run; a call may overtake `run`
-        self._early_freezes: dict[tuple[int, int], CollectiveError] = {}  # by run and generation
+        self._early = EarlyOrders()
         self._output = Output(self._info.node_id)
         self._memory_kills = MemoryKills()
         self._publisher = Publisher(session, seat, self._look)
@@ -204,13 +203,9 @@ class Worker:
             self._last_status = run.status
             self._generation = assignment.generation
             self._output.set_rank(assignment.rank)
-            # The order and the call of `run` are of two concurrency groups: either may be first.
-            run.stop_error = self._early_stops.pop(request.run, None)
-            self._early_stops.clear()
-            key = (request.run, assignment.generation)
-            if key in self._early_freezes:
-                run.freezes[assignment.generation] = self._early_freezes[key]
-            self._early_freezes.clear()
+            run.stop_error, frozen = self._early.taken_by(request.run, assignment.generation)
+            if frozen is not None:
+                run.freezes[assignment.generation] = frozen
             run.thread = TrainingThread(
                 lambda: self._train(run, program, resumption, replay_log),
                 lambda value, error: self._conclude(run, value, error),
@@ -361,9 +356,7 @@ class Worker:
         with self._lock:
             current = self._run
             if current is None or current.request.run != run:
-                # The order may overtake the call of `run`, and is kept for it.
-                if run > self._last[0]:
-                    self._early_stops[run] = error
+                self._early.note_stop(run, error)
                 return
             # The first reason stays; what follows it is an echo.
             current.stop_error = current.stop_error or error
@@ -390,10 +383,7 @@ class Worker:
         with self._lock:
             current = self._run
             if current is None or current.request.run != run:
-                if run > self._last[0]:
-                    # For `run`, which takes it with the generation: an earlier one is over in any
-                    # case.
-                    self._early_freezes[run, generation] = error
+                self._early.note_freeze(run, generation, error)
                 return
             if not current.notes_freeze(generation, error):
                 return  # This rank has continued already, or continues in that generation later.

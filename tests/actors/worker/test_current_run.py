@@ -7,7 +7,7 @@ from dataclasses import replace
 from chorusline.actors.messages.messages import Assignment, RunRequest
 from chorusline.actors.ray_calls.actor_store import ActorStore
 from chorusline.actors.reporting.report_buffer import ReportBuffer
-from chorusline.actors.worker.current_run import CurrentRun
+from chorusline.actors.worker.current_run import CurrentRun, EarlyOrders
 from chorusline.collectives.contract.errors import GroupAborted
 
 THIRD = Assignment(3, 0, 2, 0, 2, 0)
@@ -58,3 +58,31 @@ def test_an_order_to_continue_that_two_drivers_give_counts_once() -> None:
     assert run.assignment is fourth and run.store is first
     assert run.continues_in(replace(THIRD, generation=5), second)
     assert run.store is second
+
+
+def test_an_order_that_overtakes_the_first_call_of_a_run_stands_against_it() -> None:
+    early, stop, freeze = EarlyOrders(), GroupAborted(3, [], "closed"), GroupAborted(3, [], "lost")
+    early.note_stop(0, stop)
+    early.note_freeze(0, 3, freeze)
+    early.note_freeze(0, 2, GroupAborted(2, [], "before it"))
+    assert early.taken_by(0, 3) == (stop, freeze)
+    assert early.taken_by(1, 3) == (None, None), "another run in the same generation"
+
+
+def test_an_order_that_overtakes_another_call_of_the_same_run_stands_against_it() -> None:
+    """After a dry run, or a rest, of the worker: to wait for it would cost the run the worker."""
+    early, stop, freeze = EarlyOrders(), GroupAborted(4, [], "closed"), GroupAborted(4, [], "lost")
+    assert early.taken_by(0, 3) == (None, None)
+    early.note_freeze(0, 3, GroupAborted(3, [], "this generation is over for it"))
+    early.note_freeze(0, 4, freeze)
+    early.note_stop(0, stop)
+    assert early.taken_by(0, 4) == (stop, freeze)
+
+
+def test_an_order_for_what_a_worker_did_before_in_a_run_is_void() -> None:
+    early = EarlyOrders()
+    assert early.taken_by(0, 3) == (None, None)
+    early.note_stop(0, GroupAborted(3, [], "the dry run is over"))
+    assert early.taken_by(0, 3) == (None, None), "another dry run in the same generation"
+    early.note_stop(0, GroupAborted(4, [], "it rests"))  # It was a rank in generation 4, too.
+    assert early.taken_by(0, 5) == (None, None)
