@@ -278,6 +278,7 @@ class Membership:
         # The previous driver died while it told the ranks of a generation: the late ones were
         # not told.
         if found.resumption is not None:
+            run.num_lost_before = found.resumption.num_lost
             assignments = assign(found.members, found.generation)
             todo += [
                 instructions.ResumeRank(
@@ -530,7 +531,7 @@ class Membership:
             member.state = MemberState.RUNNING
         for member in plan.resting:
             member.state = MemberState.STUCK
-        beginnings = _beginnings(plan, self._generation, entered, run.gives_up, without)
+        beginnings = _beginnings(run, plan, self._generation, entered, without)
         return [*dismissed, *beginnings, *self._arrivals.formed(plan.members), *self._ask(run)]
 
     def _ask(self, run: RunState) -> list[Instruction]:
@@ -689,11 +690,7 @@ def _gone(run: RunState, plan: Plan) -> tuple[Gone, ...]:
 
 
 def _beginnings(
-    plan: Plan,
-    generation: int,
-    entered: int,
-    gives_up: Loss | Failure | None,
-    without: tuple[Gone, ...],
+    run: RunState, plan: Plan, generation: int, entered: int, without: tuple[Gone, ...]
 ) -> Sequence[instructions.StartRank | instructions.ResumeRank]:
     """How the ranks of the next generation begin: those that were there continue, as do newcomers
     that have made a dry run; others start. without: as of `_gone`."""
@@ -711,9 +708,10 @@ def _beginnings(
             entered,
             plan.restarts,
             plan.leaving,
-            gives_up,
+            run.gives_up,
             without,
             pids,
+            run.num_lost,
         )
         # In place a worker that comes has made its dry run: its function runs, and is resumed.
         if before >= 0 or not plan.restarts:

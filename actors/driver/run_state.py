@@ -78,6 +78,7 @@ class RunState:
     finished: ranks whose function has returned in this generation, and that wait for the others.
     returned: the results of ranks that have ended with one.
     losses: workers that the run has lost, in this order.
+    num_lost_before: workers that it had lost when another driver took it over.
     takes_newcomers: False once the functions of some rank could not be run again from the top.
     asked_in: the last generation in which ranks are asked whether they are ready for newcomers.
     departures: workers that leave on notice.
@@ -101,6 +102,7 @@ class RunState:
     finished: set[int] = field(default_factory=set)
     returned: dict[int, messages.Success] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
+    num_lost_before: int = 0
     takes_newcomers: bool = True
     asked_in: int = -1
     departures: Departures = field(default_factory=Departures)
@@ -121,9 +123,13 @@ class RunState:
         return tuple(member.info.worker_id for member in self.members)
 
     @property
+    def num_lost(self) -> int:
+        return self.num_lost_before + len(self.losses)
+
+    @property
     def has_lost_too_many(self) -> bool:
         allowed = self.request.max_failures
-        return allowed is not None and len(self.losses) > allowed
+        return allowed is not None and self.num_lost > allowed
 
 
 def in_rank_order(members: Iterable[Member]) -> list[Member]:

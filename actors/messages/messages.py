@@ -310,6 +310,7 @@ class Resumption:
     they have (last_generation.py); None: it is not.
     gone: ranks of the generation that has ended which are not in this one.
     pids: of the newcomers, in the order of their ranks.
+    num_lost: workers that the run has lost by now, for a driver that takes it over.
     """
 
     assignment: Assignment
@@ -321,6 +322,7 @@ class Resumption:
     gives_up: Loss | Failure | None = None
     gone: tuple[Gone, ...] = ()
     pids: tuple[int, ...] = ()
+    num_lost: int = 0
 
     def __post_init__(self) -> None:
         if len(self.former) != self.assignment.world_size:

@@ -507,6 +507,21 @@ def test_another_driver_tells_those_who_have_not_heard_of_the_decision() -> None
     assert resumed["worker-2-0"].progress == (OptimizerProgress(5),)
 
 
+def test_another_driver_counts_the_losses_of_the_one_before() -> None:
+    """One worker may be lost: the second loss ends the run, whoever drives it then."""
+    first, _ = running(*map(worker, range(3)), max_failures=1)
+    first.handle(death(2))
+    first.handle(froze(0))
+    decided = resumptions(first.handle(froze(1)))
+    membership = Membership()
+    for seat in (0, 1):
+        membership.handle(WorkerRegistered(worker(seat), 1))
+    places = [place_in_run(seat, one.assignment, one) for seat, one in enumerate(decided.values())]
+    membership.handle(RunTakenOver(request(0, 1, 1), tuple(places)))
+    told = membership.handle(death(1))
+    assert [one.worker_id for one in told if isinstance(one, AbortRank)] == ["worker-0-0"]
+
+
 def test_a_worker_that_has_left_the_run_is_not_taken_for_the_rank_that_has_its_number_now() -> None:
     """Its node is drained, and not gone yet."""
     membership = Membership()
