@@ -137,7 +137,8 @@ class HeldGradients:
 
     def was_cleared(self, *, to_none: bool) -> None:
         """`zero_grad` was called, for all gradients."""
-        self.clears_to_zeros = not to_none
+        # Where gradients are None, as after an earlier clear, they stay None.
+        self.clears_to_zeros = not to_none and any(self._gradients.usage())
         self.calls += 1
         self._note_clear()
 

@@ -144,10 +144,11 @@ def test_where_ranks_run_on_after_the_last_step_the_one_with_most_batches_counts
     check(ranks_of, body, lengths, "zero", momentum=0.9, refused=())
 
 
-@combinations(1, lengths=[(0, 3), (0, 2, 4)], clears=[[], ["module"]])
+@combinations(1, lengths=[(0, 3), (0, 2, 4)], clears=[[], ["module"], CLEARS[:2]])
 def test_a_step_may_come_before_the_first_pass_of_an_epoch(ranks_of, lengths, clears):
-    body = [*map(Act, clears), Act(STEP), Act(PASS)]
-    check(ranks_of, body, lengths, "zero", epochs=3, momentum=0.9, refused=())
+    for every in (1, 2):
+        body = [*(Act(clear, 0, every) for clear in clears), Act(STEP), Act(PASS)]
+        check(ranks_of, body, lengths, "zero", epochs=3, momentum=0.9, refused=())
 
 
 @combinations(1, lengths=[(0, 3), (3, 0, 1)], clear=CLEARS)
