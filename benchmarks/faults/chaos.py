@@ -232,17 +232,23 @@ def shared_memory_files() -> set[str]:
 
 
 def from_outside(args: argparse.Namespace) -> None:
-    rounds = chaos_outside.run(args.seed, args.rounds, args.kind, args.minutes)
+    rounds: list[chaos_outside.Round] = []
+    is_interrupted = False
+    try:
+        chaos_outside.run(rounds, args.seed, args.rounds, args.kind, args.minutes)
+    except KeyboardInterrupt:  # Or SIGTERM: hours of rounds say what they have seen.
+        is_interrupted = True
     wrong = [told for one in rounds for told in one.wrong]
     figures = {
         "rounds": len(rounds),
         "faults": sum(len(one.struck) for one in rounds),
         "ended": sum(bool(one.ended_with) for one in rounds),
         "wrong": len(wrong),
+        "interrupted": is_interrupted,
     }
     print(", ".join(f"{name} {value}" for name, value in figures.items()))
     finish(args, {}, figures)
-    if wrong:
+    if wrong or is_interrupted:
         sys.exit(1)
 
 

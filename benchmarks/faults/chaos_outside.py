@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import random
-import shutil
 import signal
 import tempfile
 import time
@@ -201,10 +200,9 @@ class Injector:
 # -- rounds ----------------------------------------------------------------------------------------
 
 
-async def play(plan: Plan) -> Round:
-    """A session of its own, one run, and what is left of both."""
+async def play(plan: Plan, folder: Path) -> Round:
+    """A session of its own, one run, and what is left of both. folder: for its checkpoints."""
     one = Round(plan)
-    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     done: set[int] = set()
     has_begun = asyncio.Event()
 
@@ -257,7 +255,6 @@ async def play(plan: Plan) -> Round:
     else:
         one.wrong.append(f"processes {sorted(left)} are left")
         signal_to(left, signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
     one.seconds = time.monotonic() - began_at
     return one
 
@@ -268,14 +265,16 @@ async def _seen(session: cl.Session) -> str:
     return "no snapshot"
 
 
-async def play_all(first_seed: int, rounds: int, kind: str | None, minutes: float) -> list[Round]:
-    played: list[Round] = []
+async def play_all(
+    played: list[Round], first_seed: int, rounds: int, kind: str | None, minutes: float
+) -> None:
     ends_at = time.monotonic() + minutes * 60
     for seed in range(first_seed, first_seed + rounds):
         if time.monotonic() > ends_at:
             break
         before = _files()
-        one = await play(draw(seed, kind))
+        with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as folder:
+            one = await play(draw(seed, kind), Path(folder))
         one.wrong += [f"/dev/shm/{name} is left" for name in sorted(_files() - before)]
         played.append(one)
         plan = one.plan
@@ -290,7 +289,6 @@ async def play_all(first_seed: int, rounds: int, kind: str | None, minutes: floa
             again = f"python -m benchmarks.faults.chaos --outside --seed {seed} --rounds 1"
             again += f" --kind {kind}" if kind else ""
             print(f"   WRONG ({again}): {wrong}", flush=True)
-    return played
 
 
 def _files() -> set[str]:
@@ -298,9 +296,14 @@ def _files() -> set[str]:
     return {p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(("torch_", "chorus"))}
 
 
-def run(first_seed: int, rounds: int, kind: str | None, minutes: float) -> list[Round]:
+def run(
+    played: list[Round], first_seed: int, rounds: int, kind: str | None, minutes: float
+) -> None:
+    """played: gets each round when it is over, so that a run that is interrupted has them."""
     ray.init("local", num_cpus=chaos_kinds.MOST, include_dashboard=False, log_to_driver=False)
+    # In the place of Ray's handler, which ends the process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return asyncio.run(play_all(first_seed, rounds, kind, minutes))
+        asyncio.run(play_all(played, first_seed, rounds, kind, minutes))
     finally:
         ray.shutdown()

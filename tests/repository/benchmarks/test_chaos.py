@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -195,3 +198,27 @@ def test_kills_from_outside_leave_nothing_to_complain_about() -> None:
     figures = figures_of("faults.chaos", *flags, timeout_s=880, is_forked=False)
     # Each round has a fault at least, of which one for a newcomer may find none.
     assert figures["rounds"] == 8 and figures["faults"] >= 8 and figures["wrong"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_is_interrupted_says_what_it_has_seen() -> None:
+    command = (sys.executable, "-m", "benchmarks.faults.chaos", "--outside", "--json")
+    running = subprocess.Popen(
+        (*command, "--seed", "8", "--rounds", "100", "--minutes", "60"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert running.stdout is not None
+    try:
+        while not running.stdout.readline().startswith("8: "):
+            assert running.poll() is None
+        running.terminate()
+        *_, last = running.stdout.read().splitlines()
+        figures = json.loads(last)["figures"]
+        assert figures["interrupted"] and figures["rounds"] == 1 and figures["wrong"] == 0
+        assert running.wait(60) == 1
+    finally:
+        running.kill()
+        running.wait()
