@@ -325,11 +325,11 @@ class Driver(StoreActor):
         if self._run != run:
             return
         # The notice comes again: if the ranks could not continue now, perhaps they can then.
-        members = self._membership.snapshot(0).members
+        seen = self._membership.snapshot(0)
         # A worker without a rank does not get one any more. The previous driver may have
         # dismissed it and died before the session heard that its seat is empty.
         self._note_lost(self._membership.without_rank(who))
-        running = [one for one, state in members if state is messages.MemberState.RUNNING]
+        running = [one for one, state in seen.members if state is messages.MemberState.RUNNING]
         ids = [one.worker_id for one in running if one.worker_id in self._workers]
         replies = await self.readiness(run, ids, for_departure=True)
         # NOT_YET of one rank decides it. Where all would run again or admit, no rank need be held.
@@ -341,7 +341,8 @@ class Driver(StoreActor):
             held = [self._workers[one].hold.remote(run) for one in ids if one in leave]
             await first_answer(held, _STEP_S)
             replies = await self.readiness(run, ids, for_departure=True)
-        can_end = Readiness.NOT_YET not in replies
+        # The ranks of the next generation have not been asked; the notice comes again.
+        can_end = Readiness.NOT_YET not in replies and self.is_in(seen.generation)
         self._report(run, events.Leaving(who, why, can_end, self._num_ready))
 
     async def has_in_reserve(self, num_ready: int) -> None:
