@@ -43,6 +43,7 @@ class RunnableProgram(Protocol):
 class CurrentRun:
     """The run in progress on this worker. The worker's lock guards all that changes.
 
+    resumption: what has put this worker into its generation; None in the first one.
     store: of the generation. A cancelled store stays cancelled, so the next generation has another.
     lifeline: None until the training thread has unpickled the program.
     program: None when the run is over here, so that its memory is free.
@@ -61,8 +62,10 @@ class CurrentRun:
         report_buffer: ReportBuffer,
         driver: Actor,
         program: Parcel | None = None,
+        resumption: Resumption | None = None,
     ) -> None:
         self.assignment = assignment
+        self.resumption = resumption
         self.request = request
         self.program = program
         self.store = store
@@ -87,12 +90,13 @@ class CurrentRun:
             self.freezes.setdefault(generation, error)
         return generation == self.assignment.generation
 
-    def continues_in(self, assignment: Assignment, store: ActorStore) -> bool:
+    def continues_in(self, resumption: Resumption, store: ActorStore) -> bool:
         """Whether this rank is put into another generation. An order may come twice: the driver
         that gave it is dead, and the next one could not know that it was on its way."""
-        if assignment.generation <= self.assignment.generation:
+        if resumption.assignment.generation <= self.assignment.generation:
             return False
-        self.assignment, self.store = assignment, store
+        self.assignment, self.resumption = resumption.assignment, resumption
+        self.store = store
         # A worker in its dry run becomes a rank by its first resumption.
         self.is_dry_run = False
         return True

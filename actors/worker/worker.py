@@ -192,7 +192,7 @@ class Worker:
         not come.
         """
         report_buffer = ReportBuffer(request.keep_reports, self._output, request.report_history)
-        run = CurrentRun(assignment, request, store, report_buffer, driver, program)
+        run = CurrentRun(assignment, request, store, report_buffer, driver, program, resumption)
         run.is_dry_run = bool(replay_log)
         with self._lock:
             if self._run is not None:
@@ -404,7 +404,7 @@ class Worker:
             # The run has ended here while the order was on its way.
             if current is None or current.request.run != run or current.lifeline is None:
                 return
-            if not current.continues_in(resumption.assignment, store):
+            if not current.continues_in(resumption, store):
                 return
             self._generation = resumption.assignment.generation
             self._output.set_rank(resumption.assignment.rank)
@@ -521,10 +521,8 @@ class Worker:
             current = self._in_run(run)
             if current is None:
                 return None
-            is_dry_run, lifeline = current.is_dry_run, current.lifeline
-            resumption = lifeline.last_resumption if lifeline is not None else None
-            secret = current.store.secret
-            place = PlaceInRun(self._info, current.assignment, resumption, secret)
+            is_dry_run, secret = current.is_dry_run, current.store.secret
+            place = PlaceInRun(self._info, current.assignment, current.resumption, secret)
         # Outside the lock, which `_abort` takes.
         if is_dry_run:
             gone = GroupAborted(current.assignment.generation, [], "its driver is gone")

@@ -10,7 +10,7 @@ import ray
 import torch
 
 import chorusline as cl
-from chorusline.actors.messages.messages import Assignment
+from chorusline.actors.messages.messages import Resumption
 from chorusline.actors.ray_calls.actor_store import ActorStore
 from chorusline.actors.worker.current_run import CurrentRun
 from chorusline.collectives.group import Group
@@ -38,7 +38,7 @@ def ends_the_driver_before_it_meets(ctx: cl.Context) -> None:
 def does_not_hear_the_first_driver() -> None:
     continues_in = CurrentRun.continues_in
 
-    def not_yet(run: CurrentRun, assignment: Assignment, store: ActorStore) -> bool:
+    def not_yet(run: CurrentRun, resumption: Resumption, store: ActorStore) -> bool:
         CurrentRun.continues_in = continues_in  # type: ignore[method-assign]
         return False
 

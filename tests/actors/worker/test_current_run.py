@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from typing import Any
 
-from chorusline.actors.messages.messages import Assignment, RunRequest
+from chorusline.actors.messages.messages import Assignment, FormerRanks, Resumption, RunRequest
 from chorusline.actors.ray_calls.actor_store import ActorStore
 from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.actors.worker.current_run import CurrentRun, EarlyOrders
+from chorusline.actors.worker.worker import Worker
 from chorusline.collectives.contract.errors import GroupAborted
+from tests.references.driver_events import worker as info
 
 THIRD = Assignment(3, 0, 2, 0, 2, 0)
 
 
-def run_in(assignment: Assignment) -> CurrentRun:
+def run_in(assignment: Assignment, resumption: Resumption | None = None) -> CurrentRun:
     request = RunRequest(0, timeout_s=60.0, keep_reports=False, max_failures=None)
     nobody = object()  # No call is made.
-    return CurrentRun(assignment, request, ActorStore(nobody), ReportBuffer(keep=False), nobody)
+    reports = ReportBuffer(keep=False)
+    return CurrentRun(
+        assignment, request, ActorStore(nobody), reports, nobody, resumption=resumption
+    )
 
 
 def test_an_order_to_freeze_stands_until_the_group_of_its_generation_is_made() -> None:
@@ -49,15 +56,34 @@ def test_the_order_to_stop_stands_against_every_generation() -> None:
     assert run.ends_with(3) is stop and run.ends_with(4) is stop
 
 
+def order(generation: int) -> Resumption:
+    return Resumption(replace(THIRD, generation=generation), FormerRanks.of((0, 1)), ())
+
+
 def test_an_order_to_continue_that_two_drivers_give_counts_once() -> None:
     run, first, second = run_in(THIRD), ActorStore(object()), ActorStore(object())
-    fourth = replace(THIRD, generation=4)
+    fourth = order(4)
     assert run.continues_in(fourth, first)
-    assert not run.continues_in(fourth, second)
-    assert not run.continues_in(THIRD, second), "it comes late"
-    assert run.assignment is fourth and run.store is first
-    assert run.continues_in(replace(THIRD, generation=5), second)
+    assert not run.continues_in(order(4), second)
+    assert not run.continues_in(order(3), second), "it comes late"
+    assert run.resumption is fourth and run.store is first
+    assert run.continues_in(order(5), second)
     assert run.store is second
+
+
+async def test_a_worker_tells_a_new_driver_how_its_generation_came_about_before_it_is_in_it() -> (
+    None
+):
+    """Its training thread still opens the program, or has not woken up yet."""
+    worker: Any = object.__new__(Worker)
+    worker._lock, worker._info, worker._ended = threading.Lock(), info(0), None
+    called_with = order(4)
+    worker._run = run_in(called_with.assignment, called_with)
+    assert (await Worker.place_in_run(worker, 0)).resumption is called_with
+    told_next = order(5)
+    worker._run.continues_in(told_next, ActorStore(object()))
+    place = await Worker.place_in_run(worker, 0)
+    assert (place.assignment, place.resumption) == (told_next.assignment, told_next)
 
 
 def test_an_order_that_overtakes_the_first_call_of_a_run_stands_against_it() -> None:
