@@ -155,7 +155,7 @@ class HeldGradients:
     def look(self) -> None:
         """Find out what the program has done to the gradients since the last pass."""
         gone: set[int] = set()
-        is_edited = False
+        is_edited, to_zeros = False, True
         # Writes to `.grad.data` are counted by nobody.
         is_blank = self._witness is not None and self._is_blank(self._witness)
         only_ours = self._held == self._zeros
@@ -165,14 +165,13 @@ class HeldGradients:
             for number in self._held.intersection(bucket.views):
                 gradient = self._gradients.parameters[number].grad
                 if gradient is None:
-                    self.clears_to_zeros = False
+                    to_zeros = False
                     gone.add(number)
                 elif is_written or is_blank or self._gradients.is_replaced(number):
                     # Local gradients are seldom written to. To read means, the host would wait for
                     # the GPU in each step.
                     is_readable = not self.are_means or gradient.device.type == "cpu"
                     if is_readable and self._is_blank(number, only_ours=only_ours and is_written):
-                        self.clears_to_zeros = True
                         gone.add(number)
                     elif not (number in self._zeros and is_readable and not gradient.any()):
                         is_edited = True
@@ -180,6 +179,8 @@ class HeldGradients:
         self.cleared |= gone
         # Zeros that stay, of a part that was cleared before, leave nothing of a gradient.
         if gone and gone >= (self._held - self._zeros or self._zeros):
+            # A clear of a part, in another way, says nothing of what happens to the rest.
+            self.clears_to_zeros = to_zeros
             self._note_clear()
         elif gone or is_edited:
             described = repr((self.edits, sorted(gone), is_edited)).encode()

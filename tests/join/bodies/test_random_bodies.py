@@ -159,6 +159,25 @@ def test_what_no_sync_leaves_on_the_last_rank_is_cleared_in_the_next_epoch(
     check(ranks_of, body, lengths, "plain", epochs=3, refused=())
 
 
+@combinations(
+    2,
+    lengths=[(2, 1), (1, 3), (1, 2, 3)],
+    clear=CLEARS[:3],
+    part=["one layer", "one layer, to zeros"],
+    every=[1, 2],
+)
+def test_a_part_that_is_cleared_in_another_way_than_the_rest_changes_no_frozen_parameter(
+    ranks_of, lengths, clear, part, every
+):
+    # What is frozen when it is cleared to zeros, is stepped by them, and else not.
+    step = [Act(PASS, 0, every), Act(STEP, 0, every)]
+    for body in (
+        [Act(clear), Act(PASS), Act(part), Act("freeze the first"), *step[every == 1 :]],
+        [Act(clear, 0, every), Act(PASS), Act(part), Act("freeze the first", 0, every), *step],
+    ):
+        check(ranks_of, body, lengths, "zero", epochs=3, momentum=0.9)
+
+
 @combinations(2, lengths=[(2, 1), (1, 2)], acts=["by hand, zeros in .data", QUIET])
 def test_a_batch_without_a_sent_pass_may_change_what_ranks_without_data_hold(
     ranks_of, lengths, acts
@@ -237,7 +256,7 @@ def test_what_any_body_and_its_hooks_write_is_that_of_one_process(
 PARTS = [PASS, *PARTIAL_PASSES, *PARTIAL_PASSES, *PARTIAL_CLEARS, *FREEZES]
 
 
-@given(acts([*PARTS, STEP, STEP, STEP, CLEAR, "decay", "max_norm"], [0], 8), LENGTHS)
+@given(acts([*PARTS, *[STEP] * 3, *CLEARS[:2], "decay", "max_norm"], [0], 8), LENGTHS)
 def test_any_use_of_parts_of_a_model_is_exact_where_the_optimizer_is_sharded(
     ranks_of, body, lengths
 ):
