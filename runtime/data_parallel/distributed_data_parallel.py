@@ -851,12 +851,12 @@ def names_of(parameters: Sequence[torch.Tensor]) -> dict[int, str]:
     """By id(), the names of all parameters of the models that reduce any of `parameters`."""
     return {
         id(parameter): name
-        for engine in _engines_of(parameters)
+        for engine in engines_of(parameters)
         for name, parameter in engine.module.named_parameters()
     }
 
 
-def _engines_of(parameters: Sequence[torch.Tensor]) -> list[ModelEngine]:
+def engines_of(parameters: Sequence[torch.Tensor]) -> list[ModelEngine]:
     """Of all models that reduce any of `parameters`."""
     known = between_runs().engines
     engines = {id(r): r() for p in parameters if (r := known.get(p))}
@@ -943,7 +943,7 @@ class ModelEngine:
         # Wrapped again, as for each epoch, or as a part of a larger one, a module is reduced by its
         # newest model alone.
         parts = {id(part) for part in module.modules()}
-        for engine in _engines_of(reducer.parameters):
+        for engine in engines_of(reducer.parameters):
             if id(engine.module) in parts:
                 engine.release()
         self._own(reducer.parameters)

@@ -50,6 +50,8 @@ from chorusline.collectives.objects.blocking import all_gather_object, all_gathe
 from ..data_parallel.distributed_data_parallel import (
     DistributedDataParallel,
     ModelEngine,
+    engine_of,
+    engines_of,
     names_of,
     owner_of,
     reducers_of,
@@ -190,7 +192,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         arguments = dict(locals())
         wrapper = params if isinstance(params, DistributedDataParallel) else None
         if isinstance(params, DistributedDataParallel):
-            params = [p for p in params.parameters() if p.requires_grad]
+            reducer = engine_of(params).reducer
+            # A model whose steps an optimizer before this one has ended needs one of all that it
+            # reduces: a parameter that was frozen since keeps its place.
+            kept = set() if reducer.ends_steps else {id(p) for p in reducer.parameters}
+            params = [p for p in params.parameters() if p.requires_grad or id(p) in kept]
         check_arguments(params, optimizer_class, group, defaults)
         check_kinds(ZeroRedundancyOptimizer.__init__, arguments)
         max_norm = _checked_norm(max_norm)
@@ -208,6 +214,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         given = [p for options in self.param_groups for p in options["params"]]
         model = owner_of(given)
         named = [(f"parameter {number}", p) for number, p in enumerate(given)]
+        if model is None and not all(one.reducer.ends_steps for one in engines_of(given)):
+            raise ValueError(
+                "an earlier ZeroRedundancyOptimizer has taken over the steps of a model, and these "
+                "parameters are some of those that it reduces, or others too. Give exactly those "
+                "of the model, ZeroRedundancyOptimizer(model, ...), of which frozen ones are not "
+                "stepped; or wrap the module again, DistributedDataParallel(model.module)"
+            )
         if model:
             named = [*model.module.named_parameters(), *model.module.named_buffers()]
         check_own_memory(given, named)

@@ -1,5 +1,6 @@
 """Groups that come later, parameters that are frozen and unfrozen: as a plain optimizer has it."""
 
+import contextlib
 import time
 
 import pytest
@@ -7,8 +8,16 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from tests.harness.combinations import combinations
 from tests.harness.reused_ranks import another_group
-from tests.references.training import batches_of, loss_of, make_model
+from tests.references.training import (
+    backward_of_all,
+    batches_of,
+    data_of as data_by_rank,
+    largest_difference,
+    loss_of,
+    make_model,
+)
 
 KINDS = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
@@ -175,6 +184,56 @@ def test_a_model_reduces_what_was_frozen_when_it_was_wrapped(ranks_of):
     for parameters in ranks_of(3).run(train_plain_optimizer):
         for ours, theirs in zip(parameters, expected, strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def train_in_phases(group, kind, given, joins, frozen, lengths):
+    """Each epoch freezes other layers, and has an optimizer of its own. given: to it. Returns the
+    parameters, or the error."""
+    module = model = make_model(torch.float64)
+    options = {"lr": 0.1, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.01}
+    if group is not None:
+        model = cl.DistributedDataParallel(module, group)
+    for layers in frozen:
+        for number in (0, 2):
+            module[number].requires_grad_(number not in layers)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        if group is None:
+            optimizer, join = kind(trained, **options), contextlib.nullcontext()
+        else:
+            if given == "wrapped again":
+                model = cl.DistributedDataParallel(module, group)
+            listed = trained if given == "trained" else model
+            try:
+                optimizer = cl.ZeroRedundancyOptimizer(listed, kind, group=group, **options)
+            except ValueError as error:
+                return str(error)
+            join = cl.Join([model, optimizer], skew_warning=None, enable=joins)
+        data = data_by_rank(group, lengths, torch.float64)
+        with join:
+            for number in range(max(map(len, data))):
+                backward_of_all(model, data, number)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@combinations(
+    2,
+    kind=[torch.optim.SGD, torch.optim.Adafactor],
+    given=["model", "wrapped again", "trained"],
+    loop=[(False, (3, 3)), (True, (3, 3)), (True, (1, 3))],
+    frozen=[[(), (0,), (2,)], [(2,), (), (0,)], [(), (0,), ()]],
+)
+def test_each_phase_that_freezes_layers_may_have_an_optimizer_of_its_own(
+    ranks_of, kind, given, loop, frozen
+):
+    joins, lengths = loop
+    expected = train_in_phases(None, kind, given, joins, frozen, lengths)
+    for found in ranks_of(2).run(train_in_phases, kind, given, joins, frozen, lengths):
+        if given == "trained" and () in frozen[:2]:
+            assert "has taken over the steps of a model" in found
+        else:
+            assert largest_difference(found, expected) < 1e-12
 
 
 class Unfreeze:
