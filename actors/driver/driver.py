@@ -59,6 +59,9 @@ _ANSWER_S, _STEP_S = 2.0, 1.0
 """Seconds for a control loop to answer; one that is silent for longer counts as stopped. And for a
 rank to come to its next step."""
 
+_IDLE_WATCH_S = 1.0
+"""Seconds between two looks whether workers without a rank still live."""
+
 _KERNEL_ANSWER_S = 0.2
 """Seconds that the others may have to wait for what the kernel says of a death."""
 
@@ -214,6 +217,7 @@ class Driver(StoreActor):
                 in_flight = _InstructionTasks(
                     self, request, program[0], self._events, tasks, secret or new_secret()
                 )
+                in_flight.watch_idle()
                 outcome = in_flight.carry_out(begun)
                 self._note_pause()
                 while outcome is None:
@@ -422,6 +426,12 @@ class Driver(StoreActor):
     def worker(self, worker_id: str) -> Actor:
         return self._workers[worker_id]
 
+    def idle(self) -> list[str]:
+        """Ids of the workers without a rank."""
+        members = self._membership.snapshot(0).members
+        ready = [one.worker_id for one, state in members if state is messages.MemberState.READY]
+        return [worker_id for worker_id in ready if self.knows(worker_id)]
+
     def is_in_dry_run(self, worker_id: str) -> bool:
         return any(
             info.worker_id == worker_id and state is messages.MemberState.DRY_RUN
@@ -527,6 +537,10 @@ class _InstructionTasks:
                     return outcome
         return None
 
+    def watch_idle(self) -> None:
+        """Report the deaths of workers that wait for a rank."""
+        self._start(self._watch_idle(), "idle")
+
     def drop(self) -> None:
         """The run is over: nobody waits for stuck ranks any more."""
         # They would keep the task group open, and with it the answer to the session.
@@ -611,6 +625,16 @@ class _InstructionTasks:
             self._events.put_nowait(events.RankSilent(freeze.worker_id, freeze.generation))
         except ActorGone:
             pass  # `_await_end` reports it.
+
+    async def _watch_idle(self) -> None:
+        # There is no call of theirs that would end with them: a run would be formed with one that
+        # is gone, and lose it, before its seat is filled.
+        while True:
+            await asyncio.sleep(_IDLE_WATCH_S)
+            calls = {one: self._remote(one, "snapshot") for one in self._driver.idle()}
+            for worker_id, reply in (await answers(calls, _ANSWER_S)).items():
+                if isinstance(reply, ActorGone):
+                    self._events.put_nowait(events.WorkerDied(worker_id, reply.detail))
 
     async def _ask(self, worker_ids: tuple[str, ...]) -> None:
         # A worker that died with the previous driver cannot be asked.

@@ -16,6 +16,7 @@ import ray
 import torch
 
 import chorusline as cl
+from chorusline.actors.messages.messages import MemberState
 
 FEW = {"CPU": 0.2}
 
@@ -126,6 +127,60 @@ async def test_a_worker_that_is_stopped_as_the_driver_dies_is_replaced(
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids["1"], signal.SIGCONT)
+
+
+def keeps_newcomers_waiting(ctx: cl.Context, folder: str) -> int:
+    """When it is alone, by a model that it does not register."""
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1)))
+    optim = ctx.register("optim", torch.optim.SGD(model.parameters(), lr=0.1))
+    unregistered = None
+    for epoch in ctx.epochs(1000):
+        may_come = (Path(folder) / "may come").exists()
+        if ctx.world_size == 1 and not may_come:
+            unregistered = unregistered or cl.DistributedDataParallel(torch.nn.Linear(1, 1))
+        else:
+            unregistered = None
+        with cl.Join([model], step_along=[optim]):
+            for batch in ctx.shard(torch.ones(8, 1), 1, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                (Path(folder) / str(os.getpid())).touch()
+                time.sleep(0.02)
+        if ctx.world_size == 2 and may_come:
+            break
+    return ctx.world_size
+
+
+@pytest.mark.slow
+async def test_a_worker_that_dies_before_it_has_a_rank_is_replaced_and_no_loss(
+    cluster: None, tmp_path: Path
+) -> None:
+    async def newcomer(but: int = 0) -> int:
+        """The pid of the worker that waits for a rank. but: of another one."""
+        assert session._holder.crew is not None and session._holder.crew._driver is not None
+        while True:
+            assert not running.done()
+            members = (await session._holder.crew._driver.snapshot.remote()).members
+            for one, state in members:
+                if state is MemberState.READY and one.pid != but:
+                    return one.pid
+            await asyncio.sleep(0.1)
+
+    async with cl.Session(
+        (1, 2), max_failures=1, resources_per_worker=FEW, timeout_s=20
+    ) as session:
+        pids = processes(session)
+        running = asyncio.create_task(session.run(keeps_newcomers_waiting, folder=str(tmp_path)))
+        while len(list(tmp_path.iterdir())) < 2:
+            await asyncio.sleep(0.05)
+        os.kill(pids["1"], signal.SIGKILL)
+        first = await newcomer()
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(40):
+            await newcomer(but=first)
+        (tmp_path / "may come").touch()
+        assert await running == [2, 2]
 
 
 def save_often(ctx: cl.Context) -> int:
