@@ -315,8 +315,8 @@ class LocalSteps:
                 f"{name} keeps state from step to step, such as momentum, and this rank had no "
                 f"data for {missed} step{'s' if missed > 1 else ''} of an earlier Join. There it "
                 "got the parameters of another rank, but not this state, so from now on the ranks "
-                "step differently. List the optimizer, Join([model], step_along=[optimizer]), or "
-                "use a ZeroRedundancyOptimizer",
+                "step differently, if the program has not reset theirs. List the optimizer, "
+                "Join([model], step_along=[optimizer]), or use a ZeroRedundancyOptimizer",
                 stacklevel=users_level(),
             )
             self._num_missed, self._has_warned = 0, True
