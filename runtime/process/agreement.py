@@ -169,14 +169,16 @@ class Vote:
         vote[_VOTES] = 1.0
         own_at = _HEAD + 3 * rank
         if isinstance(leftovers, LeftoverVote):
-            vote[own_at : own_at + 3], contributes = leftovers.numbers, leftovers.contributes
+            # Zeros are used too: an optimizer steps by them, and not by None.
+            vote[own_at : own_at + 3] = leftovers.numbers
+            hands_in = leftovers.is_live or leftovers.hands_in
         else:
-            vote[own_at : own_at + 3], contributes = leftovers, leftovers == HANDS_IN_NOW
+            vote[own_at : own_at + 3], hands_in = leftovers, leftovers == HANDS_IN_NOW
         # Three counts of ranks are in one number, each smaller than `one_more`.
         one_more, uses = num_ranks + 1, slice(_HEAD + _OF_RANK * num_ranks, first)
         if self.holds_cleared:
             vote[uses] = [float(is_used * one_more**2) for is_used in used]
-        if contributes:  # A rank without data or leftovers uses no parameter, and weighs nothing.
+        if hands_in:  # A rank without data or leftovers uses no parameter, and weighs nothing.
             vote[uses] = map(float, used)
             # Beside the weights their number: a sum does not say whether all have given one.
             if self.weight is not None:

@@ -36,6 +36,8 @@ class LeftoverVote:
         others have made some at the end of an earlier loop, and this rank has not.
     holds: it has no data, and holds gradients.
     hands_in: it holds such gradients, and has contributed them to this sum.
+    is_blank: what it hands in are zeros that stand for gradients of other ranks: no loss of its
+        own, and no weight of one, is in them.
     """
 
     is_live: bool
@@ -45,17 +47,20 @@ class LeftoverVote:
     edits: int = 0
     holds: bool = False
     hands_in: bool = False
+    is_blank: bool = False
 
     @property
     def contributes(self) -> bool:
-        return self.is_live or self.hands_in
+        return self.is_live or (self.hands_in and not self.is_blank)
 
     @property
     def numbers(self) -> tuple[float, float, float]:
         """As three numbers, the first positive for a live rank and negative for another one."""
         calls = min(self.calls, _MOST_CALLS - 1)
         # Above 0 for all counts, so that the sign can say whether the rank is live.
-        packed = 1 + (calls * (MOST_EDITS + 1) + self.edits) * 4 + self.holds * 2 + self.hands_in
+        # A rank that hands in holds, which leaves a combination of these two for blank ones.
+        flags = 1 if self.is_blank and self.hands_in else self.holds * 2 + self.hands_in
+        packed = 1 + (calls * (MOST_EDITS + 1) + self.edits) * 4 + flags
         return (packed if self.is_live else -packed), self.passes, self.cleared_at
 
     @property
@@ -89,8 +94,9 @@ def _read(number: float, passes: float, cleared_at: float) -> LeftoverVote:
         passes=int(passes),
         cleared_at=int(cleared_at),
         edits=edits,
-        holds=bool(flags & 2),
+        holds=flags > 0,
         hands_in=bool(flags & 1),
+        is_blank=flags == 1,
     )
 
 

@@ -1,6 +1,7 @@
 """Join: uneven inputs are exact, cost nothing, and an exception frees the peers."""
 
 import contextlib
+import itertools
 import time
 import warnings
 
@@ -545,6 +546,50 @@ def test_two_weighed_losses_of_a_step_count_once_each(ranks_of, how, sharded):
     for to_none in (True, False):
         for found in ranks_of(2).run(train_weighed_two_by_two, how, sharded, to_none):
             assert largest_difference(found, [p.detach() for p in model.parameters()]) < 1e-12
+
+
+def weight_of(rank, number):
+    return 1.0 + rank + number
+
+
+def keep_all_gradients(group, lengths, weighs):
+    """Two epochs, whose steps have the gradients of all batches so far."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        options = {"divide_by_initial_world_size": weighs, "skew_warning": None}
+        for _ in range(2):
+            with cl.Join([model, optimizer], **options):
+                batches = batches_of(own.rank, lengths[own.rank], torch.float64)
+                for number, batch in enumerate(batches):
+                    loss = loss_of(model, batch)
+                    if weighs:
+                        loss = model.weigh(loss, weight_of(own.rank, number))
+                    loss.backward()
+                    optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+
+@combinations(2, lengths=[(3, 0, 2), (0, 3), (2, 0, 1), (2, 3)], weighs=[True, False])
+def test_zeros_that_stand_for_gradients_of_others_weigh_nothing(ranks_of, lengths, weighs):
+    """A rank that has had no batch yet holds them from the end of the first epoch on. weighs: else
+    the mean is over the ranks that have had one."""
+    model = make_model(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sums, weights = [torch.zeros_like(p) for p in model.parameters()], dict[int, float]()
+    for _, number in itertools.product(range(2), range(max(lengths))):
+        for rank, length in enumerate(lengths):
+            if number < length:
+                weight = weight_of(rank, number) if weighs else 1.0
+                weights[rank] = weight + (weights.get(rank, 0.0) if weighs else 0.0)
+                loss = loss_of(model, batches_of(rank, length, torch.float64)[number]) * weight
+                came = torch.autograd.grad(loss, list(model.parameters()))
+                sums = [total + gradient for total, gradient in zip(sums, came, strict=True)]
+        for parameter, total in zip(model.parameters(), sums, strict=True):
+            parameter.grad = total / sum(weights.values())
+        optimizer.step()
+    for found in ranks_of(len(lengths)).run(keep_all_gradients, lengths, weighs):
+        assert largest_difference(found, [p.detach() for p in model.parameters()]) < 1e-12
 
 
 def weigh_without_passes(group, sharded, looks):

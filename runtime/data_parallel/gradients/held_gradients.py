@@ -228,14 +228,18 @@ class HeldGradients:
         self.perturbed = None
 
     def leftovers(self, *, is_live: bool, holds: bool, hands_in: bool = False) -> LeftoverVote:
+        has_left = holds and not is_live
+        hands_in = hands_in and has_left
+        usage = enumerate(self._gradients.usage() if hands_in else ())
         return LeftoverVote(
             is_live,
             self.calls,
             self.passes,
             self.cleared_at,
             self.edits,
-            holds and not is_live,
-            hands_in and holds and not is_live,
+            has_left,
+            hands_in,
+            is_blank=hands_in and all(number in self._zeros for number, held in usage if held),
         )
 
     def agreed(self, agreement: Agreement) -> None:
