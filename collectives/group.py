@@ -1310,6 +1310,10 @@ class Group:
         if channel is not None:
             channel.fail(error)
 
+    def _ended_ranks(self) -> set[int]:
+        """Those whose process has ended for certain, as far as this rank can see."""
+        return self._communicator.ended_ranks()
+
     def failure(self) -> CollectiveError | None:
         """The error that ended this generation, as far as this rank knows; None while it lives."""
         return self._communicator.failure()

@@ -498,6 +498,9 @@ class _InstructionTasks:
                 case instructions.AttachRank(worker_id):
                     attached = self._await_end(worker_id, "attach", self._request.run, self._actor)
                     self._start(attached, f"attach-{worker_id}")
+                case instructions.ExplainLoss(worker_id, pid, why):
+                    explained = self._call(worker_id, "explain_loss", pid, why)
+                    self._start(explained, f"explain-{worker_id}")
                 case instructions.AskRanks(worker_ids):
                     self._start(self._ask(worker_ids), "ask-ranks")
                 case instructions.AwaitReadiness(worker_ids, generation):

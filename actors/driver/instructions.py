@@ -49,6 +49,15 @@ class AttachRank:
 
 
 @dataclass(frozen=True, slots=True)
+class ExplainLoss:
+    """Tell a rank why a process was lost, of which it knows only that it has ended."""
+
+    worker_id: str
+    pid: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class AskRanks:
     """Ask all ranks what they do, before they are stopped; RanksAnswered comes within a deadline.
 
@@ -170,6 +179,7 @@ Instruction: TypeAlias = (
     | BeginDryRun
     | RequestAdmission
     | AttachRank
+    | ExplainLoss
     | AskRanks
     | AwaitReadiness
     | AbortRank

@@ -80,6 +80,7 @@ from chorusline.collectives.contract.errors import CollectiveError, CollectiveTi
 from ..messages import messages, whereabouts
 from ..messages.messages import Cancellation, Failure, Loss, MemberState
 from ..messages.run_status import NOT_WHOLE, Gone
+from ..ray_calls.calls import ENDED
 from . import events, instructions, last_generation
 from .arrivals import DryRuns
 from .events import Event
@@ -225,7 +226,8 @@ class Membership:
 
     def _note_death(self, worker_id: str) -> None:
         for member in self._members.values():
-            if member.info.worker_id == worker_id:
+            # Of a death that a rank has reported, Ray's word comes when the next group is formed.
+            if member.info.worker_id == worker_id and member.state is not MemberState.LOST:
                 member.state = MemberState.LOST
                 self._formed = ()
 
@@ -359,6 +361,15 @@ class Membership:
                 if (why := run.fenced.get(worker_id)) is not None:
                     detail = f"the driver ended its process, because {why}"
                 return self._lose(run, Loss(rank, run.members[rank].info, detail))
+        for number, loss in enumerate(run.losses):
+            if loss.worker.worker_id == worker_id and loss.detail == ENDED:
+                run.losses[number] = replace(loss, detail=detail)
+                return [
+                    instructions.ExplainLoss(
+                        run.members[rank].info.worker_id, loss.worker.pid, detail
+                    )
+                    for rank in sorted(run.running)
+                ]
         return []
 
     def _rank_finished(self, run: RunState, rank: int) -> list[Instruction]:
@@ -405,6 +416,14 @@ class Membership:
         if run.phase in (Phase.RELEASED, Phase.STOPPING):
             return []
         todo = self._open_round(run, frozen.error, but=frozen.rank)
+        # Ray reports these deaths later, when the connections of the processes are closed. A loss
+        # that ends the run waits for that, since Ray's reason is its error. Nothing is decided
+        # before the report counts, so that no generation is formed between two losses.
+        for rank in frozen.ended if frozen.rank in run.round.unfrozen else ():
+            if rank in run.running and run.may_lose_one:
+                worker_id = run.members[rank].info.worker_id
+                self._note_death(worker_id)
+                todo += self._worker_died(run, worker_id, ENDED)
         run.round.froze(frozen)
         return [*todo, *self._decide(run)]
 

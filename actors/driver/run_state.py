@@ -127,6 +127,12 @@ class RunState:
         return self.num_lost_before + len(self.losses)
 
     @property
+    def may_lose_one(self) -> bool:
+        """Whether the run continues without one more of its ranks, as far as their number goes."""
+        allowed = self.request.max_failures
+        return len(self.running) > 1 and (allowed is None or self.num_lost < allowed)
+
+    @property
     def has_lost_too_many(self) -> bool:
         allowed = self.request.max_failures
         return allowed is not None and self.num_lost > allowed

@@ -232,6 +232,7 @@ class Frozen:
     saved: the path of the run's last checkpoint, if it was written in this generation.
     admits: the function continues where it is when a worker comes after its dry run
     (driver/arrivals.py).
+    ended: the ranks whose process has ended, as the kernel of this rank's machine says.
 
     `handed_over`, `can_save` and `admits` do not exclude each other: they say what the rank can do
     for ranks that leave, for a run that is given up, and for a worker that comes.
@@ -250,6 +251,7 @@ class Frozen:
     can_save: bool = False
     saved: str = ""
     admits: bool = False
+    ended: tuple[int, ...] = ()
 
     @property
     def is_parked(self) -> bool:

@@ -78,6 +78,9 @@ _WITHOUT_A_WORD = "connection error code 2. End of file"
 KILLED = "its process was killed, or crashed in native code"
 """Why a process is gone that said nothing: nobody but its parent, Ray, could know the signal."""
 
+ENDED = "its process has ended"
+"""Of a death that another rank has seen, before Ray says why."""
+
 FOR_MEMORY = (
     ", perhaps for lack of memory: the kernel of its machine has just killed a process for that"
 )

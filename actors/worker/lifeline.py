@@ -33,7 +33,7 @@ from ..messages.messages import (
     RunRequest,
     Waiting,
 )
-from ..messages.run_status import MOST_CHANGES, RunStatus
+from ..messages.run_status import MOST_CHANGES, GenerationChange, RunStatus
 from ..ray_calls.calls import HEAD_S, HEAD_WATCH_S, Actor, HeadWatch
 from .generation_changes import GenerationChanges
 
@@ -94,6 +94,8 @@ class Lifeline:
         self._freeze_error: CollectiveError | None = None  # None: this generation may go further
         self._is_released = False
         self._status = status or RunStatus()
+        self._reasons: dict[int, str] = {}
+        """By process, why it was lost, of those that were lost before that was known."""
         self._changes = GenerationChanges(assignment.world_size)
         self.last_resumption = resumption
         self.readiness: Callable[[bool], Readiness] = _not_yet
@@ -138,11 +140,15 @@ class Lifeline:
         read after this call, when it can no longer change.
         """
         met = self._as_collective_error(error)
+        ended: set[int] = set()
+        # The group of this generation may not exist yet, and in another one ranks differ.
+        if self.group is not None and self.group.generation == self.generation:
+            ended = self.group._ended_ranks()
         self._changes.left(time.time(), self._status.steps_before + self._status.taken)
         # Else peers would wait in it for a rank that has left.
         if self.group is not None and not self.group.failure():
             self.group.abort(met)
-        return Frozen(self.assignment.rank, self.generation, (), met, NOWHERE)
+        return Frozen(self.assignment.rank, self.generation, (), met, NOWHERE, ended=tuple(ended))
 
     def regenerate(self, frozen: Frozen) -> Resumption:
         """Report that this rank is frozen, and wait for the driver's decision.
@@ -192,7 +198,9 @@ class Lifeline:
             self.assignment, time.time(), step, runs_again=runs_again, dealt_again=dealt_again
         )
         if change is not None:
-            status.generation_changes = (*status.generation_changes, change)[-MOST_CHANGES:]
+            with self._changed:
+                changes = (*status.generation_changes, self._explained(change))
+                status.generation_changes = changes[-MOST_CHANGES:]
         status.generation = self.generation
 
     def before_step(self) -> None:
@@ -278,6 +286,13 @@ class Lifeline:
             self._resumption = resumption
             self._changed.notify_all()
 
+    def explain_loss(self, pid: int, why: str) -> None:
+        """The driver has learned why the process of a lost rank has ended."""
+        with self._changed:
+            self._reasons[pid] = why
+            changes = self._status.generation_changes
+            self._status.generation_changes = tuple(map(self._explained, changes))
+
     def attach(self, driver: Actor) -> None:
         """Another driver has taken the run over."""
         with self._changed:
@@ -303,6 +318,10 @@ class Lifeline:
             self._held = self._held or concurrent.futures.Future()
             if not self._held.done():
                 self._held.set_result(None)
+
+    def _explained(self, change: GenerationChange) -> GenerationChange:
+        reasons = ((one, self._reasons.get(one.pid, one.why)) for one in change.gone)
+        return replace(change, gone=tuple(replace(one, why=why) for one, why in reasons))
 
     def _as_collective_error(self, error: BaseException) -> CollectiveError:
         if isinstance(error, CollectiveError):

@@ -420,6 +420,14 @@ class Worker:
             current.lifeline.release()
 
     @ray.method(concurrency_group="control")
+    async def explain_loss(self, run: int, pid: int, why: str) -> None:
+        """Why the process of a lost rank has ended."""
+        with self._lock:
+            current = self._run
+        if current is not None and current.request.run == run and current.lifeline is not None:
+            current.lifeline.explain_loss(pid, why)
+
+    @ray.method(concurrency_group="control")
     async def stop(self, reason: str) -> None:
         """End the run, if there is one, and close the group: the driver is gone, or this worker is
         about to be killed."""

@@ -121,6 +121,10 @@ class Communicator(ABC):
         without an operation. No operation has to wait for them."""
         return {}
 
+    def ended_ranks(self) -> set[int]:
+        """Those of `gone` whose process has ended, for certain."""
+        return set()
+
     def watching(
         self, ranks: Sequence[int], what: str, limit_s: float
     ) -> contextlib.AbstractContextManager[None]:

@@ -165,6 +165,9 @@ class SharedMemoryCommunicator(Communicator):
     def gone(self) -> dict[int, str]:
         return {} if self._closed else self._segment.gone()
 
+    def ended_ranks(self) -> set[int]:
+        return set() if self._closed else self._segment.ended_ranks()
+
     def close(self) -> None:
         if self._closed:
             return

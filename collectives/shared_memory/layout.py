@@ -1,8 +1,8 @@
 """The layout of the memory that the ranks of one host share, and how it is made and opened.
 
     header     magic, and the abort word
-    ranks      one block each: tick, the rank it sleeps on, state, signatures (two), bell, and where
-               the tensor of its operation lies (two)
+    ranks      one block each: tick, the rank it sleeps on, state, signatures (two), bell, where the
+               tensor of its operation lies (two), and whether its process has ended
     channels   one per ordered pair of ranks, for messages: words of the sender, of the receiver
     sites      the users' lines that issued the signed operations, as text (two per rank)
     record     the error that ended the generation, as JSON
@@ -36,6 +36,7 @@ TICK, SLEEPS_ON, STATE, RESTS, SIGNATURE = (
 )  # words from the start of a rank's block
 BELL, ASLEEP = 32, 40
 SHOWN = 48  # three words for each parity of a tick
+ENDED = 54  # two words, for robust_list.py
 CHANNEL_WORDS = 16
 HEAD, SENDER_WAITS, ELSEWHERE = 0, 1, 2  # words of a channel that the sender writes
 TAIL, RECEIVER_WAITS = 8, 9  # words of a channel that the receiver writes

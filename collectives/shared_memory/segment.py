@@ -46,12 +46,14 @@ from ..diagnosis.blame import tell_waits, to_blame
 from ..diagnosis.flight_recorder import tell_positions
 from ..diagnosis.late_warning import Lateness
 from ..diagnosis.signature import Signature, mismatch
+from . import robust_list
 from .end_record import EndRecord
 from .futex import WEAKLY_ORDERED, fence, sleep_on, wake
 from .layout import (
     ABORT_WORD,
     ASLEEP,
     BELL,
+    ENDED,
     RESTS,
     RING_BYTES,
     SHOWN,
@@ -132,6 +134,9 @@ class SharedSegment:
         self._lateness = Lateness(rank, self.size)
         # Passes on to the parent which ranks this rank waits for, and since; None: not a subgroup.
         self.on_wait: Callable[[Sequence[int], float], None] | None = None
+        robust_list.mark_at_exit(
+            self._words, self._block + ENDED, self.address + 8 * (self._block + ENDED)
+        )
         try:
             self._watch_peers()
         except PeerLost:
@@ -301,14 +306,14 @@ class SharedSegment:
             self._look()
         # The ticks are read last. A peer that was late may come, return from its function and close
         # while this rank has no CPU, and whoever has come is not to blame for what it did then.
-        dead = self._dead_ranks()
+        ended = self.ended_ranks()
         states = {peer: self._words[self._blocks[peer] + STATE] for peer, _ in self._peers}
         rests = {peer: self._words[self._blocks[peer] + RESTS] for peer, _ in self._peers}
         self.fence()
         late = [peer for peer, at in self._peers if self._words[at] < tick]
         if not late:
             return late
-        dead = [rank for rank in dead if rank in late]
+        dead = [rank for rank in late if rank in ended]
         if dead:
             pids = ", ".join(f"process {self.pids[rank]} ended" for rank in dead)
             raise self.abort(PeerLost(str(operation), self.generation, dead, pids))
@@ -342,11 +347,14 @@ class SharedSegment:
             )
         return late
 
-    def _dead_ranks(self) -> list[int]:
+    def ended_ranks(self) -> set[int]:
+        """Those whose process has ended, as the kernel says."""
+        blocks = enumerate(self._blocks)
+        ended = {r for r, at in blocks if robust_list.has_ended(self._words, at + ENDED)}
         with self._polling:
-            dead = [self._rank_of_pidfd[descriptor] for descriptor, _ in self._exits.poll(0)]
+            ended.update(self._rank_of_pidfd[descriptor] for descriptor, _ in self._exits.poll(0))
             looked_at = self._looked_at.items()
-            return dead + [rank for rank, (pid, at) in looked_at if _started_at(pid) != at]
+            return ended.union(rank for rank, (pid, at) in looked_at if _started_at(pid) != at)
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -398,7 +406,7 @@ class SharedSegment:
             for rank, _ in self._peers
             if self._words[self._blocks[rank] + STATE] == _CLOSED
         }
-        for rank in self._dead_ranks():
+        for rank in sorted(self.ended_ranks()):
             how[rank] = f"process {self.pids[rank]} ended"
         return how
 
@@ -518,6 +526,7 @@ class SharedSegment:
         # A rank that waits for this one looks why it does not come, and names it.
         self._words[self._block + STATE] = _CLOSED
         self._wake(self.rank)
+        robust_list.forget(self._words, self._block + ENDED)
         with self._polling:
             for pidfd in self._rank_of_pidfd:
                 self._exits.unregister(pidfd)

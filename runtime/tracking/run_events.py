@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
-from chorusline.actors.ray_calls.calls import KILLED
+from chorusline.actors.ray_calls.calls import ENDED, KILLED
 
 from .tracker import TrackedEvent
+
+_LOOKS = 4  # for the reason of a death: more than a second of a running session
 
 LOST, LEFT, CAME = "ranks lost", "ranks left", "workers came"
 
@@ -18,6 +20,8 @@ class RunEvents:
 
     def __init__(self) -> None:
         self._newest = -1
+        self._looks: dict[int, int] = {}
+        """By generation, how often the reason of a death was not known yet."""
         self._latest: dict[int, dict[int, GenerationChange]] = {}  # by generation and rank
 
     def look(self, statuses: Collection[RunStatus], *, is_over: bool = False) -> list[TrackedEvent]:
@@ -36,10 +40,20 @@ class RunEvents:
             # A rank that has yet to make this change may know more of it.
             if not is_over and any(one.generation < generation for one in statuses):
                 break
+            if not is_over and self._waits_for_reasons(generation):
+                break
             self._newest = generation
             of_ranks = [*self._latest.pop(generation).values()]
             events.append(event_of(of_ranks))
         return events
+
+    def _waits_for_reasons(self, generation: int) -> bool:
+        """Ranks see a death before Ray says why. It may never do so: its driver may die."""
+        changes = self._latest[generation].values()
+        if all(who.why != ENDED for change in changes for who in change.gone):
+            return False
+        self._looks[generation] = self._looks.get(generation, 0) + 1
+        return self._looks[generation] <= _LOOKS
 
 
 def event_of(changes: Sequence[GenerationChange]) -> TrackedEvent:

@@ -12,7 +12,7 @@ from rich.console import Console
 from chorusline.actors.crew.news import News
 from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
-from chorusline.actors.ray_calls.calls import FOR_MEMORY, KILLED
+from chorusline.actors.ray_calls.calls import ENDED, FOR_MEMORY, KILLED
 from chorusline.runtime.session.detached.history import RunHistory
 from chorusline.runtime.session.showing.news_pump import Audience
 from chorusline.runtime.session.showing.progress import Progress
@@ -36,6 +36,22 @@ def test_a_loss_is_told_once_when_all_ranks_have_gone_on() -> None:
     assert (event.step, event.generation, event.num_workers) == (21, 1, 2)
     assert event.text == "step 21: rank 1 died. 2 workers continue after 1.5 s; no step is lost"
     assert events.look(both) == events.look(both, is_over=True) == []
+
+
+def test_a_loss_is_told_when_its_reason_is_known_or_does_not_come() -> None:
+    def ranks(why: str) -> list[RunStatus]:
+        change = GenerationChange(1, 10.0, 11.0, 2, (1,), gone=(Gone(1, 5, why),))
+        return [status(0, 1, change), status(1, 1, change)]
+
+    events = RunEvents()
+    assert events.look(ranks(ENDED)) == []
+    (event,) = events.look(ranks(KILLED))
+    assert event.text.startswith("step 0: rank 1 (pid 5) was killed or crashed. 2 workers")
+    events = RunEvents()
+    told = [event for _ in range(9) for event in events.look(ranks(ENDED))]
+    assert [one.text.partition(".")[0] for one in told] == [
+        "step 0: rank 1 (pid 5) died (its process has ended)"
+    ]
 
 
 def test_leaving_and_coming_have_names_of_their_own() -> None:

@@ -29,6 +29,7 @@ from chorusline.actors.driver.instructions import (
     AwaitReadiness,
     DismissRank,
     EndRun,
+    ExplainLoss,
     Fence,
     FreezeRank,
     ReleaseRank,
@@ -52,6 +53,7 @@ from chorusline.actors.messages.messages import (
     Waiting,
     WorkerInfo,
 )
+from chorusline.actors.ray_calls.calls import ENDED
 from chorusline.collectives.contract.errors import CollectiveTimeout, GroupAborted
 from tests.references.driver_events import GONE, death, request, resumptions, worker
 
@@ -91,6 +93,63 @@ def test_survivors_go_on_with_the_last_ballot_that_anybody_saw(events: tuple[Eve
     # Everybody who had not frozen by itself is told to, once.
     freezes = [one.worker_id for one in told if isinstance(one, FreezeRank)]
     assert len(freezes) == len(set(freezes))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([0, 2, 3])))
+@pytest.mark.parametrize("who_saw", [(0,), (2,), (0, 2, 3)])
+@pytest.mark.parametrize("rays_word", range(4))
+def test_a_death_that_a_frozen_rank_has_seen_counts_before_ray_reports_it(
+    order: tuple[int, ...], who_saw: tuple[int, ...], rays_word: int
+) -> None:
+    """rays_word: after how many reports it comes. The survivors do not wait for it."""
+    membership, _ = running(*map(worker, range(4)))
+    reports: list[Event] = [froze(rank, ended=(1,) if rank in who_saw else ()) for rank in order]
+    events = [*reports[:rays_word], death(1), *reports[rays_word:]]
+    told = [membership.handle(event) for event in events]
+    resumed = {who: word for one in told for who, word in resumptions(one).items()}
+    assert set(resumed) == {"worker-0-0", "worker-2-0", "worker-3-0"}
+    assert resumptions(told[2 if rays_word == 3 else 3])
+    comes_last = rays_word > min(order.index(rank) for rank in who_saw)
+    explained = [one for one in told[rays_word] if isinstance(one, ExplainLoss)]
+    running_now = ["worker-0-0", "worker-2-0", "worker-3-0"] if comes_last else []
+    assert [(one.worker_id, one.pid, one.why) for one in explained] == [
+        (who, 101, "SIGKILL") for who in running_now
+    ]
+    for word in resumed.values():
+        (gone,) = word.gone
+        assert (gone.rank, gone.why) == (1, ENDED if rays_word == 3 else "SIGKILL")
+    # The next run has the group of the survivors: Ray's word does not undo it.
+    for seat in (0, 2, 3):
+        ended = Success(max(0, seat - 1), b"", collectives=0)
+        membership.handle(RankFinished(ended.rank, 1))
+        membership.handle(RankEnded(ended, f"worker-{seat}-0"))
+    starts = membership.handle(RunStarted(request(1)))
+    assert {one.assignment.generation for one in starts if isinstance(one, StartRank)} == {1}
+
+
+def test_a_loss_that_ends_the_run_waits_for_the_reason_that_ray_has() -> None:
+    membership, _ = running(worker(0), worker(1), worker(2), max_failures=0)
+    told = membership.handle(froze(0, ended=(1,)))
+    assert not any(isinstance(one, AbortRank) for one in told)
+    stopped = membership.handle(death(1))
+    assert [one.worker_id for one in stopped if isinstance(one, AbortRank)]
+
+
+def test_the_report_of_a_rank_that_is_lost_names_no_deaths() -> None:
+    membership, _ = running(*map(worker, range(4)))
+    membership.handle(death(3))
+    membership.handle(froze(0))
+    membership.handle(froze(2))
+    assert membership.handle(froze(3, ended=(0, 1, 2))) == []
+    assert len(resumptions(membership.handle(death(1)))) == 2
+
+
+def test_two_deaths_that_one_rank_has_seen_are_one_change() -> None:
+    membership, _ = running(*map(worker, range(4)))
+    membership.handle(froze(0))
+    resumed = resumptions(membership.handle(froze(3, ended=(1, 2))))
+    assert {word.former_ranks for word in resumed.values()} == {(0, 3)}
+    assert {word.num_lost for word in resumed.values()} == {2}
 
 
 def test_nothing_is_decided_before_all_who_live_are_frozen() -> None:

@@ -3,16 +3,22 @@
 import threading
 from typing import Any
 
-from chorusline.actors.messages.messages import Assignment, RunRequest
+from chorusline.actors.messages.messages import (
+    Assignment,
+    FormerRanks,
+    Resumption,
+    RunRequest,
+)
+from chorusline.actors.messages.run_status import Gone, RunStatus
+from chorusline.actors.ray_calls.calls import ENDED
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives.contract.errors import GroupAborted
 
 
-def lifeline() -> Lifeline:
+def lifeline(num_ranks: int = 1) -> Lifeline:
     driver: Any = None
-    return Lifeline(
-        RunRequest(0, 5.0, keep_reports=False), driver, Assignment(3, 0, 1, 0, 1, 0), dict
-    )
+    assignment = Assignment(3, 0, num_ranks, 0, 1, 0)
+    return Lifeline(RunRequest(0, 5.0, keep_reports=False), driver, assignment, dict)
 
 
 def before_a_step(one: Lifeline) -> threading.Thread:
@@ -41,6 +47,25 @@ def test_a_rank_whose_generation_does_not_end_goes_on() -> None:
     thread.join(5)
     assert held.done() and not thread.is_alive()
     one.before_step()  # It waits once.
+
+
+def test_the_reason_of_a_loss_comes_before_or_after_the_next_generation() -> None:
+    former = FormerRanks.of((0, 3))
+    gone = (Gone(1, 51, ENDED), Gone(2, 52, ENDED))
+    for comes_first in (True, False):
+        one, status = lifeline(num_ranks=4), RunStatus()
+        one._status = status
+        one.has_entered(runs_again=False)
+        one.leave_generation(GroupAborted(3, [], "two ranks are lost"))
+        if comes_first:
+            one.explain_loss(52, "it was killed")
+        one.assignment = Assignment(4, 0, 2, 0, 1, 0)
+        one._changes.attempted(Resumption(one.assignment, former, (), 3, gone=gone))
+        one.has_entered(runs_again=False)
+        if not comes_first:
+            one.explain_loss(52, "it was killed")
+        (change,) = status.generation_changes
+        assert [who.why for who in change.gone] == [ENDED, "it was killed"]
 
 
 def test_nobody_waits_for_a_rank_whose_function_is_over() -> None:

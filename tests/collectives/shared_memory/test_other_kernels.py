@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from chorusline.collectives.contract.errors import PeerLost
-from chorusline.collectives.shared_memory import futex, layout
+from chorusline.collectives.shared_memory import futex, layout, robust_list
 from chorusline.collectives.shared_memory.layout import make_memory
 from chorusline.collectives.shared_memory.segment import SharedSegment
 from chorusline.collectives.shared_memory.symmetric_memory import NOWHERE, make_symmetric, place_of
@@ -39,6 +39,7 @@ def _refuse(error: Exception) -> Callable[..., int]:
 
 
 def meet_without_pidfd(rank: Rank, whose: str) -> str:
+    robust_list._SYS_SET_ROBUST_LIST = None
     os.pidfd_open = _refuse(REFUSALS[whose])  # type: ignore[assignment]
     group = rank.group()
     assert group.all_gather_object(rank.rank).wait() == [0, 1]
