@@ -40,16 +40,16 @@ def test_a_rank_that_comes_and_ends_while_another_has_no_cpu_is_not_blamed(
     def waiting() -> None:
         with Group.create(store, 0, 2) as group:
             segment: Any = group._communicator._segment  # type: ignore[attr-defined]
-            look = type(segment)._dead_ranks
+            look = type(segment).ended_ranks
 
-            def looks_and_loses_its_cpu(self: Any) -> list[int]:
+            def looks_and_loses_its_cpu(self: Any) -> set[int]:
                 if self is segment and not looks.is_set():
                     looks.set()
                     assert has_ended.wait(30)
-                found: list[int] = look(self)
+                found: set[int] = look(self)
                 return found
 
-            monkeypatch.setattr(type(segment), "_dead_ranks", looks_and_loses_its_cpu)
+            monkeypatch.setattr(type(segment), "ended_ranks", looks_and_loses_its_cpu)
             try:
                 group.barrier().wait()
             finally:
