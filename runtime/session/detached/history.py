@@ -77,8 +77,9 @@ class RunHistory:
         for status in news.statuses.values():
             for change in status.generation_changes:
                 known = self._changes.setdefault(change.generation, change)
-                # Ranks tell of the same change, and one that has come later knows less of it.
-                if len(change.lost) > len(known.lost):
+                # Ranks tell of the same change, and one that has come later knows less of it. The
+                # reasons of deaths come after it.
+                if len(change.lost) >= len(known.lost) and len(change.gone) >= len(known.gone):
                     self._changes[change.generation] = change
         self._num_lost, self._pause = news.num_lost, news.pause
 

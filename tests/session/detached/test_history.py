@@ -7,7 +7,8 @@ from itertools import pairwise
 
 from chorusline.actors.crew.news import News
 from chorusline.actors.messages.messages import Report
-from chorusline.actors.messages.run_status import GenerationChange, RunStatus
+from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
+from chorusline.actors.ray_calls.calls import ENDED, KILLED
 from chorusline.actors.reporting.worker_logs import OUT, Position, Printed, PrintedPiece
 from chorusline.runtime.session.detached import history as module
 from chorusline.runtime.session.detached.history import Bookmark, RunHistory
@@ -95,3 +96,14 @@ def test_one_who_looks_late_hears_of_all_losses_and_of_each_notice_once() -> Non
     assert len(news.notices) == 39
     later, _ = history.since(place)
     assert later.notices == [] and len(later.statuses[0].generation_changes) == 3
+
+
+def test_who_looks_later_hears_the_reason_that_came_after_a_loss() -> None:
+    history = RunHistory("a")
+    for why in (ENDED, KILLED):
+        change = GenerationChange(1, 1.0, 2.0, 1, (1,), gone=(Gone(1, 5, why),))
+        status = RunStatus(rank=0, generation=1, generation_changes=(change,))
+        history.add(News([], statuses={0: status}))
+    news, _ = history.since(history.beginning())
+    (event,) = RunEvents().look(news.statuses.values())
+    assert "rank 1 (pid 5) was killed or crashed. " in event.text
