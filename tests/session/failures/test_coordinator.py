@@ -69,18 +69,29 @@ async def test_all_reports_arrive_of_a_run_that_ends_while_a_worker_starts(clust
     assert [report.values["number"] for report in heard if report.rank == 0] == list(range(40))
 
 
+def one_epoch(
+    ctx: cl.Context,
+    model: cl.DistributedDataParallel,
+    optim: torch.optim.Optimizer,
+    epoch: int,
+    folder: str,
+) -> None:
+    """Each rank that has taken a step has a file in the folder, named by its process."""
+    with cl.Join([model], step_along=[optim]):
+        for batch in ctx.shard(torch.ones(8, 1), 1, epoch=epoch):
+            model(batch).sum().backward()
+            optim.step()
+            optim.zero_grad()
+            (Path(folder) / str(os.getpid())).touch()
+            time.sleep(0.02)
+
+
 def train_until_two(ctx: cl.Context, folder: str) -> int:
     """On one rank, and then on two."""
     model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1)))
     optim = ctx.register("optim", torch.optim.SGD(model.parameters(), lr=0.1))
     for epoch in ctx.epochs(1000):
-        with cl.Join([model], step_along=[optim]):
-            for batch in ctx.shard(torch.ones(8, 1), 1, epoch=epoch):
-                model(batch).sum().backward()
-                optim.step()
-                optim.zero_grad()
-                (Path(folder) / str(os.getpid())).touch()
-                time.sleep(0.02)
+        one_epoch(ctx, model, optim, epoch, folder)
         if ctx.world_size == 2 and epoch > 3:
             break
     return ctx.world_size
@@ -140,13 +151,7 @@ def keeps_newcomers_waiting(ctx: cl.Context, folder: str) -> int:
             unregistered = unregistered or cl.DistributedDataParallel(torch.nn.Linear(1, 1))
         else:
             unregistered = None
-        with cl.Join([model], step_along=[optim]):
-            for batch in ctx.shard(torch.ones(8, 1), 1, epoch=epoch):
-                model(batch).sum().backward()
-                optim.step()
-                optim.zero_grad()
-                (Path(folder) / str(os.getpid())).touch()
-                time.sleep(0.02)
+        one_epoch(ctx, model, optim, epoch, folder)
         if ctx.world_size == 2 and may_come:
             break
     return ctx.world_size
