@@ -180,10 +180,7 @@ class Epochs(Callback):
             return bool(self._decision_of_loop(data_fetcher))
         if self._loop._should_accumulate() or not self._is_due:
             return False
-        if self._join is None or self._validates_inside:
-            self._validated_at = self._num_steps
-            return True
-        return False
+        return self._join is None or self._validates_inside
 
     def _validate(self) -> None:
         """As Lightning does after a batch."""
@@ -204,6 +201,9 @@ class Epochs(Callback):
                 # The Shard counts a batch when the next one is asked for; Lightning asks for none.
                 engine.ledger.batch += 1
             join.__exit__(None, None, None)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._validated_at = self._num_steps
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self._leave()  # A hook may have cut the epoch short.
@@ -246,6 +246,5 @@ class Epochs(Callback):
                     trainer, "lr_scheduler_step", config.scheduler, None
                 )
         if self._validates_inside:
-            self._validated_at = self._num_steps
             self._validate()
         loop._batches_that_stepped += 1
