@@ -422,10 +422,9 @@ class Worker:
     @ray.method(concurrency_group="control")
     async def explain_loss(self, run: int, pid: int, why: str) -> None:
         """Why the process of a lost rank has ended."""
-        with self._lock:
-            current = self._run
-        if current is not None and current.request.run == run and current.lifeline is not None:
-            current.lifeline.explain_loss(pid, why)
+        here = self._in_run(run)
+        if here is not None and here.lifeline is not None:
+            here.lifeline.explain_loss(pid, why)
 
     @ray.method(concurrency_group="control")
     async def stop(self, reason: str) -> None:
