@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from ..driver.driver import GRACE_S, Unfit, driver_class
 from ..errors import DriverLost, HeadLost, StartupError
+from ..forking.command import forked
 from ..messages.messages import DriverSnapshot, RunFailed, RunRequest, RunSucceeded, WorkerSnapshot
 from ..messages.whereabouts import Whereabouts
 from ..ray_calls.calls import (
@@ -72,6 +73,8 @@ class Crew:
     driver_options: Ray's actor options of the driver, which say where it is to run. If there is no
         such node, or it takes no actors because it is drained, the driver runs anywhere.
     environment: Ray's runtime environment of all actors.
+    modules: what a worker loads until its first step, if it is forked; none where this process
+        has not started its node.
     detached: of a detached session, whose actors outlive the process that starts them.
     """
 
@@ -83,6 +86,7 @@ class Crew:
         use_gpu: bool,
         driver_options: Mapping[str, Any],
         environment: Mapping[str, Any] | None = None,
+        modules: Sequence[str] = (),
         detached: DetachedActors | None = None,
     ) -> None:
         self._seats = seats
@@ -90,6 +94,7 @@ class Crew:
         self._detached = detached
         self.name = detached.name if detached else f"session-{uuid.uuid4().hex[:8]}"
         self._use_gpu = use_gpu
+        self._modules = modules
         self._driver_options = driver_options
         # Only if there is one: Ray starts processes for an environment of their own.
         self._environment = {"runtime_env": dict(environment)} if environment else {}
@@ -494,6 +499,11 @@ class Crew:
 
     def _made(self, seat: int, in_reserve: bool = False) -> Actor:
         options = {**self._seats.options(seat), **self._workers_environment}
+        # The first ones import at the same time, in processes that Ray may have waiting for them.
+        if self._was_assembled and self._modules and self._seats.is_here(seat):
+            plain, num_cpus = options.get("runtime_env", {}), options.get("num_cpus", 0)
+            modules = ("torch._dynamo", "chorusline.actors.worker.worker", *self._modules)
+            options["runtime_env"] = forked(plain, num_cpus, modules)
         if self._detached:
             options |= self._detached.options_of_worker(seat, uuid.uuid4().hex[:8])
         made = self._worker_class.options(**options)

@@ -24,6 +24,9 @@ class Seats(Protocol):
     async def wait_for(self, seat: int) -> None:
         """Ask for room for a seat, unless that was done; return when it is there, and stays."""
 
+    def is_here(self, seat: int) -> bool:
+        """Whether there is room for a seat on the node of this process, as was last seen."""
+
     def options(self, seat: int) -> Mapping[str, Any]:
         """Ray's actor options of the worker in a seat that there is room for."""
 

@@ -5,9 +5,8 @@ nobody writes: a tensor on it that is written to changes in every process of the
 mapping of the same pages costs nothing either, and a page that is written to becomes the process's
 own.
 
-A private mapping needs a descriptor of the store's file. The store runs in the raylet, the parent
-of the workers, which has it open. Where it cannot be found or opened (another user, a sandbox,
-another process tree), the buffers are copied.
+A private mapping needs a descriptor of the store's file. The store runs in the raylet, which has it
+open. Where it cannot be found or opened (another user, a sandbox), the buffers are copied.
 """
 
 from __future__ import annotations
@@ -94,8 +93,10 @@ def _mapping_of(first: int, last: int) -> tuple[int, int, int, int]:
 
 
 def _opened(device: int, inode: int) -> int:
-    """A new descriptor, for reading, of a file that the parent has open. Raises OSError."""
-    for path in Path(f"/proc/{os.getppid()}/fd").iterdir():
+    """A new descriptor, for reading, of a file that the raylet has open. Raises OSError."""
+    # Ray tells its workers, whose parent it usually is, unless a program has started them for it.
+    raylet = os.environ.get("RAY_RAYLET_PID") or os.getppid()
+    for path in Path(f"/proc/{raylet}/fd").iterdir():
         with suppress(OSError):  # Closed meanwhile.
             found = path.stat()
             if (found.st_dev, found.st_ino) == (device, inode):

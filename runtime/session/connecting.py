@@ -76,6 +76,11 @@ def _node() -> Any:
     return ray._private.worker._global_node
 
 
+def has_started_node() -> bool:
+    """Whether this process has started the cluster that it is connected to."""
+    return _node() is not None and bool(_node().head)
+
+
 def what_it_does(address: str | None, *, may_start: bool) -> str:
     """What `connect` is about to do, for a line about the start."""
     address = address or os.environ.get("RAY_ADDRESS") or ("local" if may_start else "auto")
@@ -93,7 +98,7 @@ def check_stays(name: str, address: str | None) -> None:
     is_ours = (address or os.environ.get("RAY_ADDRESS")) == "local"
     # The address does not count any more: this process is connected already.
     if ray.is_initialized():
-        is_ours = _node() is not None and _node().head
+        is_ours = has_started_node()
     if is_ours:
         show_in_one_line()
         raise NoCluster(

@@ -227,7 +227,10 @@ class Session:
                     await self._take_client()
                     return
                 assert isinstance(self._holder, LocalSession)
-                await self._holder.start(starting, is_local=self._is_local)
+                forks_workers = connecting.has_started_node()
+                await self._holder.start(
+                    starting, is_local=self._is_local, forks_workers=forks_workers
+                )
             if notebook.in_kernel():
                 await self._holder.ask_workers(_ASK_S)  # _repr_html_ shows the answers.
         except BaseException as error:

@@ -30,6 +30,14 @@ from .options import SessionOptions
 from .resource_holders import telling_who_holds
 from .slow_start_notice import awaited, telling
 
+_LOADED_BY_WORKERS = (
+    "chorusline.runtime.program.context",
+    "chorusline.runtime.program.program",
+    "chorusline.runtime.data_parallel.distributed_data_parallel",
+    "chorusline.runtime.zero.zero_redundancy_optimizer",
+)
+"""Until their first step, as most functions are."""
+
 _BEGINNINGS = 3
 """How often one call of `run` may begin: workers may have died since the last run, and more
 workers while those were replaced."""
@@ -51,10 +59,15 @@ class LocalSession:
         self._seats: PlacedSeats | None = None  # None before there is room, and at the end.
         self._next_run = 0
         self._is_running = False
+        self._forks_workers = False
 
-    async def start(self, starting: Starting, *, is_local: bool) -> None:
-        """is_local: sessions of this process have started the cluster. If it raises, `close` ends
-        what has started."""
+    async def start(
+        self, starting: Starting, *, is_local: bool, forks_workers: bool = False
+    ) -> None:
+        """is_local: sessions of this process have started the cluster. forks_workers: those that
+        come later, as this process has started its node. If it raises, `close` ends what has
+        started."""
+        self._forks_workers = forks_workers
         options, detached = self._options, self._detached
         wait_s = options.startup_timeout_s
         limit = f"gives up after {wait_s:g} s, startup_timeout_s"
@@ -93,6 +106,7 @@ class LocalSession:
             use_gpu=self._options.use_gpu,
             driver_options=placement.options_of_driver(),
             environment=self._options.environment,
+            modules=_LOADED_BY_WORKERS if self._forks_workers else (),
             detached=detached,
         )
 

@@ -81,6 +81,7 @@ class PlacedSeats:
         self._needs = needs
         self._waiting: set[int] = set()
         """Places whose groups are pending."""
+        self._seen: dict[int, str] = {}  # by place: its node, when it was last looked for
         self._homes: dict[int, str] = {}  # by place with a group of its own: its first node
         self._moved: dict[int, int] = {}
         """By seat, its place, where the two are not the same."""
@@ -187,6 +188,7 @@ class PlacedSeats:
         if self._is_spread:
             found = self._apart(found)
         self._waiting.difference_update(found)
+        self._seen = found
         return found
 
     def _renew(self, place: int) -> None:
@@ -220,6 +222,10 @@ class PlacedSeats:
         taken = set(own.values())
         first = {s: node for s, node in found.items() if s not in self._own and node not in taken}
         return own | first
+
+    def is_here(self, seat: int) -> bool:
+        node_id = ray.get_runtime_context().get_node_id()
+        return self._seen.get(self._place_of(seat)) == node_id
 
     def options(self, seat: int) -> dict[str, Any]:
         place = self._place_of(seat)

@@ -1,7 +1,8 @@
 """What a node runs to start a worker, instead of Ray's setup_worker.py: it asks for a fork.
 
 It imports nothing that costs. A worker whose environment says what Python or a library reads as it
-starts, or that is to run with another Python, is started as Ray does it.
+starts, or that is to run with another Python, is started as Ray does it; one that Chorusline would
+have forked by a server of its own (actors/forking) is forked here.
 """
 
 # ruff: noqa: PTH118, PTH120, PTH123, PTH208
@@ -22,7 +23,7 @@ def forks(flags: dict[str, str], context: dict) -> bool:
     executable = context.get("py_executable") or sys.executable
     return (
         flags.get("--language", "PYTHON") == "PYTHON"
-        and executable == sys.executable
+        and (executable == sys.executable or "/actors/forking/launch.py " in executable)
         and not context.get("command_prefix")
         and not context.get("override_worker_entrypoint")
         and not any(name.startswith(READ_AT_START) for name in context.get("env_vars") or {})

@@ -40,6 +40,7 @@ ORDER = {
         "reporting",
         "driver",
         "worker",
+        "forking",
         "crew",
         ("__init__",),
     ],

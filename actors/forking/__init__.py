@@ -1,0 +1,1 @@
+"""Workers that are forks of a process which has imported torch."""
