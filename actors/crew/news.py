@@ -20,7 +20,9 @@ from ..reporting.worker_logs import ERR, Position, Printed, PrintedPiece, read_r
 _REST_S = 2.0
 _SILENT_S = 5.0
 """A worker that does not answer is asked again after this time, and not each time, so that a rank
-that hangs does not delay what the others say. What it prints is read from its files meanwhile."""
+that hangs does not delay what the others say. What it prints is read from its files meanwhile. Who
+has more patience asks it at once: the last pull of a run, without which its last reports are lost
+though it answers again."""
 
 
 @dataclass(slots=True)
@@ -72,7 +74,8 @@ class Listener:
         self._run = -1
         self._received: dict[int, tuple[Actor, int]] = {}  # by seat: of whom, how many reports
         self._lost: list[Actor] = []  # in this run
-        self._silent: dict[Actor, float] = {}  # until when it is not asked
+        # Until when it is not asked, and how long it was waited for.
+        self._silent: dict[Actor, tuple[float, float]] = {}
         self._notices: list[str] = []
         self._pause: tuple[RunPause, float] | None = None  # None: no pause; when it was heard of
 
@@ -116,7 +119,8 @@ class Listener:
         for seat, worker in asked.items():
             log = self._logs.setdefault(seat, _WorkerLog(worker))
             # One that did not answer in time would hold every pull up; its file can be read.
-            if self._silent.get(worker, 0.0) > time.monotonic():
+            until_s, waited_s = self._silent.get(worker, (0.0, 0.0))
+            if until_s > time.monotonic() and timeout_s <= waited_s:
                 await self._read_rest(seat, news, is_gone=False)
                 continue
             # A worker that has taken the seat over begins to count its reports.
@@ -139,7 +143,7 @@ class Listener:
             else:
                 assert isinstance(pulled, NoAnswer)
                 # Asked again after a while: its control loop may only be slow, on a busy machine.
-                self._silent[asked[seat]] = time.monotonic() + _SILENT_S
+                self._silent[asked[seat]] = time.monotonic() + _SILENT_S, timeout_s
                 await self._read_rest(seat, news, is_gone=False)
         news.num_lost = len(self._lost)
         news.notices, self._notices = self._notices, []

@@ -31,6 +31,7 @@ _ANSWER_S = 2.0
 """For a worker to answer a pull: a wait for one rank that hangs delays the news of all others."""
 
 _LAST_PULL_S = 5.0
+"""More than _ANSWER_S: a worker that was silent a moment ago is asked, too (Listener)."""
 
 
 class Source(Protocol):

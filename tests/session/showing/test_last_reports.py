@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import chorusline as cl
+from chorusline.actors.crew.news import Listener
+from chorusline.actors.reporting.report_buffer import Pulled, ReportBuffer
+from chorusline.runtime.session.showing import news_pump
+from chorusline.runtime.session.showing.news_pump import Audience, delivered_news
 
 received: list[cl.Report] = []
 MANY = 700
@@ -64,3 +71,44 @@ async def test_the_only_report_of_a_short_run_is_heard(session: cl.Session) -> N
         assert [(one.rank, one.values) for one in sorted(received, key=lambda one: one.rank)] == [
             (rank, {"number": number}) for rank in range(2)
         ]
+
+
+class Stopped:
+    """A worker whose process is stopped, and answers no pull until it goes on."""
+
+    def __init__(self) -> None:
+        self.reports = ReportBuffer(keep=True)
+        self.num_asked = 0
+        self.was_silent, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.pull = SimpleNamespace(remote=self._pull)
+
+    async def _pull(self, run: int, since: int, printed_until: Any) -> Pulled:
+        self.num_asked += 1
+        try:
+            await self.goes_on.wait()
+        except asyncio.CancelledError:  # Nobody waits for the answer any more.
+            self.was_silent.set()
+            raise
+        return self.reports.pulled(since, None, None)
+
+
+async def test_the_last_reports_of_a_worker_that_was_silent_a_moment_ago_are_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(news_pump, "_ANSWER_S", 0.05)
+    received.clear()
+    worker, last = Stopped(), cl.Report(0, 0, 0.0, {"done": 1})
+    audience = Audience(hear, None, None, has_output=False)
+    async with delivered_news(Listener({0: worker}, ()), 0, audience):
+        await worker.was_silent.wait()
+        worker.reports.append(last)
+        worker.goes_on.set()
+    assert received == [last]
+
+
+async def test_a_worker_that_hangs_holds_up_one_pull_of_each_patience() -> None:
+    worker = Stopped()
+    listener = Listener({0: worker}, ())
+    for timeout_s, num_asked in ((0.01, 1), (0.01, 1), (0.02, 2), (0.02, 2), (0.01, 2)):
+        await listener.pull(0, timeout_s)
+        assert worker.num_asked == num_asked
