@@ -85,7 +85,8 @@ def train(ctx, folder, kills=(), also=()):
         with cl.Join([model], step_along=[clip, optimizer, schedule], skew_warning=None):
             for numbers, inputs in ctx.shard(Pairs(), BATCH_SIZE, seed=1):
                 place = f"{schedule.last_epoch} {ctx.generation} {ctx.rank} {epoch}"
-                (folder / place).write_text(json.dumps([ctx.world_size, numbers.tolist()]))
+                noted = ctx.world_size, numbers.tolist(), os.getpid()
+                (folder / place).write_text(json.dumps(noted))
                 loss = loss_of(model, inputs)
                 reach("loss")
                 loss.backward()
@@ -100,19 +101,24 @@ def train(ctx, folder, kills=(), also=()):
     return ctx.world_size, os.getpid(), schedule.last_epoch, whole
 
 
-def one_process(folder):
-    """The parameters after the steps that counted, and how often each sample was in one."""
+def noted_steps(folder):
+    """By step, generation and rank: the epoch, and what the rank has noted."""
     steps = defaultdict(dict)
     for path in folder.glob("[0-9]*"):
         step, generation, rank, epoch = map(int, path.name.split())
         steps[step].setdefault(generation, {})[rank] = epoch, *json.loads(path.read_text())
+    return steps
+
+
+def one_process(steps):
+    """The parameters after the steps that counted, and how often each sample was in one."""
     model = network()
     optimizer, schedule = made(model)
     used = defaultdict(list)
     for step in sorted(steps):
         # In a generation before, a rank that is lost had begun it, or others with that rank.
         by_rank = steps[step][max(steps[step])]
-        for _, (epoch, world_size, numbers) in sorted(by_rank.items()):
+        for _, (epoch, world_size, numbers, _) in sorted(by_rank.items()):
             inputs = torch.stack([Pairs()[number][1] for number in numbers])
             (loss_of(model, inputs) / world_size).backward()
             used[epoch] += numbers
@@ -123,8 +129,14 @@ def one_process(folder):
     return len(steps), [*model.parameters()], used
 
 
-def check(folder, told):
-    num_steps, expected, used = one_process(folder)
+def check(folder, told, killed_in):
+    """killed_in: the step in which one of ranks 2 and 3 was killed; 0 and 1 are a whole replica."""
+    steps = noted_steps(folder)
+    num_steps, expected, used = one_process(steps)
+    first = min(steps[killed_in])
+    assert all(max(steps[step]) <= first for step in range(killed_in)), "a step was taken again"
+    stayed = {steps[killed_in][first][rank][-1] for rank in (0, 1)}
+    assert stayed <= {pid for _, pid, _, _ in told}, "a process that was whole was replaced"
     for epoch in range(EPOCHS):
         assert sorted(used[epoch]) == [*range(NUM_SAMPLES)]
     for _, _, taken, parameters in told:
@@ -147,7 +159,7 @@ async def test_whole_replicas_go_on_when_a_rank_is_killed_in_its_step(cluster, t
     async with session((2, 4)) as workers:
         told = await workers.run(train, folder=tmp_path, kills=[("step", 2, 4)])
     assert (tmp_path / "killed in step of 4").exists()
-    check(tmp_path, told)
+    check(tmp_path, told, 4)
 
 
 @pytest.mark.slow
@@ -163,7 +175,7 @@ async def test_a_rank_killed_in_any_phase_of_a_step_costs_no_step_and_no_sample(
             kill = phase, chance.randrange(2, 4), chance.randrange(1, 12)
             told = await workers.run(train, folder=folder, kills=[kill])
             assert (folder / f"killed in {phase} of {kill[2]}").exists(), kill
-            check(folder, told)
+            check(folder, told, kill[2])
             if spares:
                 assert len(told) == 4, "a spare worker takes the seat, and nobody waits"
 
