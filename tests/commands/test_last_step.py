@@ -155,9 +155,10 @@ def test_an_unmodified_trainer_loses_at_most_the_step_in_flight(
     check("hf_last_step.py", tmp_path, victims)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("victims", [[2], [0], [1, 0]])
+@pytest.mark.parametrize(
+    "victims", [[2], *(pytest.param(few, marks=pytest.mark.slow) for few in ([0], [1, 0]))]
+)
 def test_an_unmodified_trainer_of_lightning_loses_at_most_the_step_in_flight(
     cluster: None, tmp_path: Path, victims: list[int]
 ) -> None:

@@ -183,7 +183,7 @@ def compute_for_ever_in_the_third_step(ctx: cl.Context, optim: Any) -> None:
     faults.at(Instant.REDUCE, lambda: here().launch(threading.Event().wait), 3)
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(240)
 async def test_a_kernel_that_never_ends_is_told_with_rank_and_operation_and_costs_nothing(
     session: cl.Session,
     tmp_path: Path,
