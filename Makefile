@@ -39,10 +39,11 @@ test-oldest:  ## the fast tests on the oldest torch and Ray that pyproject.toml 
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[test]'
 	.venv-oldest/bin/python -m pytest -m "not slow" $(ARGS)
 
-test-newest:  ## the same on the newest that pip finds, without constraints, in .venv-newest
+test-newest:  ## the same on the newest that pip finds, without constraints, in .venv-newest; and torchft over our groups
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[test]'
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[test]' torchft-nightly
 	.venv-newest/bin/python -m pytest -m "not slow" $(ARGS)
+	.venv-newest/bin/python -m pytest tests/torch/test_torchft.py $(ARGS)
 
 test-real: $(INSTALLED)  ## models, optimizers and trackers of other libraries, which it installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[real]'

@@ -28,7 +28,7 @@ def programs() -> dict[str, str]:
 SLOW = {
     "checkpoints-0",
     "close-the-laptop-0",
-    *(f"data-{number}" for number in range(8)),
+    *(f"data-{number}" for number in range(8) if number != 4),
     "from-ray-train-0",
     "from-torch-2",
     "from-torch-3",
@@ -45,7 +45,9 @@ SLOW = {
 
 def test_the_programs_that_are_called_slow_exist() -> None:
     assert programs().keys() >= SLOW
-    assert {name for name in programs() if name.startswith(("data", "recipes"))} <= SLOW
+    of_data = {name for name in programs() if name.startswith(("data", "recipes"))}
+    # What stands for a sampler is in each run of the suite, as `ctx.shard` refuses one.
+    assert of_data - SLOW == {"data-4"} and "WeightedRandomSampler" in programs()["data-4"]
 
 
 @pytest.mark.parametrize(
