@@ -99,7 +99,7 @@ class Listener:
     async def pull(self, run: int, timeout_s: float) -> News:
         """What is new in a run. A worker that is gone reports nothing."""
         # Each run has a report buffer of its own, in which the numbers of reports begin at 0.
-        if run != self._run:
+        if is_new := run != self._run:
             self._run, self._received, self._lost = run, {}, []
             self._silent.clear()
         news = News()
@@ -115,7 +115,9 @@ class Listener:
         for seat in [*self._logs]:
             if self._logs[seat].worker is not self._workers.get(seat):
                 await self._read_rest(seat, news)
-                self._lose(self._logs.pop(seat).worker)
+                gone = self._logs.pop(seat).worker
+                if not is_new:  # Else it is no loss of this run.
+                    self._lose(gone)
         for seat, worker in asked.items():
             log = self._logs.setdefault(seat, _WorkerLog(worker))
             # One that did not answer in time would hold every pull up; its file can be read.
@@ -130,6 +132,7 @@ class Listener:
             calls[seat] = worker.pull.remote(run, since[seat], until)
         for seat, pulled in (await answers(calls, timeout_s)).items():
             if isinstance(pulled, Pulled):
+                self._silent.pop(asked[seat], None)
                 self._received[seat] = (asked[seat], pulled.first + len(pulled.reports))
                 news.reports.extend(pulled.reports)
                 if pulled.status is not None:
@@ -191,8 +194,11 @@ class Listener:
         for seat, log in [*self._logs.items()]:
             is_there = log.printed is not None and log.printed.node_id == given[1]
             worker = self._workers.get(seat)
-            # A living worker on the same node sees the same files.
-            if is_there and worker is not None and worker is log.worker:
+            # A living worker on the same node sees the same files. One that is silent is not asked:
+            # its answer would be waited for in each pull.
+            if worker is None or worker is not log.worker or worker in self._silent:
+                continue
+            if is_there:
                 try:
                     found = await answer(worker.read_rest.remote(*given), _REST_S)
                 except (ActorGone, NoAnswer):

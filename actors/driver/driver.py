@@ -512,7 +512,7 @@ class _InstructionTasks:
                 case instructions.AbortRank(worker_id, error):
                     self._start(self._call(worker_id, "abort", error), f"abort-{worker_id}")
                 case instructions.DismissRank(worker_id, error):
-                    self._start(self._call(worker_id, "abort", error), f"dismiss-{worker_id}")
+                    self._start(self._call(worker_id, "rest", error), f"dismiss-{worker_id}")
                 case instructions.RestRank(worker_id, error):
                     self._start(self._call(worker_id, "rest", error), f"rest-{worker_id}")
                 case instructions.ResumeRank(worker_id, resumption):

@@ -141,7 +141,7 @@ class Output:
 
     def read(self, since: Position | None) -> Printed | None:
         """What was printed since a position (None: since the beginning); the marks before it are
-        dropped. None if this process does not write to files."""
+        dropped. None if this process does not write to files, or they cannot be read now."""
         if self._files is None:
             return None
         for stream in self._streams:
@@ -153,10 +153,13 @@ class Output:
                 self._drop()
             marks, rank, out, err = tuple(self._marks), self._rank_before, *_sizes()
             num_dropped, last = self._num_dropped, self._kind
-        texts = {
-            OUT: (since.out, _read(self._files[0], since.out, out)),
-            ERR: (since.err, _read(self._files[1], since.err, err)),
-        }
+        try:
+            texts = {
+                OUT: (since.out, _read(self._files[0], since.out, out)),
+                ERR: (since.err, _read(self._files[1], since.err, err)),
+            }
+        except OSError:  # Too many open files, or one was removed: no run may fail for that.
+            return None
         pieces, until, rank, is_whole = _in_order(texts, marks, rank, last)
         until = Position(until.out, until.err, num_dropped + until.marks)
         has_more = not is_whole or until.out < out or until.err < err

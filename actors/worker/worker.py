@@ -191,7 +191,7 @@ class Worker:
         Where the group is made for a run that continues, the lifeline deals with a rank that does
         not come.
         """
-        report_buffer = ReportBuffer(request.keep_reports, self._output, request.report_history)
+        report_buffer = self._buffer_of(request)
         run = CurrentRun(assignment, request, store, report_buffer, driver, program, resumption)
         run.is_dry_run = bool(replay_log)
         with self._lock:
@@ -230,6 +230,14 @@ class Worker:
                 lifeline.let_go()
             # After the answer, which refers to nothing of the user's.
             asyncio.get_running_loop().call_soon(self._leftovers.give_back)
+
+    def _buffer_of(self, request: RunRequest) -> ReportBuffer:
+        """Where this rank's reports wait. Of a worker that has rested and is a rank of the same run
+        again, whoever pulls knows how many it has had: they count on."""
+        number, before = self._last
+        if number == request.run:
+            return before
+        return ReportBuffer(request.keep_reports, self._output, request.report_history)
 
     def _leave(self) -> None:
         """This process was told to end. Called in a thread of its own."""
@@ -347,7 +355,7 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     async def rest(self, run: int, error: CollectiveError) -> None:
-        """As `abort`, for a worker that may be a rank of the run again later."""
+        """As `abort`, for a worker that has no rank from now on in a run that continues."""
         if (here := self._in_run(run)) is not None:
             here.status.rank = None
         await self._abort(run, error)

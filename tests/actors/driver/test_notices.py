@@ -10,12 +10,27 @@ from typing import Any
 
 import pytest
 
-from chorusline.actors.driver.driver import Driver
+from chorusline.actors.driver.driver import Driver, _InstructionTasks
 from chorusline.actors.driver.events import Leaving, RankFroze, RunStarted, WorkerRegistered
+from chorusline.actors.driver.instructions import DismissRank
 from chorusline.actors.driver.membership import Membership
 from chorusline.actors.messages.admission import Readiness
 from chorusline.actors.messages.messages import Frozen
+from chorusline.collectives.contract.errors import GroupAborted
 from tests.references.driver_events import GONE, death, request, worker
+
+
+def test_a_worker_that_has_left_hears_that_it_has_no_rank() -> None:
+    """It lives for a while, and says where it is: as a rank it would hold back what is said of the
+    others."""
+    tasks: Any = object.__new__(_InstructionTasks)
+    called = []
+    tasks._generation = 0
+    tasks._call = lambda *of_call: called.append(of_call)
+    tasks._start = lambda work, name: None
+    left = GroupAborted(0, [], "its node is drained")
+    assert tasks.carry_out([DismissRank("worker-0-0", left)]) is None
+    assert called == [("worker-0-0", "rest", left)]
 
 
 class Rank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 
 import chorusline as cl
 from chorusline.actors.crew.news import Listener
+from chorusline.actors.reporting import worker_logs
 from chorusline.actors.reporting.report_buffer import Pulled, ReportBuffer
+from chorusline.actors.reporting.worker_logs import Output, Position, Printed
+from chorusline.actors.worker.worker import Worker
 from chorusline.runtime.session.showing import news_pump
 from chorusline.runtime.session.showing.news_pump import Audience, delivered_news
 
@@ -104,6 +108,74 @@ async def test_the_last_reports_of_a_worker_that_was_silent_a_moment_ago_are_hea
         worker.reports.append(last)
         worker.goes_on.set()
     assert received == [last]
+
+
+class Answering:
+    """A worker that answers at once. printed: what it says of its output."""
+
+    def __init__(self, printed: Printed | None = None) -> None:
+        self.reports, self.printed = ReportBuffer(keep=True), printed
+        self.is_silent = False
+        self.read_rest_for: list[Any] = []
+        self.pull = SimpleNamespace(remote=self._pull)
+        self.read_rest = SimpleNamespace(remote=self._read_rest)
+
+    async def _pull(self, run: int, since: int, printed_until: Any) -> Pulled:
+        if self.is_silent:
+            await asyncio.Event().wait()
+        return self.reports.pulled(since, self.printed, None)
+
+    async def _read_rest(self, *given: Any) -> None:
+        self.read_rest_for.append(given)
+
+
+def test_a_rank_that_has_rested_goes_on_counting_its_reports() -> None:
+    worker: Any = object.__new__(Worker)
+    of_before = ReportBuffer(keep=True)
+    worker._output, worker._last = None, (3, of_before)
+    request = SimpleNamespace(run=3, keep_reports=True, report_history=0)
+    assert worker._buffer_of(request) is of_before
+    of_next = worker._buffer_of(SimpleNamespace(**(vars(request) | {"run": 4})))
+    assert of_next is not of_before and of_next.dropped == 0
+
+
+async def test_a_worker_that_was_replaced_between_two_runs_is_no_loss_of_the_second() -> None:
+    workers = {0: Answering(), 1: Answering()}
+    listener = Listener(workers, ())
+    assert (await listener.pull(0, 1.0)).num_lost == 0
+    workers[0] = Answering()
+    assert (await listener.pull(1, 1.0)).num_lost == 0
+    workers[1] = Answering()
+    assert (await listener.pull(1, 1.0)).num_lost == 1
+
+
+async def test_a_silent_worker_is_not_asked_for_what_is_in_its_files() -> None:
+    elsewhere = Printed((), Position(0, 0, 0), 0, False, ("/nowhere/out", "/nowhere/err"), "node")
+    workers = {seat: Answering(elsewhere) for seat in range(2)}
+    listener = Listener(workers, ())
+    await listener.pull(0, 0.05)
+    workers[0].is_silent = True
+    for _ in range(2):
+        await listener.pull(0, 0.05)
+    assert not workers[0].read_rest_for
+    assert len(workers[1].read_rest_for) == 2
+    workers[0].is_silent = False
+    await listener.pull(0, 0.06)  # With more patience it is asked, and answers.
+    workers[1].is_silent = True
+    await listener.pull(0, 0.05)
+    assert len(workers[0].read_rest_for) == 1
+
+
+def test_output_that_cannot_be_read_now_costs_nothing(tmp_path: Path) -> None:
+    output: Any = Output("node")
+    output._beginning = Position(0, 0, 0)
+    output._files = (str(tmp_path / "out"), str(tmp_path / "err"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_logs, "_sizes", lambda: (3, 3))
+        assert output.read(None) is None
+        for file in output._files:
+            Path(file).write_bytes(b"abc")
+        assert [piece.data for piece in output.read(None).pieces] == [b"abc", b"abc"]
 
 
 async def test_a_worker_that_hangs_holds_up_one_pull_of_each_patience() -> None:
