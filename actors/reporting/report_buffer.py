@@ -55,6 +55,7 @@ class ReportBuffer:
         self._reports: deque[Report] = deque()
         self.dropped = 0
         """Reports before the first one that is held; the control loop's."""
+        self._asked_from = 0  # By the last pull, which has had all before.
         self.last: Report | None = None  # None: before the first report
         self._latest: dict[str, ReportValue] = {}
 
@@ -70,10 +71,16 @@ class ReportBuffer:
     def read(self, since: int) -> list[Report]:
         """All reports that are held from number `since` on; the earlier ones are dropped."""
         with self._lock:
+            self._asked_from = since
             while self.dropped < since - self._history and self._reports:
                 self._reports.popleft()
                 self.dropped += 1
             return list(islice(self._reports, max(0, since - self.dropped), None))
+
+    def has_told_all(self) -> bool:
+        """Whether whoever pulls is known to have every report."""
+        with self._lock:
+            return self._asked_from >= self.dropped + len(self._reports)
 
     def pulled(self, since: int, printed: Printed | None, status: RunStatus | None) -> Pulled:
         reports = self.read(since)

@@ -80,6 +80,11 @@ and as many more before it is interrupted in its Python code. Code that sees the
 story; code that waits for something else, or only computes, would never see it."""
 
 
+_LAST_REPORTS_S, _LOOK_S = 1.0, 0.05
+"""Seconds that the process of a rank that leaves waits for its last reports to be pulled, which is
+done a few times a second."""
+
+
 _LOADED_LATE = "torch._dynamo"
 """torch loads it, and sympy with it, when the first optimizer is made: 2 to 4 s (torch 2.13)."""
 
@@ -217,6 +222,10 @@ class Worker:
             ending = await run.thread.run()
             if self._is_leaving and run.stop_error is not None:
                 # The rank has left, and the death of its process frees the seat.
+                give_up_at = time.monotonic() + _LAST_REPORTS_S
+                # Once in a process's life, and for a buffer of two threads.
+                while not report_buffer.has_told_all() and time.monotonic() < give_up_at:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
                 os._exit(SIGTERM_EXIT)
             run.ending.set_result(ending)
             return ending

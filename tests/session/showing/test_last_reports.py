@@ -139,6 +139,21 @@ def test_a_rank_that_has_rested_goes_on_counting_its_reports() -> None:
     assert of_next is not of_before and of_next.dropped == 0
 
 
+def test_a_buffer_knows_whether_all_reports_have_arrived() -> None:
+    reports = ReportBuffer(keep=True)
+    assert reports.has_told_all()
+    for _ in range(2):
+        reports.append(cl.Report(0, 0, 0.0, {}))
+    assert not reports.has_told_all()
+    first = reports.pulled(0, None, None)
+    assert not reports.has_told_all(), "the answer may not have arrived"
+    reports.pulled(first.first + len(first.reports), None, None)
+    assert reports.has_told_all()
+    unheard = ReportBuffer(keep=False)
+    unheard.append(cl.Report(0, 0, 0.0, {}))
+    assert unheard.has_told_all()
+
+
 async def test_a_worker_that_was_replaced_between_two_runs_is_no_loss_of_the_second() -> None:
     workers = {0: Answering(), 1: Answering()}
     listener = Listener(workers, ())
