@@ -11,11 +11,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+
+from .launch import virtual_environment
 
 _SAME_PYTHON = {"env_vars", "working_dir", "py_modules", "config"}
 """What a runtime environment may have. Others bring a Python of their own, or a program that starts
@@ -39,7 +42,8 @@ def forked(
         return dict(environment)
     launch = Path(__file__).with_name("launch.py")
     threads = str(max(1, int(num_cpus)))  # As Ray has it.
-    words = [sys.executable, "-S", str(launch), str(os.getpid()), threads, ",".join(modules)]
+    words = [sys.executable, "-S", str(launch), uuid.uuid4().hex, virtual_environment(os.environ)]
+    words += [str(os.getpid()), threads, ",".join(modules)]
     return {**environment, "py_executable": shlex.join(words)}
 
 

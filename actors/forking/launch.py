@@ -1,8 +1,11 @@
-"""`launch.py OWNER THREADS MODULES PROGRAM *ARGUMENTS`: `python PROGRAM *ARGUMENTS`, in a fork of a
-process that has imported MODULES.
+"""`launch.py ONCE ENVIRONMENT OWNER THREADS MODULES PROGRAM *ARGUMENTS`: `python PROGRAM ...`, in a
+fork of a process that has imported MODULES.
 
 Ray runs it for a worker. It ends when the fork lives; where none is to be had it becomes Python
-itself. It imports nothing that costs, and nothing of this package.
+itself. Ray also runs it for the tasks and actors that the worker starts, which have its runtime
+environment: a fork is made for each ONCE only once, and for another virtual environment not at all.
+
+It imports nothing that costs, and nothing of this package.
 """
 
 # ruff: noqa: PTH109, PTH120  (pathlib takes as long to import as all of this)
@@ -19,13 +22,17 @@ import struct
 import subprocess
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 READY = b"ready"
 REFUSED = b"refused"
 _TRIES = 3
 """A server that has been idle may end before it answers."""
 
-_PATIENCE_S = 30.0
-"""Of Ray, a worker has a minute."""
+_PATIENCE_S = 15.0
+"""Ray gives a worker a minute."""
 
 
 def address(settings: list[str]) -> str:
@@ -64,21 +71,28 @@ def serve(settings: list[str]) -> None:
         )
 
 
-def asked(at: str, arguments: list[str]) -> bytes:
+def virtual_environment(variables: Mapping[str, str]) -> str:
+    """In which Python starts; empty for none."""
+    return variables.get("VIRTUAL_ENV", "") or variables.get("CONDA_PREFIX", "")
+
+
+def asked(at: str, once: str, arguments: list[str]) -> bytes:
     """What a server answers: the fork's id, or REFUSED; nothing if there is none."""
     request = {
+        "once": once,
         "arguments": arguments,
         "folder": os.getcwd(),
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     }
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         try:
+            connection.settimeout(_PATIENCE_S)
             connection.connect(at)
             if not is_ours(connection):
                 return REFUSED
-            connection.settimeout(_PATIENCE_S)
             # Only then: a fork for a launch that has given up would be a second worker.
             if (answer := connection.recv(16)) == READY:
+                connection.settimeout(None)
                 socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
                 answer = connection.recv(16)
             return answer
@@ -88,9 +102,9 @@ def asked(at: str, arguments: list[str]) -> bytes:
             return b""
 
 
-def is_forked(settings: list[str], arguments: list[str]) -> bool:
+def is_forked(once: str, settings: list[str], arguments: list[str]) -> bool:
     for left in reversed(range(_TRIES)):
-        answer = asked(address(settings), arguments)
+        answer = asked(address(settings), once, arguments)
         if answer:
             return answer != REFUSED
         if left:
@@ -99,10 +113,13 @@ def is_forked(settings: list[str], arguments: list[str]) -> bool:
 
 
 def main() -> None:
-    settings, arguments = sys.argv[1:4], sys.argv[4:]
+    once, environment, *settings = sys.argv[1:6]
+    arguments = sys.argv[6:]
+    if virtual_environment(os.environ) != environment:
+        os.execvp("python", ["python", *arguments])
     # Whatever it is: without a fork the worker starts as well.
     with contextlib.suppress(Exception):
-        if is_forked(settings, arguments):
+        if is_forked(once, settings, arguments):
             return
     os.execv(sys.executable, [sys.executable, *arguments])
 

@@ -1,7 +1,7 @@
 """`serve.py OWNER THREADS MODULES SOCKET`: a process that imports modules, and forks.
 
-launch.py starts it, and asks it. It ends soon after the last of its forks, and at once after it if
-the process OWNER has ended, to which the workers belong.
+launch.py starts it, and asks it. It ends when it has had no fork for a while, and at once after the
+last one if the process OWNER has ended, to which the workers belong.
 """
 
 # ruff: noqa: PTH115, PTH208  (the paths are the kernel's)
@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib.util
 import json
+import math
 import os
 import runpy
 import select
@@ -23,8 +24,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-_IDLE_S = 5.0
-"""Seconds without a fork until the server ends. A lost worker's successor asks before that."""
+_IDLE_S = 10.0
+"""Seconds without a fork until the server ends: a lost worker's successor mostly asks before."""
+
+_ORPHANED_S = 60.0
+"""Seconds after the end of their owner until forks are killed. Ray ends its workers sooner; but not
+one that hangs before Ray knows it."""
 
 _LOOK_S = 0.5
 _REQUEST_S = 5.0  # A launch that was stopped keeps others waiting so long.
@@ -42,7 +47,11 @@ def this_package() -> None:
     spec.loader.exec_module(package)
 
 
-def load(threads: str, modules: str) -> None:
+def has_ended(owner: int) -> bool:
+    return bool(select.select([owner], [], [], 0)[0])
+
+
+def load(threads: str, modules: str, owner: int) -> None:
     """Import what workers need, at their priority, which Ray lowers in each fork again: so on a
     thread, which has one of its own."""
 
@@ -58,7 +67,10 @@ def load(threads: str, modules: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", threads)  # As Ray does in a worker.
     thread = threading.Thread(target=load_all)
     thread.start()
-    thread.join()
+    while thread.is_alive():
+        thread.join(_LOOK_S)
+        if has_ended(owner):
+            os._exit(0)
     if not is_told:
         del os.environ["OMP_NUM_THREADS"]
     # A collection in a fork would write to the pages that all share.
@@ -77,7 +89,7 @@ def has_a_gpu() -> bool:
 
 def received(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """What launch.py asks; None if it is another user's program, or is gone."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         if is_ours(connection):
             connection.settimeout(_REQUEST_S)
             connection.send(READY)
@@ -94,36 +106,53 @@ def living(forks: set[int]) -> set[int]:
 def serve(listening: socket.socket, owner: int) -> None:
     """Answer requests. Returns in a fork."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Who has ended is gone at once.
-    refuses = has_a_gpu()
+    # A lock that another thread holds would never be released in a fork.
+    refuses = has_a_gpu() or threading.active_count() > 1
     forks: set[int] = set()
+    answered: set[str] = set()
     idle_since = time.monotonic()
+    orphaned_at = math.inf
     while True:
         ready, _, _ = select.select([listening], [], [], _LOOK_S)
+        now = time.monotonic()
+        if orphaned_at == math.inf and has_ended(owner):
+            orphaned_at = now
         if forks := living(forks):
-            idle_since = time.monotonic()
-        elif not ready:
-            has_no_owner = bool(select.select([owner], [], [], 0)[0])
-            if has_no_owner or time.monotonic() - idle_since > _IDLE_S:
-                sys.exit()
+            idle_since = now
+            if now - orphaned_at > _ORPHANED_S:
+                for fork in forks:
+                    os.kill(fork, signal.SIGKILL)
+        elif not ready and (orphaned_at <= now or now - idle_since > _IDLE_S):
+            sys.exit()
         if not ready:
             continue
         connection, _ = listening.accept()
         with connection:
             if refuses:
-                connection.send(REFUSED)
+                send(connection, REFUSED)
                 continue
             if (got := received(connection)) is None:
                 continue
-            if (fork := os.fork()) == 0:
-                listening.close()
-                os.close(owner)
-                return become(*got)
-            forks.add(fork)
-            idle_since = time.monotonic()
-            for fd in got[1]:
+            request, fds = got
+            answer = REFUSED
+            if request["once"] not in answered:
+                answered.add(request["once"])
+                with contextlib.suppress(OSError):  # No memory for it, or no process.
+                    if (fork := os.fork()) == 0:
+                        break
+                    forks.add(fork)
+                    answer = b"%d" % fork
+            for fd in fds:
                 os.close(fd)
-            with contextlib.suppress(OSError):
-                connection.send(b"%d" % fork)
+            send(connection, answer)
+    listening.close()
+    os.close(owner)
+    become(request, fds)
+
+
+def send(connection: socket.socket, answer: bytes) -> None:
+    with contextlib.suppress(OSError):  # Who asked is gone.
+        connection.send(answer)
 
 
 def become(request: dict[str, Any], fds: list[int]) -> None:
@@ -146,12 +175,13 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
 
 if __name__ == "__main__":
     owner, threads, modules, descriptor = sys.argv[1:]
+    os.set_inheritable(int(descriptor), False)
     watched = os.pidfd_open(int(owner))
     if not sys.flags.safe_path:
         sys.path.pop(0)  # The folder of this file.
     this_package()
     from chorusline.actors.forking.launch import READY, REFUSED, is_ours
 
-    load(threads, modules)
+    load(threads, modules, watched)
     serve(socket.socket(fileno=int(descriptor)), watched)
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -49,11 +49,14 @@ def an_owner() -> Iterator[subprocess.Popen[bytes]]:
 class Fork:
     """What one launch has led to. Each test has an environment of its own, and so a server."""
 
-    def __init__(self, program: Path, owner: int, mark: str, modules: str = "decimal") -> None:
+    def __init__(
+        self, program: Path, owner: int, mark: str, modules: str = "decimal", once: str = ""
+    ) -> None:
         environment = {**os.environ, "MARK": mark}
         done = subprocess.run(
             [
-                *(sys.executable, "-S", _LAUNCH, str(owner), "1", modules),
+                *(sys.executable, "-S", _LAUNCH, once or uuid.uuid4().hex),
+                *(launch.virtual_environment(os.environ), str(owner), "1", modules),
                 *(program, "an", "argument"),
             ],
             input=repr(environment),
@@ -106,6 +109,25 @@ def test_forks_of_one_server_differ_in_nothing_but_chance(program: Path) -> None
 def test_a_server_without_forks_ends_although_its_owner_lives(program: Path) -> None:
     with an_owner() as owner:
         assert ends(Fork(program, owner.pid, uuid.uuid4().hex).server)
+
+
+def test_what_a_worker_starts_with_its_environment_is_not_forked(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, once = uuid.uuid4().hex, uuid.uuid4().hex
+    with an_owner() as owner:
+        assert Fork(program, owner.pid, mark, once=once).is_forked
+        assert not Fork(program, owner.pid, mark, once=once).is_forked
+        # Another virtual environment has been activated: its Python is the one that is found.
+        python = tmp_path / "bin/python"
+        python.parent.mkdir()
+        python.write_text('#!/bin/sh\necho "$0"\n')
+        python.chmod(0o755)
+        words = [sys.executable, "-S", _LAUNCH, "another", "", str(owner.pid), "1", "decimal"]
+        monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
+        monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
+        found = subprocess.check_output([*words, program], text=True)
+        assert found.strip() == str(python)
 
 
 def test_launches_at_once_have_one_server(program: Path) -> None:
@@ -172,7 +194,7 @@ def test_another_user_gets_no_fork(program: Path) -> None:
             "at = launch.address(sys.argv[1:])\n"
             "launch.is_ours = lambda connection: True\n"
             "os.setuid(65534)\n"
-            "print(launch.asked(at, ['program']))\n"
+            "print(launch.asked(at, 'once', ['program']))\n"
         )
         settings = [str(owner.pid), "1", "decimal"]
         answer = subprocess.check_output(

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import pytest
+import ray
 import torch
 
 import chorusline as cl
@@ -48,6 +49,16 @@ def who(ctx: cl.Context, rows: torch.Tensor | None = None) -> dict[str, Any]:
     return seen
 
 
+def in_a_task(ctx: cl.Context) -> bool:
+    """Whether a task that a rank starts, which has its environment, is forked as well."""
+
+    @ray.remote(num_cpus=0)
+    def task() -> bool:
+        return b"/actors/forking/serve.py" in Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+
+    return bool(ray.get(task.remote()))
+
+
 async def killed_and_replaced(session: cl.Session, pid: int, **arguments: Any) -> Any:
     os.kill(pid, signal.SIGKILL)
     return await session.run(who, **arguments)
@@ -71,6 +82,7 @@ async def test_a_later_worker_is_forked_and_differs_from_others_only_by_chance(
     assert all(" rw-p " in one["mapping"] and "plasma" in one["mapping"] for one in third), third
     for name in ("environment", "threads"):
         assert [one[name] for one in third] == [one[name] for one in first]
+    assert await session.run(in_a_task) == [False, False]
     server = Path(f"/proc/{third[0]['parent']}")
     await session.close()
     give_up_at = time.monotonic() + _WITHIN_S
