@@ -83,6 +83,7 @@ class _Run:
         self.ending: Ending | None = None  # None: the run is in progress
         self.is_over = asyncio.Event()
         self.task: asyncio.Task[None] | None = None  # None: before it begins
+        self.is_interrupted = False
         self.why = ""
 
 
@@ -329,9 +330,10 @@ class SessionHost:
         run = self._run
         if run is None or run.task is None or run.is_over.is_set():
             return False
-        # Before the cancellation, which makes the error of it.
-        run.why = why
-        run.task.cancel()
+        # Once: a second cancellation would break off what the first one does to end the run.
+        if not run.is_interrupted:
+            run.is_interrupted, run.why = True, why
+            run.task.cancel()
         await run.is_over.wait()
         return True
 
