@@ -43,7 +43,7 @@ from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 
 from ..holding.local_session import LocalSession
 from ..holding.options import SessionOptions
-from ..showing.news_pump import Audience
+from ..showing.news_pump import LAST_PULL_S, Audience
 from ..showing.starting import Starting
 from .history import Bookmark, RunHistory
 from .status import RESULTS_KEPT_S, DetachedStatus
@@ -173,8 +173,11 @@ class SessionHost:
         if restarts == _NOT_TO_BE_FOUND:
             raise StartupError(f"the session {self._name!r} has not started", "its host died")
         self._restarts = restarts + 1
-        await self._local.start_again()
         record, request = self._detached.saved("run"), self._detached.saved("request")
+        # Workers know a run by the number of its request: a run that had to begin more than once
+        # has taken several.
+        last = request.run if request else record[0] if record else -1
+        await self._local.start_again(last + 1)
         if record is not None:
             number, token, began, took_s, ending = record
             self._run = _Run(number, token, self._id, began)
@@ -185,14 +188,15 @@ class SessionHost:
                 self._run.took_s = took_s
                 self._run.ending = cloudpickle.loads(ending) if ending else _forgotten(ending)
                 # What the workers still hold of it, for clients that have not heard all.
-                await self._read_again(self._run)
+                if request is not None:
+                    await self._read_again(self._run.history, request.run)
                 self._run.is_over.set()
 
-    async def _read_again(self, run: _Run) -> None:
+    async def _read_again(self, history: RunHistory, run: int) -> None:
         has_more, crew = True, self._local.crew
         while has_more and crew is not None:
-            news = await crew.listener.pull(run.number, _SNAPSHOT_S)
-            run.history.add(news)
+            news = await crew.listener.pull(run, LAST_PULL_S)
+            history.add(news)
             has_more = news.has_more
 
     def _note_restarts(self, restarts: int) -> None:

@@ -110,9 +110,11 @@ class LocalSession:
             detached=detached,
         )
 
-    async def start_again(self) -> None:
+    async def start_again(self, next_run: int) -> None:
         """In a session host that was started again: take over what the one before had."""
         assert self._detached is not None
+        # Numbers of runs do not repeat: workers, and the listener, know a run by its number.
+        self._next_run = next_run
         self._seats = PlacedSeats.recalled(self._detached.saved("seats"))
         self.crew = self._crew_of(self._seats)
         await self.crew.find()
@@ -188,9 +190,6 @@ class LocalSession:
         begun: a run that workers are in already, or have ended, in a session host that was started
             again.
         """
-        # Numbers of runs do not repeat: workers know a run by its number.
-        if begun is not None:
-            self._next_run = begun.run + 1
         self._is_running = True
         try:
             return await self._run(program, audience, begun)

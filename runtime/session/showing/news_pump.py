@@ -30,7 +30,7 @@ when the loop wakes."""
 _ANSWER_S = 2.0
 """For a worker to answer a pull: a wait for one rank that hangs delays the news of all others."""
 
-_LAST_PULL_S = 5.0
+LAST_PULL_S = 5.0
 """More than _ANSWER_S: a worker that was silent a moment ago is asked, too (Listener)."""
 
 
@@ -166,7 +166,7 @@ async def delivered_news(listener: Source, run: int, audience: Audience) -> Asyn
             is_last = is_over.is_set()  # What comes during a pull needs another one.
             has_more = audience.is_there
             while has_more:
-                news = await listener.pull(run, _LAST_PULL_S if is_last else _ANSWER_S)
+                news = await listener.pull(run, LAST_PULL_S if is_last else _ANSWER_S)
                 audience.deliver(news)
                 has_more = news.has_more
 
@@ -182,7 +182,7 @@ async def delivered_news(listener: Source, run: int, audience: Audience) -> Asyn
                 is_over.set()
                 # After an interrupt, too: the task group would cancel the last pull. It begins
                 # when the pull that is under way has ended.
-                await asyncio.wait([passing], timeout=_ANSWER_S + _LAST_PULL_S)
+                await asyncio.wait([passing], timeout=_ANSWER_S + LAST_PULL_S)
     except BaseExceptionGroup as group:
         if len(group.exceptions) == 1:
             raise group.exceptions[0] from None

@@ -1,4 +1,4 @@
-"""What a session host answers to several programs that call it in an unlucky order."""
+"""What a session host knows of its last runs: after a restart, and for several programs at once."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import ray
+from ray import cloudpickle
+
 import chorusline as cl
+from chorusline.actors.crew.news import Listener
+from chorusline.actors.messages.messages import RunRequest, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
+from chorusline.actors.reporting.report_buffer import Pulled, ReportBuffer
 from chorusline.collectives.diagnosis.debug import DebugLevel
+from chorusline.runtime.session.detached import session_host
 from chorusline.runtime.session.detached.session_host import SessionHost
+from chorusline.runtime.session.holding.local_session import LocalSession
+from chorusline.runtime.session.placing.seats import PlacedSeats
 
 
 class Memory:
@@ -62,3 +72,57 @@ async def test_a_run_that_two_programs_interrupt_ends_by_the_first_interrupt() -
     assert isinstance(ending, cl.GroupAborted)
     assert "of the first" in str(ending) and ending.generation == 3
     assert await first and await second
+
+
+class BusyWorker:
+    """A worker that holds the reports of its last run, and takes a moment for each answer."""
+
+    def __init__(self) -> None:
+        self.runs: list[int] = []
+        self.pull = SimpleNamespace(remote=self._pull)
+
+    def runs_now(self, run: int, *losses: float) -> None:
+        """Each run has a report buffer of its own (Worker.run)."""
+        self.runs.append(run)
+        self.reports = ReportBuffer(keep=True, history=10)
+        for step, loss in enumerate(losses):
+            self.reports.append(cl.Report(0, step, float(step), {"loss": loss}))
+
+    async def _pull(self, run: int, since: int, printed_until: Any) -> Pulled:
+        await asyncio.sleep(0.1)
+        if run != self.runs[-1]:
+            return Pulled([], None, None, {})
+        return self.reports.pulled(since, None, None)
+
+
+@pytest.mark.parametrize("num_repeats", [0, 1])
+async def test_a_session_host_restarted_after_a_run_hears_that_run_and_the_next_one(
+    num_repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_host, "_SNAPSHOT_S", 0.02)
+    monkeypatch.setattr(PlacedSeats, "recalled", lambda state: None)
+    monkeypatch.setattr(ray, "put", lambda program: program)
+    # The last run was run 0, or began once more under the next number.
+    last, worker = RunRequest(num_repeats, 1.0, True), BusyWorker()
+    worker.runs_now(last.run, 0.5, 0.25)
+    ended = (0, "first", 0.0, 1.0, cloudpickle.dumps(RunSucceeded(0, ())))
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    async def run(request: RunRequest, payload: object) -> RunSucceeded:
+        worker.runs_now(request.run, 0.125)
+        return RunSucceeded(0, ())
+
+    memory = Memory(run=ended, request=last)
+    local: Any = LocalSession(cl.Session()._options, memory)  # type: ignore[arg-type]
+    crew = SimpleNamespace(
+        find=nothing, assemble=nothing, run=run, listener=Listener({0: worker}, ())
+    )
+    local._crew_of = lambda seats: crew
+    host = host_of(local, memory)
+    await host._wake(0)
+    assert [one.values["loss"] for one in await host.reports()] == [0.5, 0.25]
+    assert await host.ending(await begun(host, "second")) == RunSucceeded(0, ())
+    assert [one.values["loss"] for one in await host.reports()] == [0.125]
+    assert worker.runs == [last.run, last.run + 1]
