@@ -98,7 +98,7 @@ class SessionHost:
         self._idle_timeout_s = idle_timeout_s
         self._local = LocalSession(options, self._detached)
         self._id = uuid.uuid4().hex[:8]
-        self._run: _Run | None = None  # None: before the first run
+        self._runs: list[_Run] = []  # the run before the last one, and the last one
         self._clients: dict[str, float] = {}  # when each was heard last
         self._busy_at = time.monotonic()
         self._ended = ""
@@ -180,17 +180,18 @@ class SessionHost:
         await self._local.start_again(last + 1)
         if record is not None:
             number, token, began, took_s, ending = record
-            self._run = _Run(number, token, self._id, began)
+            run = _Run(number, token, self._id, began)
+            self._runs = [run]
             # The run had not ended, so workers may still be in it.
             if ending is None and request is not None:
-                self._carry_out(self._run, None, request)
+                self._carry_out(run, None, request)
             else:
-                self._run.took_s = took_s
-                self._run.ending = cloudpickle.loads(ending) if ending else _forgotten(ending)
+                run.took_s = took_s
+                run.ending = cloudpickle.loads(ending) if ending else _forgotten(ending)
                 # What the workers still hold of it, for clients that have not heard all.
                 if request is not None:
-                    await self._read_again(self._run.history, request.run)
-                self._run.is_over.set()
+                    await self._read_again(run.history, request.run)
+                run.is_over.set()
 
     async def _read_again(self, history: RunHistory, run: int) -> None:
         has_more, crew = True, self._local.crew
@@ -259,8 +260,9 @@ class SessionHost:
         """Begin a run; return its number, or why it is refused. The same token begins one run."""
         await self._is_up.wait()
         # A client that has had no answer asks again, perhaps the host that was started since.
-        if self._run is not None and self._run.token == token:
-            return self._run.number
+        for one in self._runs:
+            if one.token == token:
+                return one.number
         if self._ended:
             return f"the session {self._name!r} has ended: {self._ended}; make a new one"
         if self._is_running:
@@ -270,10 +272,12 @@ class SessionHost:
             )
         set_debug_level(debug_level)
         number = self._run.number + 1 if self._run else 0
-        self._run = _Run(number, token, self._id, time.time())
+        run = _Run(number, token, self._id, time.time())
+        # The run before is kept: its clients may hear of its end after another one has begun a run.
+        self._runs = [*self._runs[-1:], run]
         self._detached.save("request", None)  # First: the record is not to go with an older one.
-        self._record(self._run)
-        self._carry_out(self._run, program, None)
+        self._record(run)
+        self._carry_out(run, program, None)
         return number
 
     def _carry_out(self, run: _Run, program: Parcel | None, begun: RunRequest | None) -> None:
@@ -310,6 +314,14 @@ class SessionHost:
         self._detached.save("run", (run.number, run.token, run.began, run.took_s, ending))
 
     @property
+    def _run(self) -> _Run | None:
+        """The last run; None before the first one."""
+        return self._runs[-1] if self._runs else None
+
+    def _kept(self, number: int) -> _Run | None:
+        return next((one for one in self._runs if one.number == number), None)
+
+    @property
     def _is_running(self) -> bool:
         return self._run is not None and not self._run.is_over.is_set()
 
@@ -320,9 +332,9 @@ class SessionHost:
     async def ending(self, run: int) -> Ending:
         """How a run has ended, when it has. Raises nothing of the run's."""
         await self._is_up.wait()
-        if self._run is None or self._run.number != run:
+        this = self._kept(run)
+        if this is None:
             return _forgotten(b"")
-        this = self._run
         await this.is_over.wait()
         assert this.ending is not None
         return this.ending
@@ -350,10 +362,10 @@ class SessionHost:
         (RunHistory.beginning)."""
         await self.here(client)
         await self._is_up.wait()
-        if self._run is None or self._run.number != run:
+        this = self._kept(run)
+        if this is None:
             return News(), place
-        history = self._run.history
-        return history.since(place or history.beginning(whole=whole))
+        return this.history.since(place or this.history.beginning(whole=whole))
 
     async def reports(self) -> list[Report]:
         await self._is_up.wait()
@@ -415,8 +427,9 @@ def _forgotten(recorded: bytes | None) -> RuntimeError:
             "the session actor died before the ranks received the run; call it again"
         )
     return RuntimeError(
-        "the results of this run are gone: the session keeps those of its last run, and up to 1 "
-        "MiB of them if its actor has died since. Have the function write large results to files"
+        "the results of this run are gone: the session keeps those of its last two runs or, if its "
+        "actor has died since, up to 1 MiB of the last one's. Have the function write large "
+        "results to files"
     )
 
 

@@ -11,7 +11,7 @@ import ray
 from ray import cloudpickle
 
 import chorusline as cl
-from chorusline.actors.crew.news import Listener
+from chorusline.actors.crew.news import Listener, News
 from chorusline.actors.messages.messages import RunRequest, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.reporting.report_buffer import Pulled, ReportBuffer
@@ -20,6 +20,7 @@ from chorusline.runtime.session.detached import session_host
 from chorusline.runtime.session.detached.session_host import SessionHost
 from chorusline.runtime.session.holding.local_session import LocalSession
 from chorusline.runtime.session.placing.seats import PlacedSeats
+from chorusline.runtime.session.showing.news_pump import Audience
 
 
 class Memory:
@@ -35,7 +36,7 @@ def host_of(local: Any, memory: Memory) -> Any:
     host: Any = object.__new__(SessionHost)
     host._name, host._id, host._ended, host._again = "night", "a", "", None
     host._local, host._detached = local, memory
-    host._run, host._clients, host._tasks = None, {}, set()
+    host._runs, host._clients, host._tasks = [], {}, set()
     host._is_up = asyncio.Event()
     host._is_up.set()
     return host
@@ -126,3 +127,24 @@ async def test_a_session_host_restarted_after_a_run_hears_that_run_and_the_next_
     assert await host.ending(await begun(host, "second")) == RunSucceeded(0, ())
     assert [one.values["loss"] for one in await host.reports()] == [0.125]
     assert worker.runs == [last.run, last.run + 1]
+
+
+async def test_the_end_of_a_run_is_heard_after_another_program_has_begun_the_next_one() -> None:
+    number = 0
+
+    async def run(program: Parcel, audience: Audience, begun: None) -> RunSucceeded:
+        audience.deliver(News([cl.Report(0, 0, 0.0, {"number": number})]))
+        return RunSucceeded(number, ())
+
+    host = host_of(SimpleNamespace(run=run), Memory())
+    for number, token in enumerate(("of the slow one", "of another", "of a third")):
+        assert await begun(host, token) == number
+        await host.ending(number)
+        for kept in range(max(0, number - 1), number + 1):
+            news, _ = await host.news_since("slow", kept, None, True)
+            assert [one.values["number"] for one in news.reports] == [kept]
+            assert await host.ending(kept) == RunSucceeded(kept, ())
+        if number == 1:
+            assert await begun(host, "of the slow one") == 0, "a call that is repeated begins none"
+    assert "of its last two runs" in str(await host.ending(0)), "no more are kept"
+    assert [one.values["number"] for one in await host.reports()] == [2]

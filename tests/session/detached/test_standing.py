@@ -15,7 +15,7 @@ async def test_a_status_has_no_argument_of_the_session_in_which_a_secret_may_sta
     secrets = {"env_vars": {"HF_TOKEN": "hunter2"}, "resources_per_worker": {"hunter2": 1.0}}
     options = cl.Session(seed=5, **secrets)._options
     host: Any = object.__new__(SessionHost)
-    host._name, host._run, host._clients = "night", None, {}
+    host._name, host._runs, host._clients = "night", [], {}
     host._options, host._local = options, LocalSession(options)
     host._idle_timeout_s, host._restarts, host._ended, host._busy_at = 1.0, 0, "", 0.0
     host._ended_at, host._again = time.monotonic(), None
