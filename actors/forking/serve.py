@@ -121,7 +121,8 @@ def serve(listening: socket.socket, owner: int) -> None:
             idle_since = now
             if now - orphaned_at > _ORPHANED_S:
                 for fork in forks:
-                    os.kill(fork, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(fork, signal.SIGKILL)
         elif not ready and (orphaned_at <= now or now - idle_since > _IDLE_S):
             sys.exit()
         if not ready:
