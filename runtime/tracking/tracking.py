@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import RunStatus
@@ -33,6 +34,10 @@ END_S = 20.0
 _log = logging.getLogger("chorusline")
 
 _Call = Callable[[Tracker], None]
+
+_latest: WeakValueDictionary[int, threading.Thread] = WeakValueDictionary()
+"""The thread of each tracker's latest run, by the tracker's id: a user's tracker may have no hash.
+A living thread holds its tracker, so that no other object has this id."""
 
 
 class Tracking:
@@ -157,7 +162,17 @@ class _Line:
         return type(self._tracker).__name__
 
     def open(self, run: TrackedRun) -> None:
-        self._queue.put(lambda tracker: tracker.begin(run))
+        before = _latest.get(id(self._tracker))
+
+        def begin(tracker: Tracker) -> None:
+            # A server that hangs may hold back the end of the run before: else that end, and what
+            # is logged before it, would go into this run's record.
+            if before is not None:
+                before.join()
+            tracker.begin(run)
+
+        self._queue.put(begin)
+        _latest[id(self._tracker)] = self._thread
         self._thread.start()
 
     def put(self, call: _Call) -> None:

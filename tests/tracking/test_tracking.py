@@ -183,6 +183,24 @@ async def test_a_tracker_that_hangs_at_the_end_is_left_behind(
         await asyncio.sleep(0.01)
 
 
+async def test_a_run_begins_in_a_tracker_after_the_run_before_has_ended_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "END_S", 0.3)
+    gate = threading.Event()
+    hangs = Kept(gate)
+    for step in (1, 2):  # one in each run
+        run = tracking(hangs)
+        run.look([report(step)], status(step + 1))
+        await run.end(None)
+    gate.set()
+    async with asyncio.timeout(20):
+        while len(hangs.told) < 6:
+            await asyncio.sleep(0.01)
+    told = [what[:2] if what[0] == "log" else what[0] for what in hangs.told]
+    assert told == ["begin", ("log", 1), "end", "begin", ("log", 2), "end"]
+
+
 async def test_the_callers_context_variables_are_there_in_the_trackers_thread() -> None:
     variable = contextvars.ContextVar("variable", default=0)
     seen = []

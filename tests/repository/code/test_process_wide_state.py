@@ -28,6 +28,7 @@ IN_THE_USERS_PROCESS = {
         "_our_node",
     ],
     "runtime/session/showing/rays_notices.py": ["_pids"],  # Of workers of which sessions tell.
+    "runtime/tracking/tracking.py": ["_latest"],  # By tracker, which may follow many sessions.
 }
 """By file, names that no worker process changes."""
 UNCHANGEABLE = {
