@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from chorusline.collectives.contract.argument_kinds import check_kinds
@@ -12,6 +13,7 @@ from .tracker import NUM_WORKERS, TrackedEvent, TrackedRun, Tracker
 _TAG = "chorusline.run"
 _MOST_METRICS = 1000  # that MLflow takes in one call
 _MOST_PARAMS = 100
+_MOST_KEPT = 100_000  # metrics, while the server is away
 _STATUSES = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 
 
@@ -82,14 +84,23 @@ class MLflowTracker(Tracker):
 
     def flush(self) -> None:
         while self._metrics:
-            now, self._metrics = self._metrics[:_MOST_METRICS], self._metrics[_MOST_METRICS:]
-            self._client.log_batch(self._run_id, metrics=now)
+            try:
+                self._client.log_batch(self._run_id, metrics=self._metrics[:_MOST_METRICS])
+            except Exception as error:
+                # A server that is away gets them with the next flush. What MLflow refuses, such as
+                # a name with "%", it refuses each time, and no later metric would arrive.
+                is_refused = getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE"
+                if is_refused or len(self._metrics) > _MOST_KEPT:
+                    del self._metrics[:_MOST_METRICS]
+                raise
+            del self._metrics[:_MOST_METRICS]
 
     def end(self, status: str, error: str) -> None:
-        self.flush()
-        if error:
-            self._client.set_tag(self._run_id, "chorusline.error", error[:5000])
-        self._client.set_terminated(self._run_id, _STATUSES[status])
+        with ExitStack() as calls:  # The last one first, and each of them though another raises.
+            calls.callback(self._client.set_terminated, self._run_id, _STATUSES[status])
+            if error:
+                calls.callback(self._client.set_tag, self._run_id, "chorusline.error", error[:5000])
+            calls.callback(self.flush)
 
 
 def _ms(seconds: float) -> int:

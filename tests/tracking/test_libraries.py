@@ -81,6 +81,53 @@ def test_tensorboard_drops_the_steps_that_a_run_has_gone_back_behind(tmp_path: P
     assert [one.step for one in seen.Scalars("loss")] == [1, 2, 3]
 
 
+class AwayOnce:
+    """MLflow's client, of a server that does not answer the first call that sends metrics.
+
+    code: of MLflow's error."""
+
+    def __init__(self, code: str) -> None:
+        self.received: list[Any] = []
+        self.status = ""
+        self._code: str | None = code  # None: the server answers
+
+    def log_batch(self, run_id: str, metrics: list[Any]) -> None:
+        if self._code is not None:
+            error: Any = OSError("503")
+            error.error_code, self._code = self._code, None
+            raise error
+        self.received += metrics
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.status = status
+
+
+def mlflow_tracker_with(code: str, metrics: list[Any]) -> tuple[cl.MLflowTracker, AwayOnce]:
+    tracker, client = cl.MLflowTracker(), AwayOnce(code)
+    tracker._client, tracker._metrics = client, metrics  # `begin` and `log` need the library.
+    return tracker, client
+
+
+@pytest.mark.parametrize(
+    ("code", "arrive"), [("INTERNAL_ERROR", 1500), ("INVALID_PARAMETER_VALUE", 500)]
+)
+def test_mlflow_gets_metrics_again_that_its_server_has_missed_but_not_what_it_refuses(
+    code: str, arrive: int
+) -> None:
+    tracker, client = mlflow_tracker_with(code, [*range(1500)])
+    with pytest.raises(OSError, match="503"):
+        tracker.flush()
+    tracker.flush()
+    assert client.received == [*range(1500)][-arrive:]
+
+
+def test_a_run_has_ended_in_mlflow_though_its_last_metrics_did_not_arrive() -> None:
+    tracker, client = mlflow_tracker_with("INTERNAL_ERROR", [1.0])
+    with pytest.raises(OSError, match="503"):
+        tracker.end("finished", "")
+    assert client.status == "FINISHED"
+
+
 @pytest.mark.parametrize(
     "store",
     [pytest.param("sqlite:///{}/runs.db", marks=pytest.mark.slow), "file://{}/mlruns"],
