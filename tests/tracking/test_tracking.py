@@ -22,6 +22,8 @@ import chorusline as cl
 from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import GenerationChange, RunStatus
 from chorusline.runtime.commands.command_line import main
+from chorusline.runtime.notebook.view import LiveView, Seen
+from chorusline.runtime.session.showing.news_pump import Audience
 from chorusline.runtime.tracking import tracking as module
 from chorusline.runtime.tracking.configs import LEFT_OUT, plain_config
 from chorusline.runtime.tracking.tracker_names import checked_trackers
@@ -199,6 +201,24 @@ async def test_a_run_begins_in_a_tracker_after_the_run_before_has_ended_there(
             await asyncio.sleep(0.01)
     told = [what[:2] if what[0] == "log" else what[0] for what in hangs.told]
     assert told == ["begin", ("log", 1), "end", "begin", ("log", 2), "end"]
+
+
+async def test_an_interrupt_while_the_view_draws_its_last_state_leaves_trackers_their_end() -> None:
+    asked = asyncio.Event()
+
+    async def ask(timeout_s: float) -> Seen:
+        asked.set()
+        await asyncio.sleep(30)
+        return ()
+
+    kept = Kept()
+    audience = Audience(None, LiveView(ask), None, has_output=False, tracking=tracking(kept))
+    finishing = asyncio.create_task(audience.finish(asyncio.CancelledError()))
+    await asked.wait()
+    finishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await finishing
+    assert kept.told[1:] == [("end", "interrupted", "")]
 
 
 async def test_the_callers_context_variables_are_there_in_the_trackers_thread() -> None:

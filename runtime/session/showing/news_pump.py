@@ -142,10 +142,12 @@ class Audience:
 
     async def finish(self, error: BaseException | None) -> None:
         """The call of `Session.run` is about to return, or to raise `error`."""
-        if self.view is not None:
-            await self.view.finish(error)
-        if self._tracking is not None:
-            await self._tracking.end(error)
+        try:
+            if self.view is not None:
+                await self.view.finish(error)
+        finally:  # A second interrupt cancels the view while it asks the workers.
+            if self._tracking is not None:
+                await self._tracking.end(error)
 
 
 @asynccontextmanager
