@@ -73,6 +73,8 @@ class Audience:
             progress.on_report if progress is not None and progress.counts_reports else None,
         )
         self._listeners = [one for one in listeners if one is not None]
+        self.has_raised = False
+        """Whether a listener has raised. It is not called again."""
         show_line = progress.show_line if progress is not None else notebook.show_line
         self._output = RankLines(show_line, notebook.show_figure) if has_output else None
 
@@ -85,6 +87,7 @@ class Audience:
         return self.wants_reports or self._output is not None or self._progress is not None
 
     def deliver(self, news: News) -> None:
+        """Raises what a listener has raised, after the others have received everything."""
         # In a session host: its clients show what it hears, each from where it was.
         if self._record is not None:
             self._record(news)
@@ -92,9 +95,14 @@ class Audience:
         if self._output is not None:
             for seat, printed in news.printed:
                 self._output.take(seat, printed)
+        raised: BaseException | None = None
         for report in news.reports:
-            for listener in self._listeners:
-                listener(report)
+            for listener in [*self._listeners]:
+                try:
+                    listener(report)
+                except BaseException as error:
+                    self._listeners.remove(listener)
+                    self.has_raised, raised = True, raised or error
         if self._tracking is not None:
             self._tracking.look(news.reports, news.statuses)
         # A death is told here in one line: Ray's ten lines about it are left out from now on.
@@ -110,6 +118,8 @@ class Audience:
             self._progress.look(news.statuses, news.numbers, news.num_lost, news.pause)
         if self.view is not None:
             self.view.pause = news.pause
+        if raised is not None:
+            raise raised
 
     def _tell(self, happened: Sequence[TrackedEvent]) -> None:
         """Show what has happened to the workers, wherever the run is shown."""
@@ -154,9 +164,17 @@ class Audience:
 async def delivered_news(listener: Source, run: int, audience: Audience) -> AsyncIterator[None]:
     """Hand on what the workers say while the body runs, and the rest when it has ended.
 
-    If the audience raises, the body is cancelled, and the error is raised as it is.
+    If the audience raises, the body is cancelled, and the error is raised as it is, after the other
+    listeners have received the rest.
     """
     is_over = asyncio.Event()
+
+    async def pull_all(timeout_s: float) -> None:
+        has_more = audience.is_there
+        while has_more:
+            news = await listener.pull(run, timeout_s)
+            audience.deliver(news)
+            has_more = news.has_more
 
     async def pass_on() -> None:
         is_last = False
@@ -166,11 +184,7 @@ async def delivered_news(listener: Source, run: int, audience: Audience) -> Asyn
                     async with asyncio.timeout(_PULL_S):
                         await is_over.wait()
             is_last = is_over.is_set()  # What comes during a pull needs another one.
-            has_more = audience.is_there
-            while has_more:
-                news = await listener.pull(run, LAST_PULL_S if is_last else _ANSWER_S)
-                audience.deliver(news)
-                has_more = news.has_more
+            await pull_all(LAST_PULL_S if is_last else _ANSWER_S)
 
     audience.begin()
     try:
@@ -186,6 +200,8 @@ async def delivered_news(listener: Source, run: int, audience: Audience) -> Asyn
                 # when the pull that is under way has ended.
                 await asyncio.wait([passing], timeout=_ANSWER_S + LAST_PULL_S)
     except BaseExceptionGroup as group:
+        if audience.has_raised:  # What the ranks have said while they were stopped.
+            await pull_all(LAST_PULL_S)
         if len(group.exceptions) == 1:
             raise group.exceptions[0] from None
         raise

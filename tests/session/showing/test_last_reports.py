@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import chorusline as cl
-from chorusline.actors.crew.news import Listener
+from chorusline.actors.crew.news import Listener, News
 from chorusline.actors.reporting import worker_logs
 from chorusline.actors.reporting.report_buffer import Pulled, ReportBuffer
 from chorusline.actors.reporting.worker_logs import Output, Position, Printed
 from chorusline.actors.worker.worker import Worker
 from chorusline.runtime.session.showing import news_pump
 from chorusline.runtime.session.showing.news_pump import Audience, delivered_news
+from chorusline.runtime.tracking.tracking import Tracking
 
 received: list[cl.Report] = []
 MANY = 700
@@ -199,3 +202,55 @@ async def test_a_worker_that_hangs_holds_up_one_pull_of_each_patience() -> None:
     for timeout_s, num_asked in ((0.01, 1), (0.01, 1), (0.02, 2), (0.02, 2), (0.01, 2)):
         await listener.pull(0, timeout_s)
         assert worker.num_asked == num_asked
+
+
+class Saying:
+    """A source of news, which are said in this order."""
+
+    knows_all = True
+
+    def __init__(self, *news: News) -> None:
+        self.news = [*news]
+
+    async def pull(self, run: int, timeout_s: float) -> News:
+        return self.news.pop(0) if self.news else News()
+
+
+class Steps(cl.Tracker):
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def log(self, step: int, numbers: Mapping[str, float], time: float) -> None:
+        self.taken.append(step)
+
+
+def said(notice: str, *steps: int) -> News:
+    reports = [cl.Report(0, step - 1, float(step), {"loss": step}, step, step) for step in steps]
+    return News(reports, notices=[notice])
+
+
+@pytest.mark.parametrize("takes_s", [30, 0], ids=["stopped", "ended"])
+async def test_an_error_in_on_report_keeps_nothing_from_the_trackers_and_the_progress(
+    takes_s: float,
+) -> None:
+    received.clear()
+    slip, shown, tracker = LookupError("a slip of the user's"), io.StringIO(), Steps()
+
+    def fail(report: cl.Report) -> None:
+        received.append(report)
+        raise slip
+
+    source, tracking = Saying(said("one came", 1, 2)), Tracking([tracker], "train", {}, {})
+    progress = cl.Progress(console=Console(file=shown))
+    audience = Audience(fail, None, progress, has_output=False, tracking=tracking)
+    with pytest.raises(LookupError) as raised:
+        async with delivered_news(source, 0, audience):
+            try:
+                await asyncio.sleep(takes_s)
+            finally:
+                source.news.append(said("one left", 3))  # While the ranks are stopped.
+    await audience.finish(slip)
+    assert raised.value is slip
+    assert [report.step for report in received] == [0], "it was called again"
+    assert tracker.taken == [1, 2, 3]
+    assert all(text in shown.getvalue() for text in ("one came", "one left", "loss 3"))
