@@ -125,18 +125,13 @@ class Nodes:
                 self.remove(node_id)
 
 
-def left_behind(session_pid: int) -> list[str]:
+def left_behind() -> list[str]:
     """Processes of actors, stopped ones too, of this program's cluster."""
     found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            command = (path / "cmdline").read_bytes().decode(errors="replace")
-            if not command.startswith(("ray::Worker", "ray::Driver")):
-                continue
-            state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
-            grandparent = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1]
-            if int(grandparent) == session_pid:
-                found.append(f"process {path.name} {command.split('(')[0][:40]} ({state})")
+    for pid in sorted(chaos_outside.actors("ray::Worker", "ray::Driver")):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+            found.append(f"process {pid} {command.split('(')[0][:40]}")
     return found
 
 
@@ -222,7 +217,7 @@ async def play_all(nodes: Nodes, first_seed: int, seconds: float) -> list[Round]
             if time.monotonic() > ends_at:
                 break
     await asyncio.sleep(1.0)
-    rounds[-1].wrong += [f"left behind: {what}" for what in left_behind(os.getpid())]
+    rounds[-1].wrong += [f"left behind: {what}" for what in left_behind()]
     return rounds
 
 

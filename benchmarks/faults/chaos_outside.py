@@ -31,6 +31,8 @@ ROUND_S = 120.0
 
 CLOSE_S = 20.0
 
+_OF_RAYLET = b"RAY_RAYLET_PID="
+
 KILLS = ("worker", "pair", "driver", "worker and driver", "newcomer")
 FAULTS = (*KILLS, "stop", "terminate")
 """SIGKILL to a worker, to two at once, to the driver, to a worker and the driver, to a worker that
@@ -111,16 +113,19 @@ class Round:
 # -- processes -------------------------------------------------------------------------------------
 
 
-def actors(prefix: str) -> set[int]:
-    """Pids of processes of this program's cluster that run actors of a class, e.g. ray::Worker."""
+def actors(*prefixes: str) -> set[int]:
+    """Pids of processes of this program's cluster that run actors of classes, e.g. ray::Worker.
+    They know their raylet, whose children they need not be: some are forks."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
-            if not (path / "cmdline").read_bytes().decode(errors="replace").startswith(prefix):
+            if not (path / "cmdline").read_bytes().decode(errors="replace").startswith(prefixes):
                 continue
-            state, parent = (path / "stat").read_text().rpartition(")")[2].split()[:2]
-            grandparent = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1]
-            if int(grandparent) == os.getpid() and state != "Z":
+            state = (path / "stat").read_text().rpartition(")")[2].split()[0]
+            variables = (path / "environ").read_bytes().split(b"\0")
+            (raylet,) = (int(v.partition(b"=")[2]) for v in variables if v.startswith(_OF_RAYLET))
+            parent = Path(f"/proc/{raylet}/stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid() and state != "Z":
                 found.add(int(path.name))
     return found
 
@@ -249,7 +254,7 @@ async def play(plan: Plan, folder: Path) -> Round:
     if (closed_s := time.monotonic() - closing_at) > CLOSE_S:
         one.wrong.append(f"close() took {closed_s:.0f} s")
     for _ in range(20):
-        if not (left := actors("ray::Worker") | actors("ray::Driver")):
+        if not (left := actors("ray::Worker", "ray::Driver")):
             break
         await asyncio.sleep(0.1)
     else:

@@ -227,7 +227,7 @@ async def play_all(nodes: Nodes | None, args: Any) -> list[History]:
                 histories.append(await stage.play(draw(seed, has_nodes=nodes is not None)))
                 print(said(histories[-1], args.no_nodes), flush=True)
     await asyncio.sleep(1.0)
-    histories[-1].wrong += [f"left behind: {what}" for what in left_behind(os.getpid())]
+    histories[-1].wrong += [f"left behind: {what}" for what in left_behind()]
     return histories
 
 

@@ -16,6 +16,7 @@ import ray
 import torch
 
 import chorusline as cl
+from benchmarks.faults.chaos_outside import actors
 from chorusline.actors.forking.command import forked
 from tests.harness.forked_workers import STARTED_BY_RAY
 
@@ -83,6 +84,8 @@ async def test_a_later_worker_is_forked_and_differs_from_others_only_by_chance(
     for name in ("environment", "threads"):
         assert [one[name] for one in third] == [one[name] for one in first]
     assert await session.run(in_a_task) == [False, False]
+    # The kills from outside reach them (benchmarks/faults/chaos_outside.py).
+    assert {one["pid"] for one in third} <= actors("ray::Worker")
     server = Path(f"/proc/{third[0]['parent']}")
     await session.close()
     give_up_at = time.monotonic() + _WITHIN_S
