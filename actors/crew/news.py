@@ -196,13 +196,12 @@ class Listener:
             worker = self._workers.get(seat)
             # A living worker on the same node sees the same files. One that is silent is not asked:
             # its answer would be waited for in each pull.
-            if worker is None or worker is not log.worker or worker in self._silent:
+            if worker is None or worker is not log.worker or worker in self._silent or not is_there:
                 continue
-            if is_there:
-                try:
-                    found = await answer(worker.read_rest.remote(*given), _REST_S)
-                except (ActorGone, NoAnswer):
-                    continue
-                assert found is None or isinstance(found, Printed)
-                return found
+            try:
+                found = await answer(worker.read_rest.remote(*given), _REST_S)
+            except (ActorGone, NoAnswer):
+                continue
+            assert found is None or isinstance(found, Printed)
+            return found
         return None
