@@ -36,7 +36,7 @@ from ..ray_calls.calls import (
 from ..ray_calls.detached_actors import INCARNATION, NAMESPACE, DetachedActors
 from ..ray_calls.versions import versions_here
 from ..worker.devices import environment_of_workers
-from ..worker.worker import worker_class
+from ..worker.worker import LOADED_LATE, Worker, worker_class
 from .news import Listener
 from .recruiting import Recruiter
 from .reserve import Reserve
@@ -502,7 +502,7 @@ class Crew:
         # The first ones import at the same time, in processes that Ray may have waiting for them.
         if self._was_assembled and self._modules and self._seats.is_here(seat):
             plain, num_cpus = options.get("runtime_env", {}), options.get("num_cpus", 0)
-            modules = ("torch._dynamo", "chorusline.actors.worker.worker", *self._modules)
+            modules = (LOADED_LATE, Worker.__module__, *self._modules)
             options["runtime_env"] = forked(plain, num_cpus, modules)
         if self._detached:
             options |= self._detached.options_of_worker(seat, uuid.uuid4().hex[:8])

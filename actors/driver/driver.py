@@ -511,10 +511,10 @@ class _InstructionTasks:
                 # its own.
                 case instructions.AbortRank(worker_id, error):
                     self._start(self._call(worker_id, "abort", error), f"abort-{worker_id}")
-                case instructions.DismissRank(worker_id, error):
-                    self._start(self._call(worker_id, "rest", error), f"dismiss-{worker_id}")
-                case instructions.RestRank(worker_id, error):
-                    self._start(self._call(worker_id, "rest", error), f"rest-{worker_id}")
+                # The worker is told the same; what differs is whether its seat is empty then.
+                case instructions.DismissRank() | instructions.RestRank():
+                    rested = self._call(one.worker_id, "rest", one.error)
+                    self._start(rested, f"rest-{one.worker_id}")
                 case instructions.ResumeRank(worker_id, resumption):
                     resumed = self._call(worker_id, "resume", resumption, self._store)
                     self._start(resumed, f"resume-{worker_id}")

@@ -85,7 +85,7 @@ _LAST_REPORTS_S, _LOOK_S = 1.0, 0.05
 done a few times a second."""
 
 
-_LOADED_LATE = "torch._dynamo"
+LOADED_LATE = "torch._dynamo"
 """torch loads it, and sympy with it, when the first optimizer is made: 2 to 4 s (torch 2.13)."""
 
 
@@ -466,7 +466,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         with patient() as thread, contextlib.suppress(Exception):
             await loop.run_in_executor(thread, program.opened)
-            await loop.run_in_executor(thread, importlib.import_module, _LOADED_LATE)
+            await loop.run_in_executor(thread, importlib.import_module, LOADED_LATE)
         gc.collect()  # The program that was opened, if it knows itself.
         spare_modules()
 

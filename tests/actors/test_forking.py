@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -131,8 +132,6 @@ def test_what_a_worker_starts_with_its_environment_is_not_forked(
 
 
 def test_launches_at_once_have_one_server(program: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     mark = uuid.uuid4().hex
     with an_owner() as owner, ThreadPoolExecutor(8) as threads:
         forks = list(threads.map(lambda _: Fork(program, owner.pid, mark), range(8)))
