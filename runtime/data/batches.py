@@ -112,6 +112,8 @@ class Batches(Dealt):
                 yield None
                 # (2) Not before: an iterator may replace the one before until then.
                 self._dealer.check_room()
+                if is_recorded:
+                    self._dealer.ends_body(self)
                 bound.begin_steps()
                 trains = torch.is_grad_enabled()
                 if is_place:
@@ -147,8 +149,10 @@ class Batches(Dealt):
                     if is_place:
                         # A rank may have been lost in the step, and this one has samples of it.
                         status.batches_left = self._num_left()
-                    # An evaluation is no step: it must not save a checkpoint.
-                    if is_recorded and self._at_boundary is not None:
+                    # An evaluation is no step: it must not save a checkpoint. Nor must a zip, while
+                    # one of its iterations is a batch ahead of another.
+                    ends_body = is_recorded and self._dealer.ends_body(self)
+                    if ends_body and self._at_boundary is not None:
                         self._at_boundary()
                     bound.stop_if_agreed()
                     if join and not self.has_more():

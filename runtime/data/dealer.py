@@ -177,6 +177,8 @@ class Dealt(ABC):
         cannot be computed again.
     beside: one list for the iterations of a zip, which the Dealer writes: the numbers of those that
         are over. Then so is the loop's body, though a variable may hold the others.
+    leads: a loop's body has ended when this iteration is asked for its next batch; of those of a
+        zip, when the first one is asked. The Dealer says so. None: nobody knows yet.
     """
 
     counts: Counts
@@ -186,6 +188,7 @@ class Dealt(ABC):
     ids_of_the_lost: Sequence[int] = ()
     needs_ids = False
     beside: list[int]
+    leads: bool | None = None
 
     def agree(self) -> None:
         """As in Counts."""
@@ -259,6 +262,7 @@ class Dealer:
         # Iterations that have begun, and given nothing yet, belong to one zip.
         without_batch = [one.beside for one in self._active if not one.counts.num_taken]
         shard.beside = without_batch[-1] if without_batch else []
+        shard.leads = None
         # In the body of a loop.
         if any(one.counts.num_taken and not one.beside for one in self._active):
             self._last_begun += 1
@@ -282,6 +286,26 @@ class Dealer:
                 f"{MAX_ITERATIONS} iterations over shards are in progress, and no more are "
                 "possible at a time. End one first: after a `break`, call close() of its iterator"
             )
+
+    def ends_body(self, shard: Dealt) -> bool:
+        """Whether a loop's body has ended now that `shard` is asked for a batch: called for each
+        one, the first too. Where an iteration is asked in the body of another loop, as by the zip
+        that has taken a batch of another one just now, its ranks are in the middle of a step."""
+        others = [one for one in self._active if one is not shard]
+        if not shard.counts.num_taken:
+            shard.leads = not any(one.leads for one in others if one.beside is shard.beside)
+        elif any(one.leads for one in others) and not shard.leads:
+            shard.leads = False
+        else:
+            # The loop in whose body it was asked is over, and its last body has ended with it.
+            shard.leads = None if shard.leads is False else True
+        # An iteration that has begun in this body, and is not over with it, is held by a variable
+        # or a generator, which the body asks.
+        place = next(at for at, one in enumerate(self._active) if one is shard)
+        for one in self._active[place + 1 :] if shard.leads else ():
+            if one.beside is not shard.beside:
+                one.leads = False
+        return bool(shard.leads)
 
     def end(self, shard: Dealt) -> None:
         if any(one is shard for one in self._active):

@@ -208,8 +208,8 @@ class Context:
     @property
     def step(self) -> int:
         """The number of applied steps, over all runs: those of the registered
-        ZeroRedundancyOptimizer, else the batches of `ctx.shard`. The same on all ranks between two
-        steps."""
+        ZeroRedundancyOptimizer, else the batches of `ctx.shard` (a zip's batches of several shards
+        are one). The same on all ranks between two steps."""
         return self._call.step
 
     @property

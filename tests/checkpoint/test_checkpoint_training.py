@@ -455,3 +455,39 @@ def test_an_epoch_over_two_datasets_goes_on_in_both() -> None:
         for key in (first, second):
             assert cursor.rest_of(key) == Remainder(((5,),))
             cursor.begin(key, _Pass([], []))
+
+
+def _train_on_pairs(
+    group: cl.Group, config: cl.CheckpointConfig
+) -> tuple[int, list[tuple[int, list[int], list[int]]]]:
+    """The step, and the samples of both shards, of each batch; and the step at the end."""
+
+    def body(ctx: cl.Context) -> tuple[int, list[tuple[int, list[int], list[int]]]]:
+        model = ctx.register("model", cl.DistributedDataParallel(make_model(is_local=False)))
+        optim = ctx.register("optim", torch.optim.SGD(model.parameters(), lr=0.01))
+        given = []
+        for epoch in ctx.epochs(1):
+            shards = [
+                ctx.shard(list(range(16 * group.size)), 2, epoch=epoch, seed=seed)
+                for seed in (1, 2)
+            ]
+            for first, second in zip(*shards, strict=True):
+                given.append((ctx.step, first.tolist(), second.tolist()))
+                ids = torch.cat([first, second])
+                model(ids[:, None] / 37 * torch.ones(7)).square().mean().backward()
+                optim.step()
+                optim.zero_grad()
+        return ctx.step, given
+
+    return in_run(group, body, config)
+
+
+def test_a_resume_inside_a_zip_goes_on_with_the_very_pairs(ranks_of, tmp_path):
+    config = cl.CheckpointConfig(tmp_path / "a", every_n_steps=2)
+    whole = ranks_of(2).run(_train_on_pairs, config)
+    assert [step for step, _ in whole] == [8, 8], "a pair is one step"
+    for save in (2, 4, 6):
+        (place,) = (tmp_path / "a").glob(f"step-{save:08}-*")
+        config = cl.CheckpointConfig(tmp_path / "b", resume=place)
+        resumed = ranks_of(2).run(_train_on_pairs, config)
+        assert resumed == [(8, given[save:]) for _, given in whole]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -198,3 +200,82 @@ def test_a_shard_that_begins_anew_ends_the_iteration_before() -> None:
     assert dealer.inside() == [shard.counts.number]
     assert sorted(number for batch in batches for number in batch) == [0, 1, 2, 3]
     assert dealer.inside() == [] and not boundary().iterations
+
+
+def cycled(shard: Shard) -> Iterator[list[int]]:
+    while True:
+        yield from shard
+
+
+@pytest.mark.parametrize("loop", ["zip", "zip of a map", "by hand", "generator", "two epochs"])
+def test_only_the_end_of_the_body_is_a_boundary_of_iterations_side_by_side(loop: str) -> None:
+    cursor, dealer, at_boundaries = Cursor(), Dealer(0, 1), []
+
+    def shard(size: int) -> Shard:
+        return Shard(
+            list(range(size)),
+            1,
+            rank=0,
+            world_size=1,
+            dealer=dealer,
+            cursor=cursor,
+            collate_fn=list,
+            at_boundary=lambda: at_boundaries.append(tuple(one.num_given for one in shards)),
+        )
+
+    shards = [shard(6), shard(12 if loop == "two epochs" else 6)]
+    first, second = shards
+    if loop == "zip":
+        bodies: Any = zip(first, second, strict=True)
+    elif loop == "zip of a map":
+        bodies = zip(first, map(tuple, second), strict=True)  # The second one begins first.
+    else:
+        other = cycled(second) if loop == "generator" else iter(second)
+        bodies = ((one, next(other)) for one in first)
+    assert sum(1 for _ in bodies) == 6
+    assert at_boundaries == [(n, n) for n in range(1, 7)]
+    if loop == "two epochs":
+        at_boundaries.clear()
+        assert sum(1 for _ in first if next(other)) == 6
+        assert at_boundaries == [(n, 6 + n) for n in range(1, 7)]
+
+
+def test_what_is_left_of_the_longer_one_has_boundaries_of_its_own() -> None:
+    cursor, dealer, at_boundaries = Cursor(), Dealer(0, 1), []
+
+    def shard(size: int) -> Shard:
+        return Shard(
+            list(range(size)),
+            1,
+            rank=0,
+            world_size=1,
+            dealer=dealer,
+            cursor=cursor,
+            collate_fn=list,
+            at_boundary=lambda: at_boundaries.append(tuple(one.num_given for one in shards)),
+        )
+
+    shards = [shard(2), shard(4)]
+    assert sum(1 for _ in itertools.zip_longest(*shards)) == 4
+    assert at_boundaries == [(1, 1), (2, 2), (2, 3), (2, 4)]
+
+
+def test_a_loop_in_the_body_of_another_one_has_boundaries_as_well() -> None:
+    cursor, dealer, at_boundaries = Cursor(), Dealer(0, 1), []
+
+    def shard(name: str, size: int) -> Shard:
+        return Shard(
+            list(range(size)),
+            1,
+            rank=0,
+            world_size=1,
+            dealer=dealer,
+            cursor=cursor,
+            collate_fn=list,
+            at_boundary=lambda: at_boundaries.append(name),
+        )
+
+    for _ in shard("outer", 2):
+        beside = zip(shard("inner", 2), shard("beside", 2), strict=True)
+        assert sum(1 for _ in beside) == 2
+    assert at_boundaries == ["inner", "inner", "outer"] * 2

@@ -206,6 +206,7 @@ class Steps(Dealt):
         try:
             self._dealer.begin(self)
             self._dealer.check_room()
+            self._dealer.ends_body(self)
             with bound.iterating(self):
                 bound.begin_steps()
                 self._rows.begin((*self._dealer.call_key, self.counts.number))
@@ -227,7 +228,7 @@ class Steps(Dealt):
                     # Before anything else counts the step: without its end no rank has its
                     # gradient.
                     step._check_ended()
-                    if self._at_boundary is not None:
+                    if self._dealer.ends_body(self) and self._at_boundary is not None:
                         # It saves a checkpoint, or leaves the function: both before a stop, which
                         # would skip them.
                         self._at_boundary()
