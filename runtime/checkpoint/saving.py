@@ -40,6 +40,8 @@ class Saving:
         print(saving.path, saving.is_ready)
         saving.wait()
 
+    Only the wait ends when it is cancelled or times out: the checkpoint stays in flight.
+
     path: of the checkpoint. step: the step whose state it holds.
     """
 
@@ -48,6 +50,9 @@ class Saving:
         self.step = step
         self.is_observed = False
         self._future: concurrent.futures.Future[SavingTimes] = concurrent.futures.Future()
+        # asyncio cancels with a task what the task waits for. The files are written all the same,
+        # and the next save must wait for them: only the wait may end.
+        self._future.set_running_or_notify_cancel()
 
     @property
     def is_ready(self) -> bool:

@@ -3,6 +3,7 @@ the one that loads."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import pickle
 import re
@@ -86,6 +87,63 @@ def _save_across_generations(group: cl.Group, place: Path) -> list[float]:
 
 def test_a_save_under_way_keeps_its_step_when_the_next_generation_saves(ranks_of, tmp_path):
     assert ranks_of(1).run(_save_across_generations, tmp_path) == [[1.0, 2.0]]
+
+
+async def _save_and_stop_waiting(group: cl.Group, place: Path) -> list[float]:
+    """The weights of two checkpoints, by step; the wait for the first one is cancelled while it is
+    still being written."""
+    gate = threading.Event()
+
+    def write_late(*args: Any) -> Any:
+        gate.wait(20)
+        return write_part(*args)
+
+    registry = Registry()
+    model = torch.nn.Linear(3, 3)
+    registry.add("model", model)
+    config = cl.CheckpointConfig(place)
+    with pytest.MonkeyPatch.context() as patch, Checkpoints(group, registry, config) as checkpoints:
+        patch.setattr("chorusline.runtime.checkpoint.checkpoints.write_part", write_late)
+        torch.nn.init.constant_(model.weight, 1)
+        first = checkpoints.save(None, 1, [0])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(first, 0.01)
+        assert not first.is_ready and not first.is_observed
+        # The next save waits for the first one, and so is called in another thread.
+        torch.nn.init.constant_(model.weight, 2)
+        second = asyncio.create_task(asyncio.to_thread(checkpoints.save, None, 2, [0]))
+        assert not (await asyncio.wait([second], timeout=0.3))[0]
+        gate.set()
+        for saving in (first, await second):
+            await saving
+    storage = open_storage(place)
+    readers = [CheckpointReader(storage, folder) for folder in sorted(storage.children())]
+    return [reader.tensor(reader.below("model", "weight")[0]).mean().item() for reader in readers]
+
+
+def test_a_cancelled_wait_for_a_save_leaves_it_in_flight(alone, tmp_path):
+    assert asyncio.run(_save_and_stop_waiting(alone, tmp_path)) == [1.0, 2.0]
+
+
+def test_a_save_whose_wait_was_cancelled_is_waited_for_at_the_end_of_the_run(alone, tmp_path):
+    def write_late(*args: Any) -> Any:
+        time.sleep(0.3)
+        return write_part(*args)
+
+    async def save() -> None:
+        registry = Registry()
+        registry.add("model", torch.nn.Linear(3, 3))
+        with Checkpoints(alone, registry, cl.CheckpointConfig(tmp_path)) as checkpoints:
+            waiting = asyncio.ensure_future(checkpoints.save(None, 1, [0]))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chorusline.runtime.checkpoint.checkpoints.write_part", write_late)
+        asyncio.run(save())
+    assert newest_whole(open_storage(tmp_path)).manifest.step == 1
 
 
 def test_if_all_are_damaged_the_run_does_not_start_afresh_in_silence(ranks_of, tmp_path):
