@@ -162,7 +162,7 @@ class Writing:
                 failure = self._conclude(store)
                 try:
                     # Before the others hear: once they do, they may begin the next save.
-                    self._tidy(store, failure)  # (7)
+                    failure = self._tidy(store, failure)  # (7)
                 finally:
                     with contextlib.suppress(StoreLost):  # The others look for the manifest then.
                         store.set("outcome", pickle.dumps(failure))  # (8)
@@ -240,9 +240,10 @@ class Writing:
             return CheckpointWriteFailed(self.saving.path, self._in_words(error), (0,))
         return None
 
-    def _tidy(self, store: PrefixStore, failure: CheckpointError | None) -> None:
+    def _tidy(self, store: PrefixStore, failure: CheckpointError | None) -> CheckpointError | None:
         """Phase (7), on rank 0: delete the records, and old checkpoints if this one is whole. What
-        fails is a warning: the outcome stands already."""
+        fails is a warning. Returns the outcome: another one only if this checkpoint has lost files
+        since it was completed."""
         with contextlib.suppress(ChoruslineError):  # They are gone with the store.
             self._delete_records(store, self.group.size)
             if failure is None:  # All ranks came, so all have read the outcomes before this one.
@@ -256,15 +257,21 @@ class Writing:
         # A failed save deletes nothing older, and in a place that the user has named nothing is
         # ours.
         if failure is not None or not self.folder or self.config is None:
-            return
+            return failure
         try:
-            catalog.prune(self.storage, self.config.num_to_keep, self.folder, self.corrupted)
+            keep = self.config.num_to_keep
+            if catalog.prune(self.storage, keep, self.folder, self.corrupted):
+                return None
+            lost = FileNotFoundError(self.saving.path)
+            failure = CheckpointWriteFailed(self.saving.path, self._in_words(lost), (0,))
+            self._clear()
         except Exception as error:  # The next prune tries again.
             warnings.warn(
                 f"old checkpoints in {self.storage.path} could not be deleted: "
                 f"{type(error).__name__}: {error}",
                 stacklevel=2,
             )
+        return failure
 
     def _check(self, parts: Sequence[RankManifest]) -> None:
         """Check that all files are there: another run may have swept the storage meanwhile."""

@@ -12,7 +12,10 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.checkpoint.checkpoints import Checkpoints
+from chorusline.runtime.checkpoint.format.catalog import newest_whole
+from chorusline.runtime.checkpoint.format.manifest import write_manifest
 from chorusline.runtime.checkpoint.format.shard_file import write_part
+from chorusline.runtime.checkpoint.format.storage import open_storage
 from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.process.registry import Registry
 from tests.references.checkpoint_places import (
@@ -64,6 +67,38 @@ def test_two_runs_in_one_place_are_told_what_they_do_to_each_other(ranks_of, tmp
     assert "its files were deleted while it was being written" in word
     assert f"A run that begins in {tmp_path} deletes the files of unfinished runs there" in word
     assert "give each run a storage_path of its own" in word
+
+
+def _complete_what_was_deleted(group: cl.Group, place: Path) -> tuple[str, list[int]]:
+    """What is said of a save whose files another run deletes right before the manifest is written,
+    and the steps that are left."""
+    sees_all, gate = threading.Event(), threading.Event()
+
+    def wait_and_write(*args: Any) -> None:
+        sees_all.set()
+        gate.wait(20)
+        write_manifest(*args)
+
+    registry = Registry()
+    registry.add("model", torch.nn.Linear(3, 3))
+    config = cl.CheckpointConfig(place, num_to_keep=1)
+    with pytest.MonkeyPatch.context() as patch, Checkpoints(group, registry, config) as checkpoints:
+        checkpoints.save(None, 1, [0]).wait(20)
+        patch.setattr("chorusline.runtime.checkpoint.writing.write_manifest", wait_and_write)
+        saving = checkpoints.save(None, 2, [0])
+        assert sees_all.wait(20)
+        with Checkpoints(group, Registry(), config):
+            gate.set()
+        with pytest.raises(cl.CheckpointWriteFailed) as raised:
+            saving.wait(20)
+    newest_whole(open_storage(place))
+    return str(raised.value), steps_in(place)
+
+
+def test_a_checkpoint_that_has_lost_its_files_deletes_no_older_one(alone, tmp_path):
+    word, steps = _complete_what_was_deleted(alone, tmp_path)
+    assert "its files were deleted while it was being written" in word
+    assert steps == [1]
 
 
 def test_one_without_a_manifest_does_not_exist_and_is_swept(ranks_of, tmp_path):

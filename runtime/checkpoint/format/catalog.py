@@ -74,15 +74,21 @@ def listing(storage: Storage) -> Listing:
     return Listing(names, damaged, broken, unread, unlisted, torn)
 
 
-def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection[str] = ()) -> None:
-    """Delete old checkpoints now that `newest` is whole: all after the `keep` newest whole ones,
-    and all torn ones. No checkpoint is written at the same time.
+def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection[str] = ()) -> bool:
+    """Delete old checkpoints now that `newest` is written: all after the `keep` newest whole ones,
+    and all torn ones. No checkpoint is written at the same time. Returns whether `newest` is whole;
+    if it is not, nothing is deleted. Raises OSError if it cannot be read now.
 
     A damaged checkpoint is not counted, and stays as long as whole ones before it do. Damage is
     seen by the sizes of files, which come with the list of a folder; to read all bytes would make
     each save as slow as a load. corrupted: folders whose bytes are known to be wrong.
     """
     listed = listing(storage)
+    if newest in listed.unread:
+        raise OSError(f"{storage.path_of(newest)} cannot be read")
+    # Another run that began here may have deleted its data while the manifest was written.
+    if newest not in listed.written or newest in listed.damaged:
+        return False
     num_whole = 1
     for name in listed.written:
         if name == newest or keep is None:
@@ -97,6 +103,7 @@ def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection
     # No save is under way, so what has no manifest will never have one.
     for name in listed.torn:
         storage.delete(name)
+    return True
 
 
 def remove(storage: Storage, folder: str) -> None:
