@@ -71,6 +71,8 @@ class Checkpoints:
     resumes_at_epoch_end: whether that checkpoint is the one of an epoch's end (epoch_end.py).
     run_id: of the call of `Session.run`, equal on all ranks; empty if it is not known.
     has_trained: the train function is called again in a run, after steps that this rank has taken.
+    goes_back: the run begins again from a checkpoint: from one that it has written itself, if the
+        config does not say that those of other runs will do.
     tell_progress: returns this rank's position in its data; the manifest keeps it, by rank.
     check_progress: raises ValueError for positions, by rank, that no run has told.
     """
@@ -82,6 +84,7 @@ class Checkpoints:
         self.resumes_at_epoch_end = False
         self.run_id = ""
         self.has_trained = False
+        self.goes_back = False
         self.tell_progress: Callable[[], Any] = dict
         self.check_progress: Callable[[list[Any]], None] = lambda positions: None
         self._group = group
@@ -109,20 +112,23 @@ class Checkpoints:
         config, storage = self.config, self._storage
         if config is None or storage is None or self._run:
             return  # No storage, or begun already: a coroutine enters twice.
-        # As rank 0 knows of the last save, since a new worker knows of none.
-        drawn = secrets.token_hex(4), self.last_step
-        self._run, self.last_step = broadcast_object(self._group, drawn)
+        # As rank 0 knows them, since a new worker knows of no save and of no way back.
+        drawn = self._mark + secrets.token_hex(4), self.last_step, self.goes_back
+        self._run, self.last_step, self.goes_back = broadcast_object(self._group, drawn)
         is_usable = probe(storage, self._group, self._run, has_trained=self.has_trained)
         # Before the choice: what an unfinished run has left is no candidate.
         unlisted = swept(storage) if is_usable and self._group.rank == 0 else []
-        if config.resume != NEVER:
-            source = storage if config.resume == AUTO else open_storage(config.resume)
+        own = self._own(self._group, config.resume) if self.goes_back else ""
+        if own or config.resume != NEVER:
+            is_own_place = own or config.resume == AUTO
+            source = storage if is_own_place else open_storage(config.resume)
             self.reader, corrupted = choose(
                 source,
                 self._group,
                 may_be_absent=config.resume == AUTO,
                 weights_only=config.weights_only,
                 check=self._check_progress,
+                run=own,
             )
             # Those of another place are not this run's to delete.
             if source.path == storage.path:
@@ -144,11 +150,32 @@ class Checkpoints:
                 f"the saved progress of the run cannot be read ({error})",
             ) from error
 
-    def has_any(self, group: Group) -> bool:
-        """Whether the storage of the config has a checkpoint; all ranks of `group` call it."""
+    @property
+    def _mark(self) -> str:
+        """What the folders of the run's checkpoints have in common (catalog.folder_name)."""
+        return self.run_id[:8]
+
+    def _own(self, group: Group, resume: str | FilePath) -> str:
+        """The mark of the checkpoints that the run itself has written, if it may go back to no
+        others and there are any; else empty. All ranks of `group` call it.
+
+        resume: with what the run began. With AUTO it may go back to those of other runs."""
+        if resume == AUTO or self._storage is None:
+            return ""
+        return self._mark if candidates_on_all(self._storage, group, self._mark)[0] else ""
+
+    def can_go_back(self, group: Group, resume: str | FilePath) -> bool:
+        """Whether there is a checkpoint for a run that began with `resume` to go back to: one that
+        it has written, or, unless it is NEVER, that it can begin from. All ranks of `group` call
+        it."""
         if self._storage is None:
             return False
-        return bool(candidates_on_all(self._storage, group)[0])
+        if self._own(group, resume):
+            return True
+        if resume == NEVER:
+            return False
+        source = self._storage if resume == AUTO else open_storage(resume)
+        return bool(candidates_on_all(source, group)[0])
 
     def change_group(self, group: Group) -> None:
         """Continue in another generation. A save in flight is dropped without an error, unless

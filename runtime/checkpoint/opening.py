@@ -97,12 +97,13 @@ def probe(storage: Storage, group: Group, run: str, *, has_trained: bool) -> boo
     return True
 
 
-def candidates_on_all(storage: Storage, group: Group) -> tuple[list[str], str]:
-    """The folders to resume from, as rank 0 finds them; or why it cannot look there."""
+def candidates_on_all(storage: Storage, group: Group, run: str = "") -> tuple[list[str], str]:
+    """The folders to resume from, as rank 0 finds them; or why it cannot look there. run: as in
+    `catalog.candidates`."""
     found: tuple[list[str], str] = [], ""
     if group.rank == 0:
         try:
-            found = _patiently(lambda: catalog.candidates(storage)), ""
+            found = _patiently(lambda: catalog.candidates(storage, run)), ""
         except Exception as error:
             found = [], f"rank 0 cannot look there ({type(error).__name__}: {error})"
     folders, trouble = broadcast_object(group, found)
@@ -147,11 +148,13 @@ def choose(
     may_be_absent: bool,
     weights_only: bool,
     check: Callable[[CheckpointReader], None],
+    run: str = "",
 ) -> tuple[CheckpointReader | None, list[str]]:
     """The newest complete checkpoint, the same on all ranks; each rank verifies a share of it. With
     it come the folders of those that were found corrupted. weights_only: of the reader.
 
     check: raises CheckpointCorrupted for what cannot be a checkpoint of a run.
+    run: as in `catalog.candidates`.
 
     A corrupted checkpoint is skipped with a warning, and so is one whose manifest cannot be read.
     Raises the error of the first of them if there is no other one; CheckpointNotFound if there is
@@ -159,7 +162,7 @@ def choose(
     older checkpoint is not used because the newest one could not be read for a while.
     """
     found_one: CheckpointReader | None = None
-    folders, why = candidates_on_all(storage, group)
+    folders, why = candidates_on_all(storage, group, run)
     if why:
         raise CheckpointPlaceUnusable(storage.path, why)
     refused: CheckpointError | None = None

@@ -164,15 +164,13 @@ class FunctionRun:
             # The run continues from memory, even when it has gone back to a checkpoint before: new
             # workers know nothing of that.
             config = replace(config, resume=NEVER)
-        # To the newest, whatever the run began with: that may be older, or `NEVER`.
-        elif config is not None and self._goes_back:
-            config = replace(config, resume=AUTO)
         checkpoints = call.checkpoints = Checkpoints(group, call.registry, config)
         if resumption is not None and former is not None and former.checkpoints is not None:
             checkpoints.last_step = former.checkpoints.last_step
         checkpoints.tell_progress = call.data_state
         checkpoints.check_progress = call.check_progress
         checkpoints.run_id = self._program.run_id
+        checkpoints.goes_back = resumption is None and self._goes_back
         # Then a full disk is a warning: to raise would cost what was trained.
         checkpoints.has_trained = resumption is not None or self._goes_back
         if replay_log is not None:
@@ -242,7 +240,8 @@ class FunctionRun:
         group, call = self._lifeline.group, self._call
         checkpoints = call.checkpoints if call is not None else None
         # What no rank holds may be on the disk. All ranks ask.
-        if isinstance(error, StateLost) and group and checkpoints and checkpoints.has_any(group):
+        config = self._program.checkpoint if isinstance(error, StateLost) else None
+        if config and group and checkpoints and checkpoints.can_go_back(group, config.resume):
             # All ranks are in the next generation already, and all raise StateLost.
             self._recovery.forget()
             self._goes_back = True

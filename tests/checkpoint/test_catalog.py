@@ -145,3 +145,46 @@ def test_the_list_and_a_chosen_path_say_that_only_the_manifest_is_missing(
     config = cl.CheckpointConfig(tmp_path / "other", resume=folder)
     ((_, (word,)),) = ranks_of(1).run(resume_and_listen, config)
     assert "it has .metadata, as checkpoints of torch.distributed.checkpoint do" in word
+
+
+def _saved(group: cl.Group, config: cl.CheckpointConfig, run_id: str, step: int) -> Path:
+    registry = Registry()
+    registry.add("model", torch.nn.Linear(3, 3))
+    checkpoints = Checkpoints(group, registry, config)
+    checkpoints.run_id = run_id
+    with checkpoints:
+        saving = checkpoints.save(None, step, [0])
+    return Path(saving.path)
+
+
+def _way_back(group: cl.Group, config: cl.CheckpointConfig, run_id: str) -> str | None:
+    checkpoints = Checkpoints(group, Registry(), config)
+    checkpoints.run_id, checkpoints.goes_back = run_id, True
+    if not checkpoints.can_go_back(group, config.resume):
+        return None
+    with checkpoints:
+        assert checkpoints.reader is not None
+        return checkpoints.reader.path
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "a path", "a path elsewhere"])
+def test_a_run_goes_back_to_what_it_has_saved_itself_or_to_what_it_began_from(
+    alone, tmp_path, resume
+):
+    place, mine, another = tmp_path / "place", 32 * "a", 32 * "b"
+    first = _saved(alone, cl.CheckpointConfig(place), another, 3)
+    newest = _saved(alone, cl.CheckpointConfig(place), another, 5)
+    began_from = None
+    if resume == "a path":
+        began_from = first
+    elif resume == "a path elsewhere":
+        began_from = _saved(alone, cl.CheckpointConfig(tmp_path / "elsewhere"), another, 1)
+    config = cl.CheckpointConfig(place, resume=began_from or resume)
+    expected = str(newest if resume == "auto" else began_from) if resume != "never" else None
+    assert _way_back(alone, config, mine) == expected
+
+    never = cl.CheckpointConfig(place, resume="never")
+    own = _saved(alone, never, mine, 1)
+    # Whoever has written there meanwhile.
+    last = _saved(alone, never, another, 7)
+    assert _way_back(alone, config, mine) == str(last if resume == "auto" else own)

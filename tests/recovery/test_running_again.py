@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rich.console import Console
 import chorusline as cl
 from benchmarks.faults.chaos_training import loss_of, network
 from chorusline.actors.crew.recruiting import Recruiter
-from chorusline.actors.errors import WorkerLost
+from chorusline.actors.errors import StateLost, WorkerLost
 from chorusline.actors.messages.messages import Report
 from chorusline.runtime.checkpoint.format.catalog import listing
 from chorusline.runtime.checkpoint.format.manifest import read_manifest
@@ -33,6 +33,8 @@ from chorusline.runtime.commands.status import headline
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.program.function_call import FunctionCall
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from tests.harness.reused_ranks import ReusedRanks
+from tests.references.checkpoint_runs import run_train
 from tests.references.killed_runs import Diary
 from tests.references.scheduled import SCHEDULES, train_scheduled
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
@@ -336,6 +338,19 @@ async def test_when_a_shard_is_lost_the_run_goes_back_to_the_last_checkpoint(
     assert any(part["steps_before"] < 0 for progress in written for part in progress), written
     for progress in written:
         FunctionCall.check_progress(progress)
+
+
+async def test_a_run_that_began_afresh_does_not_go_back_to_another_runs_checkpoint(
+    cluster: None, ranks_of: Callable[[int], ReusedRanks], tmp_path: Path
+) -> None:
+    ranks_of(1).run(run_train, cl.CheckpointConfig(tmp_path), {"until": 1, "save_at": 1})
+    assert listing(Folder(str(tmp_path))).written
+    few, afresh = {"CPU": 0.1}, cl.CheckpointConfig(tmp_path, resume="never")
+    async with cl.Session(
+        (1, 2), resources_per_worker=few, timeout_s=20, checkpoint=afresh
+    ) as session:
+        with pytest.raises(StateLost, match="no rank holds bucket"):
+            await session.run(train, dies_on=1, dies_at=2, where="step", replicas=1)
 
 
 @pytest.mark.parametrize(

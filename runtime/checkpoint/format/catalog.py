@@ -11,14 +11,25 @@ from .manifest import MANIFEST, METADATA, read_manifest, within
 from .reader import CheckpointReader
 from .storage import Storage
 
-_FOLDER = re.compile(r"step-(\d{8,})-([0-9a-f]{8})-(\d+)")
+_FOLDER = re.compile(r"step-(\d{8,})-([0-9a-f]{8}|[0-9a-f]{16})-(\d+)")
 PROBE = ".probe-"
 
 
 def folder_name(step: int, run: str, number: int) -> str:
-    """The folder of a checkpoint. run: eight hex digits, new in every attempt to run, so that no
-    attempt writes into the files of another. number: of the checkpoint in the run."""
+    """The folder of a checkpoint.
+
+    run: eight hex digits, new in every attempt to run, so that no attempt writes into the files of
+        another; before them, eight that all attempts of a run have in common, if they are known.
+    number: of the checkpoint in the attempt.
+    """
     return f"step-{step:08d}-{run}-{number}"
+
+
+def _is_of(run: str, folder: str) -> bool:
+    """Whether a checkpoint is of a run. run: the eight hex digits that its attempts have in common;
+    empty for any run."""
+    found = _FOLDER.fullmatch(folder)
+    return not run or (found is not None and len(found[2]) == 16 and found[2].startswith(run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +146,16 @@ def why_unlisted(storage: Storage, folder: str) -> str:
     )
 
 
-def candidates(storage: Storage) -> list[str]:
-    """Folders to resume from, the newest first; [""] if the place is itself a checkpoint."""
-    if MANIFEST in storage.children():
+def candidates(storage: Storage, run: str = "") -> list[str]:
+    """Folders to resume from, the newest first; [""] if the place is itself a checkpoint.
+
+    run: only those of this run, by the eight hex digits of `folder_name`; empty: of any."""
+    if not run and MANIFEST in storage.children():
         return [""]
     listed = listing(storage)
     # Broken ones come first, so that a caller tries them, and can warn of them.
-    return [*sorted(listed.broken + listed.unread, reverse=True), *listed.written]
+    found = [*sorted(listed.broken + listed.unread, reverse=True), *listed.written]
+    return [name for name in found if _is_of(run, name)]
 
 
 def newest_whole(storage: Storage) -> CheckpointReader:
