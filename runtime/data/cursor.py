@@ -44,6 +44,16 @@ class Used(Enum):
     COMMITTED = auto()
 
 
+_OF_ORDER = {"seed", "shuffle", "global_batch_size"}
+"""What decides, beside the dataset and the epoch, which samples an iteration gives first. Steps are
+counted in steps, and all other iterations in samples, whatever their batch size."""
+
+_START_OVER = (
+    "ctx.forget() on all ranks lets a loop of ctx.epochs(resume=...) start over, and "
+    "CheckpointConfig(resume='never') a run"
+)
+
+
 class Cursor:
     """Where this rank is in its data.
 
@@ -104,7 +114,7 @@ class Cursor:
         for evaluations.
 
         Raises ValueError if the iteration had begun before the resume, over another number of
-        samples.
+        samples or in another order.
         """
         for name, one in self._begun.items():
             if one is shard:
@@ -114,25 +124,38 @@ class Cursor:
         if not torch.is_grad_enabled():
             return
         number = self._seen.get(key, 0)
-        self._check_length(key, number)
+        self._check_same(key, number)
         shard.rest = self.rest_of(key)
         shard.iteration = f"{self._loop}/{self._epoch}/{key}#{number}"
         self._seen[key] = number + 1
         self._begun[f"{key}#{number}"] = shard
 
-    def _check_length(self, key: str, number: int) -> None:
+    def _check_same(self, key: str, number: int) -> None:
         if f"{key}#{number}" in self._rests:
             return  # Another dataset of this epoch may have another length.
-        length, _, rest = key.partition("/")
+        now = _fields(key)
         for name, left in self._rests.items():
-            before = name.partition("/")[0]
-            is_this = name not in self._begun and name == f"{before}/{rest}#{number}"
-            if is_this and before != length and left != Remainder():
+            key_before, _, number_before = name.rpartition("#")
+            before = _fields(key_before)
+            if name in self._begun or number_before != str(number) or before.keys() != now.keys():
+                continue
+            others = {field for field in now if now[field] != before[field]}
+            if others == {"samples"} and left != Remainder():
                 raise ValueError(
-                    f"the dataset has {length} samples, and had {before} when this epoch started, "
-                    "so it is not known which samples are left. Restore the dataset, and change "
-                    "it only between two epochs; ctx.forget() on all ranks lets a loop of "
-                    "ctx.epochs(resume=...) start over"
+                    f"the dataset has {now['samples']} samples, and had {before['samples']} when "
+                    "this epoch started, so it is not known which samples are left. Restore the "
+                    f"dataset, and change it only between two epochs; {_START_OVER}"
+                )
+            is_within = left.given is not None and left != Remainder()
+            if others and others <= _OF_ORDER and is_within:
+                one, two = (
+                    ", ".join(f"{field}={of[field]}" for field in now if field in others)
+                    for of in (before, now)
+                )
+                raise ValueError(
+                    f"this epoch was begun with {one}, and continues with {two}, so it is not "
+                    f"known which samples are left. Write {one} until the epoch is over, and "
+                    f"change it only between two epochs; {_START_OVER}"
                 )
 
     def state(self, used: Used = Used.GIVEN, *, by_id: bool = False) -> dict[str, Any]:
@@ -165,10 +188,40 @@ class Cursor:
     def _resume_at(self, loop: int, epoch: int, iterations: Sequence[dict[str, Any]]) -> None:
         self._resumed = loop, epoch
         self._begun = {}
+        iterations = [_with_present_keys(of_rank) for of_rank in iterations]
         self._rests = {
             key: _rest([of_rank.get(key) for of_rank in iterations], most_of(key))
             for key in sorted({key for of_rank in iterations for key in of_rank})
         }
+
+
+def _fields(key: str) -> dict[str, str]:
+    """What a key says, by name."""
+    parts = key.split("/")
+    if parts[-2:-1] != ["steps"] or len(parts) < 4:  # Of `ctx.shard`.
+        return dict(zip(("samples", "epoch", "seed", "shuffle"), parts, strict=False))
+    *first, global_batch_size, _, epoch = parts
+    fields = dict(zip(("samples", "seed", "shuffle"), first, strict=False))
+    return fields | {"global_batch_size": global_batch_size, "epoch": epoch}
+
+
+def _with_present_keys(iterations: dict[str, Any]) -> dict[str, Any]:
+    """The iterations of a checkpoint. The keys of earlier versions had the batch size of
+    `ctx.shard`, too. Raises ValueError if two of them differ in nothing else."""
+    renamed = {}
+    for name, iteration in iterations.items():
+        parts = name.split("/")
+        if parts[-2:-1] != ["steps"] and len(parts) in (3, 5):  # Of a stream, or of a dataset.
+            del parts[1]
+        renamed["/".join(parts)] = iteration
+    if len(renamed) < len(iterations):
+        raise ValueError(
+            "the checkpoint is of an earlier version, and was saved inside an epoch that gives "
+            "datasets of one length in batches of several sizes: it does not say which is which. "
+            "Resume from one that was saved between two epochs, CheckpointConfig(resume=path), or "
+            "run this epoch to its end with the version that saved it"
+        )
+    return renamed
 
 
 def _state(shard: Dealt | None, rest: Remainder, used: Used, by_id: bool) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class Shard(Batches):
         self._keep_together = keys_of(keep_together)
         super().__init__(
             batch_size,
-            key=f"{len(dataset)}/{batch_size}/{epoch}/{seed}/{shuffle}",
+            key=f"{len(dataset)}/{epoch}/{seed}/{shuffle}",
             dealer=dealer or Dealer(rank, world_size),
             epoch=epoch,
             cursor=cursor,

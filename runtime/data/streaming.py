@@ -199,7 +199,7 @@ class StreamShard(Batches):
         The other parameters are those of Batches."""
         super().__init__(
             batch_size,
-            key=f"stream/{batch_size}/{epoch}",
+            key=f"stream/{epoch}",
             dealer=dealer,
             epoch=epoch,
             cursor=cursor,

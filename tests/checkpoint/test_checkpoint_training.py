@@ -433,20 +433,88 @@ async def test_a_session_goes_on_from_the_checkpoint_when_it_is_run_again(
 def test_an_epoch_is_not_gone_on_with_in_a_dataset_of_another_length() -> None:
     cursor = Cursor()
     told = {"runs": (), "given": 5, "ids": None, "is_over": False, "num_ids": 0}
-    resumed = {"loop": 0, "epoch": 1, "iterations": {"61/4/1/0/True#0": told}}
+    resumed = {"loop": 0, "epoch": 1, "iterations": {"61/1/0/True#0": told}}
     cursor.resume([resumed])
     assert next(cursor.epochs(3)) == 1
     with pytest.raises(ValueError, match="the dataset has 70 samples, and had 61 when this epoch"):
-        cursor.begin("70/4/1/0/True", _Pass([], []))
-    cursor.begin("61/4/1/0/True", _Pass([], []))
+        cursor.begin("70/1/0/True", _Pass([], []))
+    cursor.begin("61/1/0/True", _Pass([], []))
     cursor.begin(
-        "70/4/1/0/True", _Pass([], [])
+        "70/1/0/True", _Pass([], [])
     )  # Another dataset of the same epoch, as the first one is there.
+
+
+def test_an_epoch_is_not_gone_on_with_in_another_order(tmp_path: Path) -> None:
+    """The keys are those of Shard and Steps."""
+    told = {"runs": (), "given": 5, "ids": None, "is_over": False, "num_ids": 0}
+    for before, now, said in [
+        ("61/1/0/True", "61/1/7/True", "begun with seed=0, and continues with seed=7"),
+        ("61/1/0/True", "61/1/0/False", "begun with shuffle=True, and continues with shuffle=F"),
+        ("61/1/3/True", "61/1/0/False", "begun with seed=3, shuffle=True, and"),
+        ("61/0/True/8/steps/1", "61/0/True/16/steps/1", "with global_batch_size=8, and"),
+        ("stream/8/steps/1", "stream/16/steps/1", "Write global_batch_size=8 until the epoch is"),
+    ]:
+        for part, is_refused in [
+            (told, True),
+            ({**told, "is_over": True}, False),  # A pass that is over, and another one after it.
+        ]:
+            cursor = Cursor()
+            cursor.resume([{"loop": 0, "epoch": 1, "iterations": {f"{before}#0": part}}])
+            assert next(cursor.epochs(3)) == 1
+            if is_refused:
+                with pytest.raises(ValueError, match=said):
+                    cursor.begin(now, _Pass([], []))
+                cursor.begin(before, _Pass([], []))
+            cursor.begin(now, _Pass([], []))
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_an_epoch_goes_on_with_another_batch_size_at_another_number_of_ranks(by_id: bool) -> None:
+    used: list[int] = []
+    parts: list[Any] | None = None
+    for ranks, batch_size, num_batches in [(4, 3, 2), (2, 6, 1), (2, 4, 1), (3, 1, 100)]:
+        cursors = [Cursor() for _ in range(ranks)]
+        for rank, cursor in enumerate(cursors):
+            if parts is not None:
+                cursor.resume(parts)
+            for epoch in cursor.epochs(1):
+                shard = Shard(
+                    list(range(61)),
+                    batch_size,
+                    rank=rank,
+                    world_size=ranks,
+                    epoch=epoch,
+                    cursor=cursor,
+                    collate_fn=list,
+                )
+                for batch in itertools.islice(shard, num_batches):
+                    used += batch
+                break
+        parts = [cursor.state(by_id=by_id) for cursor in cursors]
+    assert sorted(used) == list(range(61))
+
+
+def test_a_checkpoint_whose_keys_had_the_batch_size_goes_on() -> None:
+    told = {"runs": (), "given": 5, "ids": None, "is_over": False, "num_ids": 0}
+    keys = {
+        "61/4/1/0/True": "61/1/0/True",
+        "stream/4/1": "stream/1",
+        "61/0/True/8/steps/1": "61/0/True/8/steps/1",
+        "stream/8/steps/1": "stream/8/steps/1",
+    }
+    iterations = {f"{key}#0": told for key in keys}
+    cursor = Cursor()
+    cursor.resume([{"loop": 0, "epoch": 1, "iterations": iterations}])
+    assert next(cursor.epochs(3)) == 1
+    assert [cursor.rest_of(key) for key in keys.values()] == [Remainder(((5,),))] * 4
+    iterations["61/8/1/0/True#0"] = told
+    with pytest.raises(ValueError, match="does not say which is which"):
+        Cursor().resume([{"loop": 0, "epoch": 1, "iterations": iterations}])
 
 
 def test_an_epoch_over_two_datasets_goes_on_in_both() -> None:
     told = {"runs": (), "given": 5, "ids": None, "is_over": False, "num_ids": 0}
-    keys = ["61/4/1/0/True", "70/4/1/0/True"]
+    keys = ["61/1/0/True", "70/1/0/True"]
     for first, second in (keys, reversed(keys)):
         cursor = Cursor()
         iterations = {f"{key}#0": told for key in keys}

@@ -97,7 +97,7 @@ SOUND = {
     "loop": 0,
     "epoch": 1,
     "iterations": {
-        "14/2/1/0/True#0": {
+        "14/1/0/True#0": {
             "runs": [[2, [3, 4]]],
             "given": 1,
             "ids": None,
