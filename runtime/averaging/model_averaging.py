@@ -22,6 +22,7 @@ from chorusline.collectives.contract.operation import ReduceOp
 from chorusline.collectives.group import Group
 
 from ..join.active import active_join
+from ..process.between_runs import between_runs
 from ..process.running import current_group
 
 
@@ -95,6 +96,7 @@ class PeriodicModelAverager(ModelAverager):
         self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
     ) -> None:
         _refuse_join()
+        params = _marked(params)
         if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
             average(params, self.process_group)
         self.step += 1
@@ -150,11 +152,24 @@ class HierarchicalModelAverager(ModelAverager):
         self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
     ) -> None:
         _refuse_join()
+        params = _marked(params)
         due = [period for period in self.period_process_group_dict if self.step % period == 0]
         # The largest period that is due has the largest group, whose mean covers the smaller ones.
         if self.step >= self.warmup_steps and due:
             average(params, self.period_process_group_dict[max(due)])
         self.step += 1
+
+
+def _marked(
+    params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
+) -> list[torch.nn.Parameter]:
+    """The parameters, which may differ between ranks from now on: a checkpoint looks whether they
+    do."""
+    averaged, listed = between_runs().averaged, [*_parameters(params)]
+    # In each step the same ones come, and one look is enough.
+    if listed and listed[-1] not in averaged:
+        averaged.update((parameter, True) for parameter in listed)
+    return listed
 
 
 @torch.no_grad()

@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
 from typing import Any, Self
 
+import torch
+
 from chorusline.collectives.contract.call_site import is_users_file, short_site, users_frame
 from chorusline.collectives.contract.errors import CollectiveError, StoreLost
 from chorusline.collectives.diagnosis.debug import logger
@@ -40,6 +42,7 @@ from .contents import (
     STATE,
     ZERO,
     HostCopy,
+    apart_in,
     collect_own,
     collect_replicated,
     kind_of,
@@ -56,7 +59,7 @@ from .format.reader import CheckpointReader
 from .format.shard_file import write_part
 from .format.storage import Storage, open_storage
 from .opening import candidates_on_all, choose, probe, swept, warn_of_unlisted
-from .replica_check import Numbers, numbers_in
+from .replica_check import Numbers, checksums_of, numbers_in
 from .restore import changes_in_words, options_of, restore
 from .saving import Saving
 from .sharded_state import SavedOptimizer
@@ -310,6 +313,8 @@ class Checkpoints:
         for entry in self.registry:
             # What is compared between ranks before a checkpoint counts; of ranks without data it is
             # old.
+            if isinstance(entry.object, torch.nn.Module) and not entry.per_rank and is_current:
+                numbers |= checksums_of(entry.name, apart_in(entry.object))
             if kind_of(entry) == STATE and is_current:
                 numbers |= numbers_in(entry.name, state_of(entry))
             elif isinstance(entry.object, ZeroRedundancyOptimizer):

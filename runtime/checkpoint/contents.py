@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from chorusline.collectives.contract.errors import with_article
 
-from ..data_parallel.distributed_data_parallel import DistributedDataParallel
+from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
+from ..process.between_runs import between_runs
 from ..process.registry import Registered
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .format.boxes import split_evenly
@@ -142,6 +143,15 @@ def state_of(entry: Registered) -> dict[str, Any]:
         return entry.object.module.state_dict()
     state = entry.object.state_dict()
     return without_functions(state) if isinstance(entry.object, LRScheduler) else state
+
+
+def apart_in(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters of a registered module that each rank may have trained by itself."""
+    averaged, is_apart = between_runs().averaged, False
+    if isinstance(module, DistributedDataParallel):
+        is_apart, module = engine_of(module).reducer.trains_apart, module.module
+    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    return [(name, one) for name, one in trained if is_apart or one in averaged]
 
 
 def without_functions(state: Any) -> Any:

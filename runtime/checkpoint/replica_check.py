@@ -2,7 +2,8 @@
 
 Only plain numbers and tensors of one element are compared (updates of an average, epochs of a
 schedule, steps of an optimizer, rates): they show a rank that was left behind, and cost next to
-nothing.
+nothing. Of parameters that the ranks may train apart (model averaging, post-local SGD) all bits are
+compared: a checkpoint takes a part of them from each rank.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ one that has 2**60 parts in some bytes: so many values are looked at, and none t
 Numbers = dict[str, float]
 """By path in an object's state, as `optimizer.state.0.step`."""
 
+CHECKSUM = "the checksum of "
+"""Before the path of a parameter."""
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EXACT = 1 << 52
+"""A float has all whole numbers up to here."""
+
 
 def numbers_in(name: str, state: Any) -> Numbers:
     found: Numbers = {}
@@ -42,6 +50,21 @@ def numbers_in(name: str, state: Any) -> Numbers:
     # At once, since a host waits for a GPU here. A step may be counted beside it, on the CPU.
     for of_device in waiting.values():
         found.update(zip(of_device, torch.stack([*of_device.values()]).tolist(), strict=True))
+    return found
+
+
+def checksums_of(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> Numbers:
+    """Of all bits of each parameter: a whole sum, which no order of adding changes."""
+    sums: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for path, parameter in parameters:
+        words = parameter.detach().reshape(-1)
+        words = torch.view_as_real(words).reshape(-1) if words.is_complex() else words
+        one = words.view(_WORDS[words.element_size()]).sum(dtype=torch.int64)
+        sums.setdefault(one.device, {})[f"{CHECKSUM}{name}.{path}"] = one
+    found: Numbers = {}
+    for of_device in sums.values():
+        values = torch.stack([*of_device.values()]).tolist()
+        found.update((path, float(n % _EXACT)) for path, n in zip(of_device, values, strict=True))
     return found
 
 

@@ -52,6 +52,9 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
     # A rank that the run did not have then keeps what it has made.
     elif kind == PER_RANK:
         if rank < reader.manifest.world_size:
+            # It has the names of the module, wrapped or not.
+            if isinstance(stateful, DistributedDataParallel):
+                stateful = stateful.module
             stateful.load_state_dict(read_tree(reader, entry.name, rank))
     elif isinstance(stateful, torch.nn.Module):
         # A checkpoint has the names of the module, wrapped or not. torch would load what fits

@@ -36,7 +36,7 @@ from .format.manifest import (
 from .format.pieces import Path
 from .format.plain_values import beyond_plain
 from .format.storage import Storage
-from .replica_check import Numbers, why_unlike
+from .replica_check import CHECKSUM, Numbers, why_unlike
 from .saving import Saving, SavingTimes
 
 LAST_SAVE_S = 2.0
@@ -45,6 +45,16 @@ than the grace period of a run, after which a worker that has not stopped is rep
 
 STORE_S = 60.0
 """Seconds, besides a collective's, in which another driver takes the place of one that died."""
+
+_STEPS_ALONG = (
+    "list what the loop's body steps or updates in Join(..., step_along=[...]), or register it "
+    "with per_rank=True; drop the state of a sharded optimizer at the beginning of a batch, not at "
+    "its end"
+)
+_AVERAGES = (
+    "save right after a step in which all ranks average their parameters, or register model and "
+    "optimizer with per_rank=True, so that each rank's own are saved"
+)
 
 _LOOK_S = 0.5
 """Seconds between two checks for the end of the group while the thread waits for the store."""
@@ -215,9 +225,7 @@ class Writing:
                     self.saving.path,
                     f"{unlike[0]}, but a registered object must be the same on all ranks",
                     unlike[1],
-                    "list what the loop's body steps or updates in Join(..., step_along=[...]), or "
-                    "register it with per_rank=True; drop the state of a sharded optimizer at the "
-                    "beginning of a batch, not at its end",
+                    _AVERAGES if unlike[0].startswith(CHECKSUM) else _STEPS_ALONG,
                 )
             manifest = Manifest(
                 step=self.saving.step,

@@ -117,6 +117,8 @@ class BetweenRuns:
         self._torn_at = -1  # _num_steps at the last unfinished step
         self.engines = WeakIdKeyDictionary()
         """By parameter, a weak reference to the engine of the model that reduces its gradient."""
+        self.averaged = WeakIdKeyDictionary()
+        """The parameters that ranks train apart and average (averaging/model_averaging.py)."""
         self.models: list[weakref.ref[Any]] = []
         """The engines of models, in the order in which they were made."""
         self.num_registrations = 0
