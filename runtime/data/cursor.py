@@ -54,6 +54,11 @@ _START_OVER = (
 )
 
 
+_OUTSIDE = "@"
+"""In the name of an iteration outside all loops over epochs; the number of the last loop follows,
+-1 before the first one."""
+
+
 class Cursor:
     """Where this rank is in its data.
 
@@ -67,10 +72,12 @@ class Cursor:
         self.epoch_under_way: int | None = None
         """The epoch of the loop whose body runs; None: no body runs."""
         self._rests: dict[str, Remainder] = {}
-        """By key and number, what was left of iterations when the run resumed inside them."""
+        """By name (`_name`), what was left of iterations when the run resumed inside them; and
+        those outside all loops that are over."""
         self._begun: dict[str, Dealt] = {}
         """The iterations that have begun since; a copy where the object counts again."""
         self._seen: dict[str, int] = {}
+        """By key, with the place outside all loops as in a name, how many have begun."""
         self._resumed = (-1, 0)
         """The loop and the epoch with which this cursor began."""
 
@@ -92,12 +99,33 @@ class Cursor:
                 boundary().epoch = 0
         # Also where no epoch was left: a checkpoint after the loop resumes after it.
         self._enter(max(first, num_epochs))  # The last epoch is over.
+        # Checkpoints of earlier versions did not say which iterations were outside all loops.
+        self._rests = _outside_after(self._loop, self._rests)
 
     def _enter(self, epoch: int) -> None:
-        self._epoch, self._seen = epoch, {}
-        if (self._loop, epoch) != self._resumed:
-            # Only the resumed epoch has iterations that are partly done.
-            self._rests, self._begun = {}, {}
+        self._epoch = epoch
+        # Only the resumed epoch has iterations that are partly done.
+        self._leave(keeps_epoch=(self._loop, epoch) == self._resumed)
+
+    def _leave(self, *, keeps_epoch: bool) -> None:
+        """Another epoch begins. The iterations outside all loops that have trained and are over
+        stay so; those that were left before their end begin again in a run that resumes."""
+        rests = {
+            name: rest for name, rest in self._rests.items() if keeps_epoch or _OUTSIDE in name
+        }
+        for name, one in self._begun.items():
+            # In this run, or in one before.
+            has_trained = one.counts.num_agreed > 0 or one.rest != Remainder()
+            if _OUTSIDE in name:
+                rests.pop(name, None)
+                if has_trained and (one.is_over or one.rest.given is None):
+                    # Without the dataset, which lives as long as its iteration.
+                    rests[name] = Remainder((), None)
+        self._rests = rests
+        self._begun = {
+            name: one for name, one in self._begun.items() if keeps_epoch and _OUTSIDE not in name
+        }
+        self._seen = {key: number for key, number in self._seen.items() if _OUTSIDE in key}
 
     @property
     def place(self) -> tuple[int, int]:
@@ -107,7 +135,16 @@ class Cursor:
 
     def rest_of(self, key: str) -> Remainder:
         """What is left of the coming iteration over the data that `key` identifies."""
-        return self._rests.get(f"{key}#{self._seen.get(key, 0)}", Remainder())
+        return self._rests.get(self._name(key), Remainder())
+
+    def _name(self, key: str) -> str:
+        """The coming iteration over the data that `key` identifies: its number in the epoch or,
+        outside all loops, after the last one."""
+        return f"{key}#{self._seen.get(key + self._outside, 0)}{self._outside}"
+
+    @property
+    def _outside(self) -> str:
+        return f"{_OUTSIDE}{self._loop}" if self.epoch_under_way is None else ""
 
     def begin(self, key: str, shard: Dealt) -> None:
         """`shard` begins to count. Each iteration of an epoch over the same data is recorded, but
@@ -123,24 +160,31 @@ class Cursor:
         shard.rest, shard.iteration, shard.is_over = Remainder(), "", False
         if not torch.is_grad_enabled():
             return
-        number = self._seen.get(key, 0)
-        self._check_same(key, number)
+        name = self._name(key)
+        self._check_same(name)
         shard.rest = self.rest_of(key)
-        shard.iteration = f"{self._loop}/{self._epoch}/{key}#{number}"
-        self._seen[key] = number + 1
-        self._begun[f"{key}#{number}"] = shard
+        # A loop that is left out after a resume has no epoch.
+        epoch = self._epoch if self.epoch_under_way is not None else ""
+        shard.iteration = f"{self._loop}/{epoch}/{name}"
+        self._begun[name] = shard
+        self._seen[key + self._outside] = self._seen.get(key + self._outside, 0) + 1
 
-    def _check_same(self, key: str, number: int) -> None:
-        if f"{key}#{number}" in self._rests:
+    def _check_same(self, name: str) -> None:
+        if name in self._rests:
             return  # Another dataset of this epoch may have another length.
+        key, _, number = name.rpartition("#")
         now = _fields(key)
-        for name, left in self._rests.items():
-            key_before, _, number_before = name.rpartition("#")
+        for name_before, left in self._rests.items():
+            key_before, _, number_before = name_before.rpartition("#")
             before = _fields(key_before)
-            if name in self._begun or number_before != str(number) or before.keys() != now.keys():
+            if name_before in self._begun or number_before != number:
+                continue
+            if before.keys() != now.keys():
                 continue
             others = {field for field in now if now[field] != before[field]}
-            if others == {"samples"} and left != Remainder():
+            # What was over before an epoch began may have another length since.
+            is_past = _OUTSIDE in name and left.given is None
+            if others == {"samples"} and left != Remainder() and not is_past:
                 raise ValueError(
                     f"the dataset has {now['samples']} samples, and had {before['samples']} when "
                     "this epoch started, so it is not known which samples are left. Restore the "
@@ -175,24 +219,45 @@ class Cursor:
         """Resume. parts: what `state` gave on each rank, by rank. epoch_is_over: resume with the
         epoch after theirs."""
         loop, epoch = parts[0]["loop"], parts[0]["epoch"]
+        iterations = [part["iterations"] for part in parts]
         # The body of the epoch has ended, so that what it was given does not matter any more.
         if epoch_is_over:
-            self._resume_at(loop, epoch + 1, [])
-        else:
-            self._resume_at(loop, epoch, [part["iterations"] for part in parts])
+            iterations = [
+                {name: one for name, one in of_rank.items() if _OUTSIDE in name}
+                for of_rank in iterations
+            ]
+        self._resume_at(loop, epoch + epoch_is_over, iterations)
 
     def resume_next_loop(self, epoch: int, iterations: Sequence[dict[str, Any]]) -> None:
         """Resume the coming loop in this epoch. iterations: as in `state`, by rank."""
-        self._resume_at(self._loop + 1, epoch, iterations)
+        self._leave(keeps_epoch=False)
+        outside = self._rests
+        self._resume_at(self._loop + 1, epoch, [*map(in_epoch, iterations)])
+        self._rests |= outside
 
     def _resume_at(self, loop: int, epoch: int, iterations: Sequence[dict[str, Any]]) -> None:
         self._resumed = loop, epoch
         self._begun = {}
         iterations = [_with_present_keys(of_rank) for of_rank in iterations]
-        self._rests = {
-            key: _rest([of_rank.get(key) for of_rank in iterations], most_of(key))
-            for key in sorted({key for of_rank in iterations for key in of_rank})
+        rests = {
+            name: _rest([of_rank.get(name) for of_rank in iterations], most_of(name))
+            for name in sorted({name for of_rank in iterations for name in of_rank})
         }
+        # Before the first loop there is no epoch; checkpoints of earlier versions did not say so.
+        self._rests = _outside_after(loop, rests) if loop < 0 else rests
+
+
+def _outside_after(loop: int, rests: dict[str, Remainder]) -> dict[str, Remainder]:
+    """Those of `rests` that are of no loop: they are outside, after this one."""
+    return {
+        name if _OUTSIDE in name else f"{name}{_OUTSIDE}{loop}": rest
+        for name, rest in rests.items()
+    }
+
+
+def in_epoch(iterations: dict[str, Any]) -> dict[str, Any]:
+    """Of the iterations of `Cursor.state`, those of the epoch."""
+    return {name: one for name, one in iterations.items() if _OUTSIDE not in name}
 
 
 def _fields(key: str) -> dict[str, str]:
@@ -297,7 +362,7 @@ def place_in_words(parts: Sequence[dict[str, Any]], *, epoch_is_over: bool) -> s
     """Where a function resumes, for people; empty without a loop over `ctx.epochs`. The arguments
     are those of `Cursor.resume`. Pure."""
     loop, epoch = parts[0]["loop"], parts[0]["epoch"]
-    iterations = [iteration for part in parts for iteration in part["iterations"].values()]
+    iterations = [one for part in parts for one in in_epoch(part["iterations"]).values()]
     if loop < 0:
         return ""
     if epoch_is_over or not iterations:

@@ -28,7 +28,7 @@ from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.saving import Saving
-from ..data.cursor import Cursor, Used, check_parts, is_count, place_in_words
+from ..data.cursor import Cursor, Used, check_parts, in_epoch, is_count, place_in_words
 from ..data.dealer import Dealer
 from ..data.fetching.fetchers import Fetchers
 from ..data.streaming import Stream
@@ -298,7 +298,9 @@ class FunctionCall:
             return  # Before the epoch's first step the place is that after the epoch before.
         data = self.cursor.state(Used.AGREED, by_id=self._has_recovered)
         seat = self.rank, self.world_size
-        between_runs().places[name] = LoopPlace(data["epoch"], seat, was_live, data["iterations"])
+        between_runs().places[name] = LoopPlace(
+            data["epoch"], seat, was_live, in_epoch(data["iterations"])
+        )
 
     def count_step(self) -> None:
         """A plain optimizer has stepped with the current batch, which ends the batch."""

@@ -273,7 +273,8 @@ def test_after_the_loss_of_ranks_a_cursor_tells_samples_by_their_numbers():
 def test_for_the_next_run_only_samples_of_agreed_steps_are_used():
     """The last batch of an aborted run is given again, also on a rank that has ended its loop."""
     over, inside = Cursor(), Cursor()
-    assert next(over.epochs(1)) == next(inside.epochs(1)) == 0
+    in_body = [over.epochs(1), inside.epochs(1)]
+    assert [*map(next, in_body)] == [0, 0]
     begin_over(over, "data", [5, 1])
     inside.begin("data", _Pass([2, 3, 4], [], agreed=2))
     for by_id, rest in [
@@ -285,7 +286,8 @@ def test_for_the_next_run_only_samples_of_agreed_steps_are_used():
         ]
         after = Cursor()
         after.resume_next_loop(0, iterations)
-        assert next(after.epochs(1)) == 0 and after.rest_of("data") == rest
+        epochs = after.epochs(1)
+        assert next(epochs) == 0 and after.rest_of("data") == rest
     begin_over(over, "alone", [5, 1], agreed=1)
     told = over.state(Used.AGREED)["iterations"]["alone#0"]
     assert told["given"] == 1 and not told["is_over"], "its last batch was in no step"
@@ -294,7 +296,8 @@ def test_for_the_next_run_only_samples_of_agreed_steps_are_used():
 
 def test_a_shard_that_is_iterated_again_does_not_change_what_its_first_iteration_was_given():
     cursor = Cursor()
-    assert next(cursor.epochs(1)) == 0
+    epochs = cursor.epochs(1)
+    assert next(epochs) == 0
     shard = Shard(range(10), 2, rank=0, world_size=1, cursor=cursor, collate_fn=list)
     batches = iter(shard)
     next(batches), next(batches)
@@ -435,7 +438,8 @@ def test_an_epoch_is_not_gone_on_with_in_a_dataset_of_another_length() -> None:
     told = {"runs": (), "given": 5, "ids": None, "is_over": False, "num_ids": 0}
     resumed = {"loop": 0, "epoch": 1, "iterations": {"61/1/0/True#0": told}}
     cursor.resume([resumed])
-    assert next(cursor.epochs(3)) == 1
+    epochs = cursor.epochs(3)
+    assert next(epochs) == 1
     with pytest.raises(ValueError, match="the dataset has 70 samples, and had 61 when this epoch"):
         cursor.begin("70/1/0/True", _Pass([], []))
     cursor.begin("61/1/0/True", _Pass([], []))
@@ -460,7 +464,8 @@ def test_an_epoch_is_not_gone_on_with_in_another_order(tmp_path: Path) -> None:
         ]:
             cursor = Cursor()
             cursor.resume([{"loop": 0, "epoch": 1, "iterations": {f"{before}#0": part}}])
-            assert next(cursor.epochs(3)) == 1
+            epochs = cursor.epochs(3)
+            assert next(epochs) == 1
             if is_refused:
                 with pytest.raises(ValueError, match=said):
                     cursor.begin(now, _Pass([], []))
@@ -505,7 +510,8 @@ def test_a_checkpoint_whose_keys_had_the_batch_size_goes_on() -> None:
     iterations = {f"{key}#0": told for key in keys}
     cursor = Cursor()
     cursor.resume([{"loop": 0, "epoch": 1, "iterations": iterations}])
-    assert next(cursor.epochs(3)) == 1
+    epochs = cursor.epochs(3)
+    assert next(epochs) == 1
     assert [cursor.rest_of(key) for key in keys.values()] == [Remainder(((5,),))] * 4
     iterations["61/8/1/0/True#0"] = told
     with pytest.raises(ValueError, match="does not say which is which"):
@@ -519,7 +525,8 @@ def test_an_epoch_over_two_datasets_goes_on_in_both() -> None:
         cursor = Cursor()
         iterations = {f"{key}#0": told for key in keys}
         cursor.resume([{"loop": 0, "epoch": 1, "iterations": iterations}])
-        assert next(cursor.epochs(3)) == 1
+        epochs = cursor.epochs(3)
+        assert next(epochs) == 1
         for key in (first, second):
             assert cursor.rest_of(key) == Remainder(((5,),))
             cursor.begin(key, _Pass([], []))
