@@ -48,6 +48,7 @@ from .contract.arithmetic import reduce_into
 from .contract.communicator import Communicator
 from .contract.deadlines import Seconds, checked_seconds
 from .contract.dtypes import DTYPE_INDEX
+from .contract.endpoint import Endpoint
 from .contract.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -88,7 +89,7 @@ from .diagnosis.profiling import RecordedSpan, nvtx_is_recorded
 from .diagnosis.statistics import Statistics
 from .group_family import Family
 from .kept_results import KeepingCommunicator, KeptResults
-from .meeting import WatchedStore, meet, ranks_of_keys
+from .meeting import WatchedStore, meet, meet_prepared, ranks_of_keys
 from .objects.blocking import (
     BytesGroup,
     all_gather_bytes,
@@ -119,6 +120,9 @@ from .stores.signed_store import Seal, signed
 from .stores.store import PrefixStore, Store
 from .transports.backends import backend_for
 from .transports.interfaces import network_of
+
+if TYPE_CHECKING:
+    from .transports.host import PreparedEndpoint
 
 DEFAULT_TIMEOUT_S = 60.0
 _OF_THE_RUNTIME = re.compile(
@@ -282,7 +286,7 @@ class Group:
             )
         device = checked_device(device)
         chosen = backend_for(backend, device)
-        communicator, rendezvous, seal = meet(
+        met = meet(
             chosen,
             signed(store),
             rank,
@@ -292,6 +296,49 @@ class Group:
             timeout_s=timeout_s,
             name=name,
         )
+        return cls._of_met(
+            *met, generation=generation, timeout_s=timeout_s, name=name, backend=backend
+        )
+
+    @classmethod
+    @outside_modes
+    def _create_prepared(
+        cls,
+        prepared: PreparedEndpoint,
+        endpoints: Sequence[Endpoint],
+        store: Store,
+        rank: int,
+        *,
+        generation: int,
+        timeout_s: float,
+        name: str = "default",
+    ) -> Self:
+        """As `create`, on a CPU, of ranks on one host that know each other's endpoints."""
+        met = meet_prepared(
+            prepared,
+            endpoints,
+            signed(store),
+            rank,
+            generation=generation,
+            timeout_s=timeout_s,
+            name=name,
+        )
+        return cls._of_met(
+            *met, generation=generation, timeout_s=timeout_s, name=name, backend=None
+        )
+
+    @classmethod
+    def _of_met(
+        cls,
+        communicator: Communicator,
+        rendezvous: PrefixStore,
+        seal: Seal | None,
+        *,
+        generation: int,
+        timeout_s: float,
+        name: str,
+        backend: str | None,
+    ) -> Self:
         # Imported when it is asked for: it costs each operation a comparison by all ranks.
         if get_debug_level() >= DebugLevel.DETAIL:
             from .transports.comparing import ComparingCommunicator

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from .contract.communicator import Communicator
 from .contract.deadlines import Seconds
+from .contract.endpoint import Endpoint
 from .contract.errors import SecretMismatch, StoreTimeout, name_ranks, named
 from .stores.signed_store import Seal, looks_signed, new_nonce
 from .stores.store import Data, PrefixStore, Store
 from .transports.backends import Backend
+
+if TYPE_CHECKING:
+    from .transports.host import PreparedEndpoint
 
 _SLICE_S = 0.2  # a wait in the store is split into slices, with a check for given_up between them
 
@@ -149,6 +153,23 @@ def meet(
             numbers = own.multi_get([f"nonce/{other}" for other in range(size)])
             seal = Seal(store.secret, numbers)
         return communicator, own, seal
+
+
+def meet_prepared(
+    prepared: PreparedEndpoint,
+    endpoints: Sequence[Endpoint],
+    store: Store,
+    rank: int,
+    *,
+    generation: int,
+    timeout_s: float,
+    name: str,
+) -> tuple[Communicator, PrefixStore, Seal | None]:
+    """As `meet`, where a driver has told the ranks of one host each other's endpoints: they need
+    no store for it, and there is one attempt in a generation."""
+    own = PrefixStore(f"group/{name}/{generation}/0", store)
+    own.set_timeout(timeout_s)
+    return prepared.connect(endpoints, own, rank, generation), own, None
 
 
 def _compare_secrets(place: PrefixStore, rank: int, size: int, error: Exception) -> None:

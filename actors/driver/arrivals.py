@@ -19,11 +19,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from chorusline.collectives.contract.endpoint import Endpoint
 from chorusline.collectives.contract.errors import GroupAborted
 
 from ..messages.admission import AdmissionRequest, ReadyToken
 from ..messages.messages import Assignment, Frozen, MemberState, Waiting
 from . import instructions
+from .events import DryRunReady
 from .instructions import Instruction
 from .run_state import Member, assign, in_rank_order
 
@@ -36,13 +38,14 @@ class DryRun:
     """A worker in its dry run.
 
     assignment: the place that it was given.
-    token: where it waits; None before that.
+    token, endpoint: where it waits, and where ranks of its host can meet it; None before that.
     is_called_off: it was told to stop.
     """
 
     member: Member
     assignment: Assignment
     token: ReadyToken | None = None
+    endpoint: Endpoint | None = None
     is_called_off: bool = False
 
 
@@ -77,16 +80,16 @@ class DryRuns:
         return todo
 
     def ready(
-        self, worker_id: str, token: ReadyToken, members: Sequence[Member], generation: int
+        self, ready: DryRunReady, members: Sequence[Member], generation: int
     ) -> list[Instruction]:
         """A worker waits at its first step. members: of the generation, by rank."""
-        mine = self.by_id.get(worker_id)
+        mine = self.by_id.get(ready.worker_id)
         # Its dry run has ended meanwhile, by its death for example.
         if mine is None:
             return []
         if mine.is_called_off:  # It was sent before the cancellation arrived.
             return [_stop(mine, "it was cancelled")]
-        mine.token = token
+        mine.token, mine.endpoint = ready.token, ready.endpoint
         tokens = [one.token for one in self.by_id.values()]
         # All in their dry runs are admitted together, in one round of all ranks.
         if None in tokens:
@@ -94,7 +97,7 @@ class DryRuns:
         if len(set(tokens)) > 1:
             return self.call_off("the new workers wait at different steps")
         self.number += 1
-        request = AdmissionRequest(self.number, generation, token)
+        request = AdmissionRequest(self.number, generation, ready.token)
         return [instructions.RequestAdmission(one.info.worker_id, request) for one in members]
 
     def declined(self, number: int, why: str, *, is_final: bool) -> list[Instruction]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import ray
 
+from chorusline.collectives.contract.endpoint import Endpoint
 from chorusline.collectives.stores.signed_store import new_secret
 
 from ..messages import messages
@@ -361,9 +362,11 @@ class Driver(StoreActor):
         """The function has returned on a rank, which waits for `Worker.release`."""
         self._report(run, events.RankFinished(rank, generation))
 
-    async def dry_run_ready(self, run: int, worker_id: str, token: ReadyToken) -> None:
+    async def dry_run_ready(
+        self, run: int, worker_id: str, token: ReadyToken, endpoint: Endpoint | None
+    ) -> None:
         """A worker that comes waits at its first step; `Worker.resume` will tell it to continue."""
-        self._report(run, events.DryRunReady(worker_id, token))
+        self._report(run, events.DryRunReady(worker_id, token, endpoint))
 
     async def declined(
         self, run: int, generation: int, number: int, why: str, is_final: bool

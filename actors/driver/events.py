@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from chorusline.collectives.contract.endpoint import Endpoint
+
 from ..messages.admission import ReadyToken
 from ..messages.messages import Failure, Frozen, PlaceInRun, RunRequest, Success, WorkerInfo
 from ..messages.whereabouts import Whereabouts
@@ -118,10 +120,11 @@ class RanksReady:
 
 @dataclass(frozen=True, slots=True)
 class DryRunReady:
-    """A worker that comes waits at its first step."""
+    """A worker that comes waits at its first step. endpoint: as in Frozen."""
 
     worker_id: str
     token: ReadyToken
+    endpoint: Endpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from chorusline.collectives.contract.endpoint import Endpoint
 from chorusline.collectives.contract.errors import CollectiveError, CollectiveTimeout, GroupAborted
 
 from ..messages import messages, whereabouts
@@ -161,8 +162,8 @@ class Membership:
                 # A rank that was slow to end, for example, ends after the others have formed the
                 # next one.
                 return self._rank_ended(run, ending, worker_id)
-            case events.DryRunReady(worker_id, token):
-                return self._arrivals.ready(worker_id, token, run.members, self._generation)
+            case events.DryRunReady():
+                return self._arrivals.ready(event, run.members, self._generation)
             case events.DryRunEnded(worker_id, _, is_final):
                 return self._dry_run_ended(run, worker_id, is_final=is_final)
             case events.Leaving():
@@ -550,8 +551,27 @@ class Membership:
             member.state = MemberState.RUNNING
         for member in plan.resting:
             member.state = MemberState.STUCK
-        beginnings = _beginnings(run, plan, self._generation, entered, without)
+        endpoints = self._endpoints(run, plan)
+        beginnings = _beginnings(run, plan, self._generation, entered, without, endpoints)
         return [*dismissed, *beginnings, *self._arrivals.formed(plan.members), *self._ask(run)]
+
+    def _endpoints(self, run: RunState, plan: Plan) -> tuple[Endpoint, ...]:
+        """Of the ranks of the next generation, by rank; empty if one has none, or they are not all
+        on one host, or there is no room for all of them in the memory of the first."""
+        frozen, comes = run.round.frozen, self._arrivals.by_id
+        found = [
+            frozen[before].endpoint
+            if before >= 0
+            else comes[member.info.worker_id].endpoint
+            if member.info.worker_id in comes
+            else None
+            for member, before in zip(plan.members, plan.former, strict=True)
+        ]
+        endpoints = tuple(endpoint for endpoint in found if endpoint is not None)
+        are_here = len({endpoint.host for endpoint in endpoints}) == 1
+        if len(endpoints) < len(found) or not are_here or endpoints[0].size < len(found):
+            return ()
+        return endpoints
 
     def _ask(self, run: RunState) -> list[Instruction]:
         """If workers wait, ask the ranks whether they could be admitted."""
@@ -709,7 +729,12 @@ def _gone(run: RunState, plan: Plan) -> tuple[Gone, ...]:
 
 
 def _beginnings(
-    run: RunState, plan: Plan, generation: int, entered: int, without: tuple[Gone, ...]
+    run: RunState,
+    plan: Plan,
+    generation: int,
+    entered: int,
+    without: tuple[Gone, ...],
+    endpoints: tuple[Endpoint, ...],
 ) -> Sequence[instructions.StartRank | instructions.ResumeRank]:
     """How the ranks of the next generation begin: those that were there continue, as do newcomers
     that have made a dry run; others start. without: as of `_gone`."""
@@ -731,6 +756,7 @@ def _beginnings(
             without,
             pids,
             run.num_lost,
+            endpoints,
         )
         # In place a worker that comes has made its dry run: its function runs, and is resumed.
         if before >= 0 or not plan.restarts:

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from chorusline.collectives.contract.endpoint import Endpoint
 from chorusline.collectives.contract.errors import CollectiveError
 from chorusline.collectives.diagnosis.debug import DebugLevel
 
@@ -233,6 +234,7 @@ class Frozen:
     admits: the function continues where it is when a worker comes after its dry run
     (driver/arrivals.py).
     ended: the ranks whose process has ended, as the kernel of this rank's machine says.
+    endpoint: where the others of its host can meet it in the next generation; None: it has none.
 
     `handed_over`, `can_save` and `admits` do not exclude each other: they say what the rank can do
     for ranks that leave, for a run that is given up, and for a worker that comes.
@@ -252,6 +254,7 @@ class Frozen:
     saved: str = ""
     admits: bool = False
     ended: tuple[int, ...] = ()
+    endpoint: Endpoint | None = None
 
     @property
     def is_parked(self) -> bool:
@@ -313,6 +316,7 @@ class Resumption:
     gone: ranks of the generation that has ended which are not in this one.
     pids: of the newcomers, in the order of their ranks.
     num_lost: workers that the run has lost by now, for a driver that takes it over.
+    endpoints: of the ranks, if they can meet there; else they meet in a store.
     """
 
     assignment: Assignment
@@ -325,6 +329,7 @@ class Resumption:
     gone: tuple[Gone, ...] = ()
     pids: tuple[int, ...] = ()
     num_lost: int = 0
+    endpoints: tuple[Endpoint, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.former) != self.assignment.world_size:

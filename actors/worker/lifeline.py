@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import ray
 
+from chorusline.collectives.contract.endpoint import Endpoint
 from chorusline.collectives.contract.errors import CollectiveError, GroupAborted, fresh_copy
 
 from ..errors import ends_a_generation
@@ -73,9 +74,11 @@ class Lifeline:
         seat: int = -1,
         status: RunStatus | None = None,
         worker_id: str = "",
+        prepare: Callable[[], Endpoint | None] = lambda: None,
     ) -> None:
         """seat: of this worker, if it is one with which the run began: it commits what is ordered
         for that seat.
+        prepare: makes what the group of the next generation may need, for a later `connect`.
         status: of this rank, which says how it went from generation to generation."""
         self.faults = Faults.of(request.fault_plan, seat, lambda: ray.kill(self._driver))
         self.survives_loss = request.survives_loss
@@ -87,6 +90,7 @@ class Lifeline:
         self._request = request
         self._driver = driver
         self._connect = connect
+        self._prepare = prepare
         self._worker_id = worker_id
         self._changed = threading.Condition()
         self._resumption: Resumption | None = None  # None: the driver has not decided
@@ -156,15 +160,15 @@ class Lifeline:
         Blocks the training thread. `connect` then meets the others in the next generation.
         Raises the error that the run was stopped with, if it does not continue.
         """
-        run = self._request.run
+        run, frozen = self._request.run, replace(frozen, endpoint=self._prepare())
         return self._resumed_after(lambda driver: driver.froze.remote(run, frozen))
 
     def dry_run_ready(self, token: ReadyToken) -> Resumption:
         """This worker waits at its first step. Returns when the other ranks admit it: how it
         continues in its first generation. Raises the error that ended the run or the dry run."""
-        run, worker_id = self._request.run, self._worker_id
+        run, worker_id, endpoint = self._request.run, self._worker_id, self._prepare()
         return self._resumed_after(
-            lambda driver: driver.dry_run_ready.remote(run, worker_id, token)
+            lambda driver: driver.dry_run_ready.remote(run, worker_id, token, endpoint)
         )
 
     def decline(self, number: int, why: str, *, is_final: bool) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from chorusline.collectives.contract.endpoint import Endpoint
 from chorusline.collectives.contract.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     import torch
 
     from chorusline.collectives.group import Group
+    from chorusline.collectives.transports.host import PreparedEndpoint
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (outcomes.py).
 
@@ -149,6 +151,8 @@ class Worker:
         self._group: Group | None = None
         """Of the last generation, also between runs; None before the first, and after `stop`."""
         self._group_store: ActorStore  # where its ranks have met
+        self._prepared: PreparedEndpoint | None = None
+        """Of the training thread, for the next group; None if it has prepared none."""
         self._last: tuple[int, ReportBuffer] = (-1, ReportBuffer(False))  # a run and its reports
         self._last_status = RunStatus()  # of the run in progress, or of the last one
         self._generation = -1
@@ -584,6 +588,7 @@ class Worker:
             self._info.seat if resumption is None and not replay_log else -1,
             run.status,
             self._info.worker_id,
+            lambda: self._prepare(run.assignment.world_size),
         )
         with self._lock:
             run.lifeline = lifeline
@@ -612,12 +617,30 @@ class Worker:
         assignment, group, resumption = lifeline.begin()
         return program(assignment, group, run.report_buffer, lifeline, run.status, resumption)
 
+    def _prepare(self, world_size: int) -> Endpoint | None:
+        """Where other ranks of this host can meet this one in the next generation; None if they
+        meet in a store. world_size: of the generation that is over."""
+        from chorusline.collectives.transports.host import PreparedEndpoint
+
+        self._drop_prepared()
+        if self._device.type != "cpu":
+            return None
+        with contextlib.suppress(OSError):  # No memory: `Group.create` says what is wrong.
+            # As many workers as there are may come. A page takes memory once it is used.
+            self._prepared = PreparedEndpoint(2 * world_size)
+        return self._prepared.endpoint if self._prepared is not None else None
+
+    def _drop_prepared(self) -> None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.close()
+
     def _meet(self, run: CurrentRun) -> Group:
         """The group of the run's generation."""
         from chorusline.collectives.group import Group
 
         with self._lock:
-            assignment, store = run.assignment, run.store
+            assignment, store, resumption = run.assignment, run.store, run.resumption
             group, self._group = self._group, None
             frozen = run.freezes.get(assignment.generation)
         # The order has overtaken this thread: a group made now would wait for ranks that do not
@@ -631,7 +654,18 @@ class Worker:
         if group is not None and group.generation != assignment.generation:
             group.close()
             group = None
-        if group is None:
+        endpoints = resumption.endpoints if resumption is not None else ()
+        if group is None and endpoints:
+            assert self._prepared is not None
+            group = Group._create_prepared(
+                self._prepared,
+                endpoints,
+                store,
+                assignment.rank,
+                generation=assignment.generation,
+                timeout_s=run.request.timeout_s,
+            )
+        elif group is None:
             group = Group.create(
                 store,
                 assignment.rank,
@@ -646,6 +680,7 @@ class Worker:
             raise fresh_copy(failure)
         else:  # It lives on, with the store that it has; the driver may be another one.
             store = self._group_store
+        self._drop_prepared()
         with self._lock:
             # Under the lock in which `abort` and `freeze` read them: either they find this group,
             # or their order is found below.
@@ -666,6 +701,7 @@ class Worker:
     def _conclude(
         self, run: CurrentRun, value: object, error: BaseException | None
     ) -> Success | Failure:
+        self._drop_prepared()
         rank = run.assignment.rank
         run.status.device_memory_bytes = device_memory_bytes(self._device)
         if error is None:

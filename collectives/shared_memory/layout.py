@@ -1,6 +1,6 @@
 """The layout of the memory that the ranks of one host share, and how it is made and opened.
 
-    header     magic, and the abort word
+    header     magic, the abort word, and a key that no other memory has
     ranks      one block each: tick, the rank it sleeps on, state, signatures (two), bell, where the
                tensor of its operation lies (two), and whether its process has ended
     channels   one per ordered pair of ranks, for messages: words of the sender, of the receiver
@@ -23,9 +23,9 @@ import torch
 
 from ..contract.call_site import SITE_BYTES
 
-MAGIC = 0x43484F5255534C31  # "CHORUSL1"
+_MAGIC = b"1LSUROHC"
 HEADER_WORDS = 8
-ABORT_WORD = 1
+ABORT_WORD, KEY_WORD = 1, 2
 BLOCK_WORDS = 56  # 448 bytes: words that different ranks write never share a cache line
 TICK, SLEEPS_ON, STATE, RESTS, SIGNATURE = (
     0,
@@ -83,7 +83,8 @@ def make_memory(size: int, slot_bytes: int) -> int:
     descriptor = -1
     try:
         descriptor = nameless_file("chorusline", nbytes)
-        os.pwrite(descriptor, MAGIC.to_bytes(8, "little"), 0)
+        os.pwrite(descriptor, _MAGIC, 0)
+        os.pwrite(descriptor, os.urandom(8), 8 * KEY_WORD)
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)
@@ -125,12 +126,19 @@ def _memfd_create(name: str, flags: int) -> int:
     return descriptor
 
 
-def open_memory(pid: int, descriptor: int) -> int:
-    """A new descriptor of the memory that process `pid` of this user made. Raises OSError."""
+def key_of(descriptor: int) -> int:
+    return int.from_bytes(os.pread(descriptor, 8, 8 * KEY_WORD), "little")
+
+
+def open_memory(pid: int, descriptor: int, key: int) -> int:
+    """A new descriptor of the memory that process `pid` of this user made. Raises OSError; ENOENT
+    if that process has closed it, and may have another file at the descriptor."""
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    if os.pread(opened, 8, 0) != MAGIC.to_bytes(8, "little"):
+    if os.pread(opened, 8, 0) != _MAGIC or key_of(opened) != key:
         os.close(opened)
-        raise OSError(errno.EINVAL, f"descriptor {descriptor} of process {pid} is no such memory")
+        raise FileNotFoundError(
+            errno.ENOENT, f"descriptor {descriptor} of process {pid} is not that memory"
+        )
     return opened
 
 

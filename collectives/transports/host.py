@@ -6,12 +6,15 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from ..contract.communicator import Communicator
+from ..contract.endpoint import Endpoint
 from ..contract.errors import PeerLost, StoreLost, StoreTimeout
 from ..shared_memory.algorithms import SLOT_BYTES, connect_shared_memory
-from ..shared_memory.layout import make_memory, open_memory
+from ..shared_memory.layout import key_of, make_memory, open_memory
 from ..stores.store import Store
 
 _LOOK_S = 0.05
@@ -32,6 +35,50 @@ def host_identity() -> str:
     return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}/{os.getuid()}"
 
 
+class PreparedEndpoint:
+    """Where the others of its host can meet this process, with memory for their group: until
+    `connect` or `close`. size: ranks that the memory has room for; 0: it makes none."""
+
+    def __init__(self, size: int) -> None:
+        """Raises OSError."""
+        self._descriptor = make_memory(size, SLOT_BYTES) if size else -1
+        key = key_of(self._descriptor) if size else 0
+        self.endpoint = Endpoint(host_identity(), os.getpid(), self._descriptor, key, size)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def connect(
+        self, endpoints: Sequence[Endpoint], store: Store, rank: int, generation: int
+    ) -> Communicator:
+        """Meet the ranks of these endpoints, in the memory of rank 0; what has made this one is
+        closed. store: a wait in it raises if the rendezvous is over, and its timeout is the
+        group's. Raises PeerLost if rank 0 is gone."""
+        if rank != 0:
+            self.close()
+            self._descriptor = _opened(endpoints[0], generation)
+        descriptor, self._descriptor = self._descriptor, -1
+        look_at = time.monotonic() + _LOOK_S
+
+        def look() -> None:
+            nonlocal look_at
+            if time.monotonic() < look_at:
+                return
+            # The ranks have all that they need of the store, so they can do without it.
+            with contextlib.suppress(StoreTimeout, StoreLost):
+                store.wait(["never"], 0)
+            look_at = time.monotonic() + _LOOK_S
+
+        pids = [endpoint.pid for endpoint in endpoints]
+        return connect_shared_memory(descriptor, pids, rank, generation, store.timeout_s, look)
+
+
+def are_on_one_host(endpoints: Sequence[Endpoint]) -> bool:
+    return len({endpoint.host for endpoint in endpoints}) == 1
+
+
 def connect(
     store: Store,
     rank: int,
@@ -44,57 +91,38 @@ def connect(
     between_hosts: whether ranks may be on different hosts. Raises ValueError on all ranks if they
     are and may not, StoreTimeout if a rank does not come, PeerLost if rank 0 fails.
     """
-    card: dict[str, str | int] = {"host": host_identity(), "pid": os.getpid()}
-    descriptor = -1
-    # One rank makes the memory; the others open it by its process and descriptor.
-    if rank == 0:
-        try:
-            descriptor = make_memory(size, SLOT_BYTES)
-        except OSError as error:
-            # The other ranks must not wait for this rank's memory.
-            store.set("card/0", json.dumps({**card, "failed": str(error)}))
-            raise
-        card["descriptor"] = descriptor
     try:
-        cards = [json.loads(c) for c in store.gather("card", rank, size, json.dumps(card))]
+        # One rank makes the memory; the others open it by its process and descriptor.
+        prepared = PreparedEndpoint(size if rank == 0 else 0)
+    except OSError as error:
+        # The other ranks must not wait for this rank's memory.
+        store.set(f"card/{rank}", json.dumps({"failed": str(error)}))
+        raise
+    try:
+        card = json.dumps(asdict(prepared.endpoint))
+        cards = [json.loads(c) for c in store.gather("card", rank, size, card)]
         if "failed" in cards[0]:
             raise PeerLost("rendezvous", generation, [0], cards[0]["failed"])
+        endpoints = [Endpoint(**one) for one in cards]
         # One rank elsewhere is enough: a communicator has one transport.
-        if len({c["host"] for c in cards}) == 1:
-            if rank != 0:
-                descriptor = _open_memory(cards[0]["pid"], cards[0]["descriptor"], generation)
-            pids = [c["pid"] for c in cards]
-            ours, descriptor = descriptor, -1
-
-            look_at = time.monotonic() + _LOOK_S
-
-            def look() -> None:
-                nonlocal look_at
-                if time.monotonic() < look_at:
-                    return
-                # A wait raises if the rendezvous is over. The ranks have all that they need of the
-                # store, so they can do without it.
-                with contextlib.suppress(StoreTimeout, StoreLost):
-                    store.wait(["never"], 0)
-                look_at = time.monotonic() + _LOOK_S
-
-            return connect_shared_memory(ours, pids, rank, generation, store.timeout_s, look)
+        if are_on_one_host(endpoints):
+            return prepared.connect(endpoints, store, rank, generation)
     finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+        prepared.close()
     if not between_hosts:
         raise ValueError(
             "backend 'shared-memory' connects ranks of one host, process namespace and user, but "
-            f"the ranks have {[c['host'] for c in cards]}, in rank order; choose backend='gloo', "
-            "or None"
+            f"the ranks have {[one.host for one in endpoints]}, in rank order; choose "
+            "backend='gloo', or None"
         )
     from .gloo import GlooCommunicator
 
     return GlooCommunicator(store, rank, size, generation)
 
 
-def _open_memory(pid: int, descriptor: int, generation: int) -> int:
+def _opened(root: Endpoint, generation: int) -> int:
     try:
-        return open_memory(pid, descriptor)
+        return open_memory(root.pid, root.descriptor, root.key)
     except (FileNotFoundError, ProcessLookupError) as error:
-        raise PeerLost("rendezvous", generation, [0], f"process {pid} ended") from error
+        left = f"process {root.pid} ended, or has left the rendezvous"
+        raise PeerLost("rendezvous", generation, [0], left) from error

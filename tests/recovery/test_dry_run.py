@@ -14,6 +14,7 @@ from chorusline.actors.messages.messages import Assignment, RunRequest
 from chorusline.actors.messages.run_status import RunStatus
 from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.collectives.contract.endpoint import Endpoint
 from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
 from chorusline.collectives.kept_results import KeepingCommunicator
@@ -90,7 +91,9 @@ class Waiting(Driver):
     def dry_run_ready(self) -> _Call:
         return _Call(self._dry_run_ready)
 
-    def _dry_run_ready(self, run: int, worker_id: str, token: ReadyToken) -> None:
+    def _dry_run_ready(
+        self, run: int, worker_id: str, token: ReadyToken, endpoint: Endpoint | None
+    ) -> None:
         self.token = token
         assert self.lifeline is not None
         self.lifeline.stop(GroupAborted(0, [], "enough"))

@@ -73,10 +73,10 @@ def test_a_rank_that_waits_in_the_memory_of_its_host_leaves_it_when_its_store_is
 def shows_its_group_late(generation: int, folder: Path, rank: int) -> Iterator[None]:
     """In the body, this rank has the group of `generation` and has not shown it to its control loop
     when that is told that the generation is over."""
-    create = cl.Group.create
+    create = cl.Group._create_prepared
 
-    def created(store: ActorStore, *args: Any, **kwargs: Any) -> cl.Group:
-        group = create(store, *args, **kwargs)
+    def created(one: Any, endpoints: Any, store: ActorStore, *args: Any, **kwargs: Any) -> cl.Group:
+        group = create(one, endpoints, store, *args, **kwargs)
         if kwargs["generation"] == generation:
             (folder / f"met-{rank}").touch()
             give_up_at = time.monotonic() + 30
@@ -85,11 +85,11 @@ def shows_its_group_late(generation: int, folder: Path, rank: int) -> Iterator[N
                 time.sleep(0.01)
         return group
 
-    cl.Group.create = created  # type: ignore[method-assign]
+    cl.Group._create_prepared = created  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        cl.Group.create = create  # type: ignore[method-assign]
+        cl.Group._create_prepared = create  # type: ignore[method-assign]
 
 
 def train(ctx: cl.Context, folder: Path) -> tuple[int, int, list[list[float]]]:

@@ -6,12 +6,15 @@ same samples: nothing may be lost, repeated, or reduced in another order.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -190,6 +193,27 @@ async def test_a_worker_killed_at_any_line_of_a_step_costs_no_step_and_no_sample
     assert_equal_and_whole(told)
     expected = reference(told, victim, num_ranks=3)
     assert all(map(torch.equal, told[0].parameters, expected))
+
+
+_MEMORY = "/memfd:chorusline (deleted)"
+
+
+def memories_after(ctx: cl.Context, victims: dict[int, Any]) -> tuple[str, list[str]]:
+    """After a training: where its group has met, and the memory of groups that is still open."""
+    train(ctx, victims=victims)
+    opened = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # The one by which they are listed.
+            opened.append(str(descriptor.readlink()))
+    return ctx.group._store.prefix, [name for name in opened if name.startswith(_MEMORY)]
+
+
+async def test_ranks_of_one_host_meet_again_without_a_store(session: cl.Session) -> None:
+    victims = {1: (1, "before it votes (3)"), 0: (3, "before it votes (3)")}
+    told = await session.run(memories_after, victims=victims)
+    [(place, memories)] = told
+    assert place.endswith("/0"), "an attempt to meet in the store has another number"
+    assert memories == [_MEMORY]
 
 
 async def test_flips_before_and_after_a_loss_leave_no_trace(session: cl.Session) -> None:

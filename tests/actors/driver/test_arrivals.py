@@ -25,6 +25,7 @@ from chorusline.actors.messages.messages import (
     Success,
     Waiting,
 )
+from chorusline.collectives.contract.endpoint import Endpoint
 from tests.references.driver_events import GONE, death, request, resumptions, worker
 
 HERE = ReadyToken("0/0/steps#0", "objects")
@@ -93,6 +94,20 @@ def test_workers_come_in_where_all_ranks_wait_for_them(seats: tuple[int, ...]) -
         assert resumption.former_ranks == (0, 1, *(-1 for _ in seats))
         assert not resumption.restarts and resumption.assignment.generation == 1
     assert all(state is MemberState.RUNNING for state in states(membership).values())
+
+
+@pytest.mark.parametrize("room", [3, 2])
+def test_who_comes_after_a_dry_run_is_met_where_the_others_meet(room: int) -> None:
+    here = [Endpoint("here", 100 + rank, 7, 1, room) for rank in range(3)]
+    membership, _ = with_newcomers(2)
+    membership.handle(events.DryRunReady(worker(2).worker_id, HERE, here[2]))
+    words = [froze(rank, 0, at_boundary=True).frozen for rank in range(2)]
+    told = [
+        membership.handle(events.RankFroze(replace(word, endpoint=here[word.rank])))
+        for word in words
+    ]
+    expected = tuple(here) if room >= 3 else ()
+    assert [one.endpoints for one in resumptions(told[-1]).values()] == [expected] * 3
 
 
 def test_ranks_that_were_interrupted_in_a_step_go_on_alone_and_the_dry_run_is_repeated() -> None:

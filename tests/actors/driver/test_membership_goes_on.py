@@ -54,6 +54,7 @@ from chorusline.actors.messages.messages import (
     WorkerInfo,
 )
 from chorusline.actors.ray_calls.calls import ENDED
+from chorusline.collectives.contract.endpoint import Endpoint
 from chorusline.collectives.contract.errors import CollectiveTimeout, GroupAborted
 from tests.references.driver_events import GONE, death, request, resumptions, worker
 
@@ -608,3 +609,23 @@ def test_a_worker_that_died_with_the_driver_is_lost() -> None:
     assert "rank 1" in str(freeze.error) and "a worker that was lost" in str(freeze.error)
     [resumed] = resumptions(membership.handle(froze(0))).values()
     assert [one.pid for one in resumed.gone] == [0]
+
+
+def at(rank: int, host: str = "here", size: int = 6) -> Endpoint:
+    return Endpoint(host, 100 + rank, 7, 1, size)
+
+
+@pytest.mark.parametrize(
+    ("of_the_last", "can_meet"),
+    [(at(2), True), (None, False), (at(2, host="there"), False)],
+    ids=["here", "it-has-none", "elsewhere"],
+)
+def test_ranks_of_one_host_are_told_where_they_meet(
+    of_the_last: Endpoint | None, can_meet: bool
+) -> None:
+    membership, _ = running(worker(0), worker(1), worker(2))
+    membership.handle(death(1))
+    membership.handle(froze(2, 5, endpoint=of_the_last))
+    resumed = resumptions(membership.handle(froze(0, 5, endpoint=at(0))))
+    expected = (at(0), at(2)) if can_meet else ()
+    assert [one.endpoints for one in resumed.values()] == [expected] * 2

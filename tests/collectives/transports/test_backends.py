@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from chorusline.collectives.contract.errors import CollectiveTimeout, PeerLost, UnsupportedOperation
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.messages import Script, ScriptedWork
+from chorusline.collectives.shared_memory.layout import key_of
 from chorusline.collectives.stores.store import HashStore
 from chorusline.collectives.transports.backends import register_backend
+from chorusline.collectives.transports.host import PreparedEndpoint
 from tests.contracts.group import HOST_CONTRACT, name_of
 from tests.contracts.handle import check_objects_between_two
 from tests.contracts.operations import check_barrier
@@ -238,3 +241,34 @@ def test_a_group_says_which_interface_it_uses(monkeypatch: pytest.MonkeyPatch, c
     assert told.startswith("lo (" if chosen else "the ")
     with Group.create(HashStore(), 0, 1) as group:
         assert group.describe().network == "none: the memory of this host"
+
+
+def test_ranks_that_know_each_others_endpoints_meet_without_a_store() -> None:
+    prepared = [PreparedEndpoint(4) for _ in range(3)]  # One more than they are.
+    endpoints = [one.endpoint for one in prepared]
+    store = HashStore()
+
+    def meet(rank: int) -> float:
+        limits = {"generation": 5, "timeout_s": 30.0}
+        with Group._create_prepared(prepared[rank], endpoints, store, rank, **limits) as group:
+            assert (group.rank, group.size, group.generation) == (rank, 3, 5)
+            ones = torch.ones(1000)
+            group.all_reduce(ones).wait_on_host()
+            return float(ones.sum())
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(meet, range(3))) == [3000.0] * 3
+    assert not store.num_keys()
+
+
+def test_memory_that_has_the_descriptor_of_another_is_not_entered() -> None:
+    first = PreparedEndpoint(2)
+    endpoint = first.endpoint
+    first.close()
+    later = PreparedEndpoint(2)
+    assert later.endpoint.descriptor == endpoint.descriptor
+    mine = PreparedEndpoint(2)
+    with pytest.raises(PeerLost, match="left the rendezvous"):
+        mine.connect([endpoint, mine.endpoint], HashStore(), 1, 5)
+    assert key_of(later.endpoint.descriptor) == later.endpoint.key
+    later.close()
