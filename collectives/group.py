@@ -127,7 +127,7 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_S = 60.0
 _OF_THE_RUNTIME = re.compile(
     "activity|all_reduce_and_read|announce_to|another_store|as_counted_here|broadcast_and_read|"
-    "connect_child|end_with|failure|has_misled|has_misled_here|keep_results|meet|is_dry_run|rest|"
+    "connect_child|end_with|failure|has_misled|keep_results|meet|is_dry_run|recorder|rest|"
     "seal|turn|unkept|waits_on_issue"
 )
 """What Tab does not show of a group, and the reference leaves out: users have no use for it."""
@@ -215,7 +215,7 @@ class Group:
         self.statistics = Statistics()
         self.ranks: tuple[int, ...] = tuple(range(self.size))
         self.parent: Self | None = None  # None: of a root group
-        self._recorder = FlightRecorder(self.rank, self.size, name, generation)
+        self.recorder = FlightRecorder(self.rank, self.size, name, generation)
         # At debug level DETAIL: the checked shapes, each with the frame of its operation.
         self._shapes: list[tuple[FrameType, tuple[int, ...]]] = []
         self._notes_shapes = communicator.compares
@@ -1270,7 +1270,7 @@ class Group:
             limit_s=max(left_s, 0.001),
         )
         recorder = RecorderOnBehalf(group.rank, group.size, group.name, group.generation)
-        group._recorder = recorder
+        group.recorder = recorder
         return group, recorder
 
     def _meeting_place(self, prefix: str, members: Sequence[int]) -> WatchedStore:
@@ -1434,7 +1434,7 @@ class Group:
     @property
     def flight_recorder(self) -> FlightRecording:
         """The last collectives of this rank and their current states; print it when a run hangs."""
-        return self._recorder.read(self.ranks)
+        return self.recorder.read(self.ranks)
 
     def flight_recorders(self) -> list[FlightRecording]:
         """The recordings of this group, its family and their object channels."""
@@ -1445,11 +1445,6 @@ class Group:
         return self._family.as_seen_from(self, error)
 
     @property
-    def has_misled_here(self) -> bool:
-        """The same as `has_misled`, for this group alone."""
-        return self._recorder.has_misled
-
-    @property
     def has_misled(self) -> bool:
         """Whether this program has continued after `Work.wait()` of an operation (of the last 512)
         that has not succeeded, in this group or one of its family. On a GPU `wait()` returns before
@@ -1458,7 +1453,7 @@ class Group:
 
     def activity(self, since: float, until: float) -> Activity:
         """How busy this group was, between two times of time.monotonic()."""
-        return self._recorder.activity(since, until)
+        return self.recorder.activity(since, until)
 
     @property
     def waits_on_issue(self) -> bool:
@@ -1494,7 +1489,7 @@ class Group:
         """This rank issues nothing more before the next `meet` or `turn`: peers whose collectives
         wait for it fail at once, with a CollectiveMismatch, instead of at their deadline."""
         # Not with an operation in flight: its peers may still get what they wait for.
-        if not self._closed and not self._recorder.has_pending:
+        if not self._closed and not self.recorder.has_pending:
             self._communicator.rest(self._next_sequence)
 
     def announce_to(self, announce: Announce | None) -> None:
@@ -1543,7 +1538,7 @@ class Group:
         operation = Operation(
             kind, sequence, self.generation, numel, dtype, detail, deadline_s, finish=finish
         )
-        self._recorder.record(operation, sys._getframe(2))
+        self.recorder.record(operation, sys._getframe(2))
         if self._notes_shapes:
             if self._announce is None:  # Otherwise ranks may take part that know no shapes.
                 frame = sys._getframe(1)
@@ -1565,7 +1560,7 @@ class Group:
         operation = Operation(
             kind, last, self.generation, numel, dtype, -1, deadline_s, peer=peer, tag=tag
         )
-        self._recorder.record(operation, sys._getframe(2))
+        self.recorder.record(operation, sys._getframe(2))
         self._shapes.clear()
         if profiler._is_profiler_enabled or self._with_nvtx:
             operation.span = RecordedSpan(operation, self._with_nvtx)

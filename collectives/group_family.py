@@ -22,7 +22,7 @@ from .contract.errors import (
     PeerLost,
     fresh_copy,
 )
-from .diagnosis.flight_recorder import FlightRecording
+from .diagnosis.flight_recorder import FlightRecorder, FlightRecording
 
 _LOOK_S = 0.05
 
@@ -37,9 +37,7 @@ class OpenGroup(Protocol):
     @property
     def ranks(self) -> tuple[int, ...]: ...
     @property
-    def flight_recorder(self) -> FlightRecording: ...
-    @property
-    def has_misled_here(self) -> bool: ...
+    def recorder(self) -> FlightRecorder: ...
 
     def failure(self) -> CollectiveError | None: ...
     def end_with(self, error: CollectiveError) -> None: ...
@@ -52,8 +50,7 @@ class ClosedGroup(NamedTuple):
     name: str
     generation: int
     ranks: tuple[int, ...]
-    flight_recorder: FlightRecording
-    has_misled_here: bool
+    recorder: FlightRecorder
 
 
 Known = OpenGroup | ClosedGroup
@@ -99,12 +96,12 @@ class Family:
 
     def recordings(self) -> list[FlightRecording]:
         """The recordings of all open groups, and of those that failed and were closed since."""
-        return [one.flight_recorder for one in self._known()]
+        return [one.recorder.read(one.ranks) for one in self._known()]
 
     @property
     def has_misled(self) -> bool:
-        """Whether `Group.has_misled` is true of one of its groups."""
-        return any(one.has_misled_here for one in self._known())
+        """Whether an operation of one of its groups was relied on, and has not succeeded."""
+        return any(one.recorder.has_misled for one in self._known())
 
     def as_seen_from(self, target: Known, error: CollectiveError) -> CollectiveError:
         """`error`, which one of the groups raised, with `target`'s numbers of the ranks."""

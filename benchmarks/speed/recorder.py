@@ -40,19 +40,19 @@ def measure(rank: int, num_ranks: int, store_path: str, rounds: int) -> dict[str
     set_debug_level(DebugLevel.OFF)
     tensor = torch.ones(1)
     parts, received = torch.ones(num_ranks), torch.empty(num_ranks)
-    recorder = group._recorder
+    recorder = group.recorder
     absent = _NoRecorder(rank, num_ranks, "default", 0)
 
     def with_recorder() -> None:
-        group._recorder = recorder
+        group.recorder = recorder
         group.all_reduce(tensor).wait()
 
     def without() -> None:
-        group._recorder = absent
+        group.recorder = absent
         group.all_reduce(tensor).wait()
 
     medians = alternate({"with": with_recorder, "without": without}, rounds=rounds, calls=100)
-    group._recorder = recorder
+    group.recorder = recorder
     levels = {
         "all_reduce": lambda: group.all_reduce(tensor).wait(),
         "all_reduce at DETAIL": lambda: compared.all_reduce(tensor).wait(),
