@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from ..stores.signed_store import Seal
-from .storages import SharedStorages
+from .storages import SharedStorages, from_buffer, mapped
 
 MapLocation = Any
 """As in torch.load: a device, a string, a dictionary, or a function of (storage, location)."""
+
+_FROM_BUFFER = (from_buffer.__module__, from_buffer.__name__)
 
 
 def dumps(value: Any, argument: str) -> bytes:
@@ -50,7 +52,7 @@ class _ObjectPickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Passes `map_location` to torch.load, which pickle would call without it."""
+    """Has the storages where torch.load would have them with `map_location`."""
 
     def __init__(self, payload: bytes, map_location: MapLocation) -> None:
         super().__init__(io.BytesIO(payload))
@@ -61,6 +63,8 @@ class _Unpickler(pickle.Unpickler):
             return lambda data: torch.load(
                 io.BytesIO(data), map_location=self._map_location, weights_only=False
             )
+        if self._map_location is not None and (module, name) == _FROM_BUFFER:
+            return lambda data: mapped(from_buffer(data), self._map_location)
         return super().find_class(module, name)
 
 

@@ -23,7 +23,7 @@ class SharedStorages:
     """The storages that one pickler has met, for its `reducer_override`.
 
     as_buffers: storages of the CPU become buffers of pickle protocol 5, which the pickler may keep
-        out of the pickle; else their bytes are in it, as torch writes them.
+        out of the pickle; else their bytes are in it.
     """
 
     def __init__(self, *, as_buffers: bool = False) -> None:
@@ -58,13 +58,26 @@ class _Storage:
 
     def reduced(self, as_buffer: bool) -> Reduced:
         storage = self._storage
-        if as_buffer and storage.device.type == "cpu":
+        if storage.device.type == "cpu":
             memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-            return _from_buffer, (pickle.PickleBuffer(memory.data),)
-        # As a typed one: torch cannot read an UntypedStorage that it has written by itself.
-        content = io.BytesIO()
-        torch.save(_typed(storage, torch.uint8), content, _use_new_zipfile_serialization=False)
-        return _load_from_bytes, (content.getvalue(),)
+            content = pickle.PickleBuffer(memory.data) if as_buffer else memory.tobytes()
+            return from_buffer, (content,)
+        return _load_from_bytes, (_saved(storage),)
+
+
+def _saved(storage: UntypedStorage) -> bytes:
+    """For torch.load."""
+    content = io.BytesIO()
+    # As a typed one: torch cannot read an UntypedStorage that it has written by itself.
+    torch.save(_typed(storage, torch.uint8), content, _use_new_zipfile_serialization=False)
+    return content.getvalue()
+
+
+def mapped(storage: UntypedStorage, map_location: Any) -> TypedStorage:
+    """A storage of the CPU where torch.load would have it."""
+    saved = io.BytesIO(_saved(storage))
+    moved: TypedStorage = torch.load(saved, map_location=map_location, weights_only=False)
+    return moved
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -106,7 +119,7 @@ def _untyped(storage: TypedStorage | UntypedStorage) -> UntypedStorage:
     return storage._untyped_storage if isinstance(storage, TypedStorage) else storage
 
 
-def _from_buffer(buffer: Any) -> UntypedStorage:
+def from_buffer(buffer: Any) -> UntypedStorage:
     """The storage on this memory itself, if it stood outside the pickle and may be written."""
     content = memoryview(buffer)
     if not content.nbytes:
