@@ -107,7 +107,7 @@ class LiveView:
         if lost := sum(len(event.lost) for event in self._happened):
             headline += f", {lost} worker{'s' * (lost > 1)} lost"
         html = run_as_html(headline, self._seen, self._history, self._happened, self._notes)
-        words = [headline, *map(_in_words, self._seen), *self._notes]
+        words = [headline, *map(str, self._seen), *self._notes]
         data = {"text/html": html, "text/plain": "\n".join(words)}
         if self._handle is None:
             self._handle = display(data, raw=True, display_id=True)
@@ -210,10 +210,6 @@ def _memory(answer: WorkerSnapshot) -> str:
     if answer.device_memory_bytes:
         text += f", {answer.device_memory_bytes / 2**20:.0f} MiB on the GPU"
     return text
-
-
-def _in_words(answer: WorkerSnapshot | str) -> str:
-    return answer if isinstance(answer, str) else str(answer)
 
 
 def _frame(headline: str, inside: str) -> str:

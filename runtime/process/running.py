@@ -64,6 +64,7 @@ class Running(Protocol):
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int
     node_rank: int
     device: torch.device
     group: Group

@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,13 @@ import torch.distributed.device_mesh
 from ray.util import get_node_ip_address
 
 from chorusline.collectives.contract.deadlines import Seconds, checked_seconds
-from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 from chorusline.collectives.stores.torch_store import TorchStore
 from chorusline.collectives.torch_backend.options import Options
 from chorusline.collectives.torch_backend.registration import NAME
 
 from .between_runs import World, between_runs
+from .running import Running
 
 _OF_ACCELERATE = "ACCELERATE_TORCH_DEVICE"
 _ON_CPU = "ACCELERATE_USE_CPU"
@@ -44,24 +44,9 @@ _OF_TORCHRUN = (None, "env://")
 """The init_method of a script that is started by torchrun."""
 
 
-class Seat(Protocol):
-    """The place of a rank: what `Running` has of it."""
-
-    @property
-    def group(self) -> Group: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def local_world_size(self) -> int: ...
-    @property
-    def node_rank(self) -> int: ...
-
-
-def initialise(
-    group: Group, timeout_s: Seconds | None, *, local_rank: int, local_world_size: int
-) -> None:
+def initialise(running: Running, timeout_s: Seconds | None) -> None:
     """`Context.init_torch_distributed`."""
-    ours = between_runs().world
+    group, ours = running.group, between_runs().world
     if ours is not None and (ours.group is not group or not dist.is_initialized()):
         end()  # Its generation has ended, or the program has destroyed the process group.
     # Called once more in the same run, by a library for example.
@@ -73,7 +58,7 @@ def initialise(
             f"{dist.get_backend()!r} and not for this run; call "
             "torch.distributed.destroy_process_group() first"
         )
-    variables = _variables(group, local_rank=local_rank, local_world_size=local_world_size)
+    variables = _variables(running)
     store = TorchStore(group.another_store())
     seconds = group.timeout_s if timeout_s is None else checked_seconds(timeout_s)
     try:
@@ -92,14 +77,15 @@ def initialise(
     between_runs().world = World(dist.group.WORLD, group, store, set_environment(variables))
 
 
-def _variables(group: Group, *, local_rank: int, local_world_size: int) -> dict[str, str | None]:
-    """What torchrun would set. Collective over `group`."""
+def _variables(running: Running) -> dict[str, str | None]:
+    """What torchrun would set. Collective over the group."""
+    group = running.group
     address, port = broadcast_object(group, _place() if group.rank == 0 else None)
     return {
         "RANK": str(group.rank),
         "WORLD_SIZE": str(group.size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "LOCAL_RANK": str(running.local_rank),
+        "LOCAL_WORLD_SIZE": str(running.local_world_size),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         **of_device(group.device, os.environ),
@@ -118,7 +104,7 @@ def of_device(device: torch.device, environment: Mapping[str, str]) -> dict[str,
 
 
 @contextlib.contextmanager
-def like_torchrun(seat: Seat, run_id: str, num_restarts: int) -> Iterator[None]:
+def like_torchrun(running: Running, run_id: str, num_restarts: int) -> Iterator[None]:
     """Inside a with-block the process looks as if torchrun had started it: its variables are set,
     and `init_process_group`, with any of torch's own backends, gives the ranks of the run, with the
     backend "chorusline". All ranks enter it together.
@@ -128,10 +114,8 @@ def like_torchrun(seat: Seat, run_id: str, num_restarts: int) -> Iterator[None]:
     """
     before = set_environment(
         {
-            **_variables(
-                seat.group, local_rank=seat.local_rank, local_world_size=seat.local_world_size
-            ),
-            "GROUP_RANK": str(seat.node_rank),
+            **_variables(running),
+            "GROUP_RANK": str(running.node_rank),
             # Lightning starts processes of its own where it does not find torchrun's name.
             "TORCHELASTIC_RUN_ID": run_id,
             "TORCHELASTIC_RESTART_COUNT": str(num_restarts),
@@ -139,7 +123,7 @@ def like_torchrun(seat: Seat, run_id: str, num_restarts: int) -> Iterator[None]:
     )
     original = dist.init_process_group
     for module in _ITS_MODULES:
-        setattr(module, _INITIALISE, _patched(original, seat))
+        setattr(module, _INITIALISE, _patched(original, running))
     try:
         yield
     finally:
@@ -149,7 +133,7 @@ def like_torchrun(seat: Seat, run_id: str, num_restarts: int) -> Iterator[None]:
         set_environment(before)
 
 
-def _patched(original: Callable[..., None], seat: Seat) -> Callable[..., None]:
+def _patched(original: Callable[..., None], running: Running) -> Callable[..., None]:
     """torch's `init_process_group`, but for the calls that torchrun's scripts make."""
 
     @functools.wraps(original)
@@ -168,19 +152,14 @@ def _patched(original: Callable[..., None], seat: Seat) -> Callable[..., None]:
         if not is_ours or dist.is_initialized():
             original(backend, init_method, timeout, world_size, rank, store, *others, **more)
             return
-        group = seat.group
+        group = running.group
         # A script that sets them itself has read them from torchrun's variables, or means others.
         if (rank, world_size) not in ((-1, -1), (group.rank, group.size)):
             raise ValueError(
                 f"init_process_group(rank={rank}, world_size={world_size}) on rank {group.rank} of "
                 f"{group.size}; leave both out, or take them from RANK and WORLD_SIZE"
             )
-        initialise(
-            group,
-            timeout.total_seconds() if timeout is not None else None,
-            local_rank=seat.local_rank,
-            local_world_size=seat.local_world_size,
-        )
+        initialise(running, timeout.total_seconds() if timeout is not None else None)
 
     return init_process_group
 

@@ -579,12 +579,7 @@ class Context:
 
         Raises RuntimeError if torch.distributed is initialised already, and not for this run.
         """
-        torch_distributed.initialise(
-            self.group,
-            timeout_s,
-            local_rank=self.local_rank,
-            local_world_size=self.local_world_size,
-        )
+        torch_distributed.initialise(self._call, timeout_s)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"'Context' object has no attribute {name!r}{instead_of(name)}")
