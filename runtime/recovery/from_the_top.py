@@ -40,9 +40,6 @@ class FromTheTop:
     """These phases on one rank, for one run."""
 
     def __init__(self, lifeline: Lifeline, state: RankState, objects: LiveObjects) -> None:
-        self.num_recoveries = 0
-        self.bytes_moved = 0
-        """Bytes that this rank has sent because ranges of sharded state changed their owner."""
         self._lifeline = lifeline
         self._state = state
         self._objects = objects
@@ -128,7 +125,7 @@ class FromTheTop:
         newest = [one for one in up_to_date(self._summaries) if one is not leader]
         status.taken = max(one.steps_taken for one in (leader, *newest))
         plain.continue_at(leader.place[0])
-        self.num_recoveries += 1
+        self._state.num_recoveries += 1
         return [one.data for one in (leader, *newest)]
 
     def restore(self, entry: Registered, group: Group) -> bool:
@@ -140,7 +137,7 @@ class FromTheTop:
         # Ranks come here in the order in which they register, which is the same on all.
         size = self._lifeline.replica_size
         sent_bytes = self._retained.restore(entry, self._summaries, group, size)
-        self.bytes_moved += sent_bytes or 0
+        self._state.bytes_moved += sent_bytes or 0
         return sent_bytes is not None
 
     def save_last(self, group: Group, config: CheckpointConfig) -> CollectiveError:

@@ -70,9 +70,6 @@ class InPlace:
     """These phases on one rank, for one run."""
 
     def __init__(self, lifeline: Lifeline, state: RankState, objects: LiveObjects) -> None:
-        self.num_recoveries = 0
-        self.bytes_moved = 0
-        """Bytes that this rank has sent because ranges of sharded state changed their owner."""
         self.held: dict[int, ShardState] = {}
         """By number of an optimizer, this rank's state, with parts from attempts that failed."""
         self.dealt_again = 0
@@ -126,7 +123,7 @@ class InPlace:
         # A rank may have sent the gradients of a step once more than another: all send as often.
         self._objects.launch_again([one.passes for one in reports])  # (g)
         self.held, self._entry = {}, None  # The rest is of optimizers that some ranks have dropped.
-        self.num_recoveries += 1
+        self._state.num_recoveries += 1
 
     def hand_over(self, resumption: Resumption) -> None:
         """Return when the staying ranks have all shards of the leaving ranks. No rank enters this
@@ -178,7 +175,7 @@ class InPlace:
             inventories = [report.held[number] for report in reports]
             shard = optimizers[number].shard
             self._lifeline.faults.reach(Instant.MOVE)
-            self.bytes_moved += shard.complete(self.held[number], inventories, group, leaving)
+            self._state.bytes_moved += shard.complete(self.held[number], inventories, group, leaving)
         return everywhere
 
     def _enter(self, entry: GenerationEntry) -> None:

@@ -119,6 +119,11 @@ class RankState:
         self.stage = Stage.FRESH
         self.entered = generation
         """The last generation that this rank has entered."""
+        self.num_recoveries = 0
+        """How often this rank has got into a next generation, in place or from the top."""
+        self.bytes_moved = 0
+        """Bytes that this rank has sent because ranges of sharded state changed their owner;
+        without the parameters, which are gathered then."""
         self._formed: list[tuple[int, ...]] = []
         """For each generation formed since: by rank in it, the rank in the generation before."""
         self._restart: Resumption | None = None  # None: the function need not run again

@@ -82,14 +82,11 @@ class Recovery:
 
     @property
     def num_recoveries(self) -> int:
-        """How often this rank has got into a next generation, in place or from the top."""
-        return self.in_place.num_recoveries + self.from_the_top.num_recoveries
+        return self._state.num_recoveries
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes that this rank has sent in the run's recoveries, in place and from the top, because
-        ranges of sharded state changed their owner; without the parameters of (f)."""
-        return self.in_place.bytes_moved + self.from_the_top.bytes_moved
+        return self._state.bytes_moved
 
     # -- objects that a function makes, and its steps ----------------------------------------------
 
