@@ -17,7 +17,7 @@ import torch
 from .contract.communicator import Communicator
 from .contract.deadlines import Seconds
 from .contract.endpoint import Endpoint
-from .contract.errors import SecretMismatch, StoreTimeout, name_ranks, named
+from .contract.errors import SecretMismatch, StoreTimeout, listed, name_ranks
 from .stores.signed_store import Seal, looks_signed, new_nonce
 from .stores.store import Data, PrefixStore, Store
 from .transports.backends import Backend
@@ -130,7 +130,7 @@ def meet(
             ]
             absent = [other for other in sorted(keys) if other not in tired] or tired
             _compare_backends(place, backend, rank, absent[:_MOST_COMPARED])
-            who = f"ranks [{named(absent)}]" if absent else "some ranks"
+            who = f"ranks [{listed(absent)}]" if absent else "some ranks"
             if len(absent) == 1:
                 who = name_ranks(absent)
             raise StoreTimeout(

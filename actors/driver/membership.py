@@ -646,7 +646,7 @@ class Membership:
             return []
         run.inquiry = Inquiry.ANSWERED
         late = run.cause.culprits if isinstance(run.cause, Failure) else ()
-        run.story = whereabouts.tell(answers, late)
+        run.story = whereabouts.describe(answers, late)
         return self._end_if_over(run)
 
     def _end_if_over(self, run: RunState) -> list[Instruction]:

@@ -13,7 +13,7 @@ from types import FrameType
 
 from chorusline.collectives.contract.call_site import is_users_file
 from chorusline.collectives.contract.operation import State
-from chorusline.collectives.diagnosis.flight_recorder import FlightRecording, tell_positions
+from chorusline.collectives.diagnosis.flight_recorder import FlightRecording, describe_positions
 
 GroupId = tuple[str, tuple[int, ...]]
 """The name, and the ranks as the session counts them: groups that one `split` has made may share a
@@ -34,7 +34,7 @@ class Whereabouts:
     is_over: bool
 
 
-def tell(of_ranks: Mapping[int, Whereabouts | str], late: Sequence[int]) -> str:
+def describe(of_ranks: Mapping[int, Whereabouts | str], late: Sequence[int]) -> str:
     """The text for a person: a sentence about all ranks, then the late ones, each with its stack.
 
     It is about the group whose collective failed first. If that is not the session's group, the
@@ -55,7 +55,7 @@ def tell(of_ranks: Mapping[int, Whereabouts | str], late: Sequence[int]) -> str:
         if reply.recordings and group is not None and rank in group[1]
     }
     if places:
-        sentence = tell_positions(places, [r for r in late if r in places])
+        sentence = describe_positions(places, [r for r in late if r in places])
         if group is not None and group != session:
             sentence = f"in group {group[0]!r}, of ranks {list(group[1])}: {sentence}"
         lines.append(sentence)

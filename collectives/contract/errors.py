@@ -63,7 +63,7 @@ def with_article(name: str | type) -> str:
     return f"{'an' if begins_with_vowel else 'a'} {name}"
 
 
-def named(items: Sequence[object], most: int = 16) -> str:
+def listed(items: Sequence[object], most: int = 16) -> str:
     """A list as a sentence has it: the first `most` of its items, and how many more there are."""
     more = len(items) - most
     return ", ".join(map(str, items[:most])) + (f" and {more:,} more" if more > 0 else "")
@@ -103,7 +103,7 @@ class StoreTimeout(ChoruslineError, RuntimeError):
     detail: str = ""
 
     def __str__(self) -> str:
-        text = f"{named(self.keys)} did not appear in the store within {self.waited_s:g} s"
+        text = f"{listed(self.keys)} did not appear in the store within {self.waited_s:g} s"
         return f"{text}; {self.detail}" if self.detail else text
 
 

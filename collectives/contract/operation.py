@@ -239,7 +239,7 @@ def describe(kind: int, sequence: int, numel: int, dtype: int) -> str:
     return f"{name} ({DTYPE_NAMES[dtype]})" if numel < 0 else f"{name} ({elements(numel, dtype)})"
 
 
-def named(operation: Operation) -> str:
+def described(operation: Operation) -> str:
     """The operation with its detail, `all_reduce #118 (1048576 float32) with SUM`."""
     return with_detail(str(operation), operation.kind, operation.detail)
 

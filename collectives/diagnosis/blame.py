@@ -43,7 +43,7 @@ def to_blame(
     return sorted(ends or late)
 
 
-def tell_waits(waits_for: Mapping[int, Collection[int]], late: Collection[int]) -> str:
+def describe_waits(waits_for: Mapping[int, Collection[int]], late: Collection[int]) -> str:
     """`; rank 2 waits for rank 0` for each rank of `late` that waits; empty if none does."""
     return "".join(
         f"; rank {rank} waits for {name_ranks(sorted(waits_for[rank]))}"
@@ -64,7 +64,7 @@ def usual_and_blamed(values: Sequence[Value]) -> tuple[Value, list[int]]:
     return usual, [r for r, what in enumerate(values) if not majority or what != usual]
 
 
-def tell_issued(values: Sequence[object]) -> str:
+def describe_issued(values: Sequence[object]) -> str:
     """For example `ranks [0, 2] issued all_reduce #3 (8 float32), rank 1 issued barrier #3`."""
     return ", ".join(
         f"{name_ranks([r for r, other in enumerate(values) if other == what])} issued {what}"

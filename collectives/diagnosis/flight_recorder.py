@@ -14,7 +14,7 @@ from types import FrameType
 
 from ..contract.call_site import line_of, users_frame
 from ..contract.errors import name_ranks
-from ..contract.operation import DTYPE_BYTES, Operation, State, named
+from ..contract.operation import DTYPE_BYTES, Operation, State, described
 
 CAPACITY = 512
 _ITEM_BYTES = list(DTYPE_BYTES.values())
@@ -176,7 +176,7 @@ def _recorded(operation: Operation, epoch: float) -> RecordedCollective:
     caller = operation.caller
     return RecordedCollective(
         sequence=operation.sequence,
-        description=named(operation),
+        description=described(operation),
         place=operation.place(),
         file=caller.co_filename if caller else "",
         line=line_of(caller, operation.caller_at) if caller else 0,
@@ -186,7 +186,7 @@ def _recorded(operation: Operation, epoch: float) -> RecordedCollective:
     )
 
 
-def tell_positions(places: Mapping[int, str], late: Sequence[int]) -> str:
+def describe_positions(places: Mapping[int, str], late: Sequence[int]) -> str:
     """`rank 2 is at all_gather #117, train.py:41, the others at all_reduce #118, train.py:57`.
 
     places: of all ranks, by rank, without `is at`. late: the ranks to name first.

@@ -12,7 +12,7 @@ import os
 import torch
 from torch.autograd import profiler
 
-from ..contract.operation import Operation, named
+from ..contract.operation import Operation, described
 
 _SET_BY_TOOLS = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 
@@ -27,7 +27,7 @@ class RecordedSpan:
     has the number and the size."""
 
     def __init__(self, operation: Operation, with_nvtx: bool) -> None:
-        full_name = f"chorusline::{named(operation)}"
+        full_name = f"chorusline::{described(operation)}"
         self._nvtx = torch.cuda.nvtx.range_start(full_name) if with_nvtx else None
         self._recorded = None
         if profiler._is_profiler_enabled:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..contract.errors import CollectiveMismatch
 from ..contract.operation import Operation, describe, elements, with_detail
-from .blame import tell_issued, usual_and_blamed
+from .blame import describe_issued, usual_and_blamed
 
 
 class Signature(NamedTuple):
@@ -39,7 +39,7 @@ def mismatch(generation: int, signatures: Sequence[Signature]) -> CollectiveMism
     if not blamed:
         return None
     operation = describe(usual.kind, usual.sequence, usual.numel, usual.dtype)
-    return CollectiveMismatch(operation, generation, blamed, tell_issued(signatures))
+    return CollectiveMismatch(operation, generation, blamed, describe_issued(signatures))
 
 
 def pair_mismatch(

@@ -37,7 +37,7 @@ from ..contract.errors import (
 )
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import Kind, Operation
-from ..diagnosis.blame import tell_issued, usual_and_blamed
+from ..diagnosis.blame import describe_issued, usual_and_blamed
 from ..diagnosis.flight_recorder import FlightRecorder
 from ..stores.signed_store import Seal
 from .blocking import BytesGroup, all_gather_row, broadcast_bytes
@@ -215,7 +215,7 @@ class ObjectChannel:
     def _compare(self, operation: Operation, headers: list[tuple[int, ...]]) -> None:
         _, blamed = usual_and_blamed(headers)
         if blamed:
-            detail = tell_issued([_named(what) for what in headers])
+            detail = describe_issued([_named(what) for what in headers])
             raise CollectiveMismatch(str(operation), operation.generation, blamed, detail)
 
     def _unreadable(

@@ -25,7 +25,7 @@ from ..contract.errors import CollectiveError, CollectiveTimeout, PeerLost
 from ..contract.modes import outside_modes
 from ..contract.operation import ANY_RANK, Operation
 from ..contract.work import Work
-from ..diagnosis.blame import tell_waits, to_blame
+from ..diagnosis.blame import describe_waits, to_blame
 from ..diagnosis.signature import message_mismatch
 from .ring import HEADER, UNIT, Channel
 from .segment import SharedSegment
@@ -323,8 +323,8 @@ class Messages(DrivenQueue):
                     waits_for = self.segment.waits.of_all(o.timeout_s)
                     blamed = to_blame(peers, waits_for, [self.segment.rank])
                     shown = sorted(peers.union(blamed))
-                    where = "; ".join(self.segment.whereabouts(rank) for rank in shown)
-                    where += tell_waits(waits_for, waits_for.keys() - {self.segment.rank})
+                    where = "; ".join(self.segment.position_of(rank) for rank in shown)
+                    where += describe_waits(waits_for, waits_for.keys() - {self.segment.rank})
                     error = CollectiveTimeout(str(o), o.generation, blamed, o.timeout_s, where)
                 else:
                     continue

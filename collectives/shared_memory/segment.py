@@ -42,8 +42,8 @@ from ..contract.errors import (
     waits_for_resting,
 )
 from ..contract.operation import Kind, Operation
-from ..diagnosis.blame import tell_waits, to_blame
-from ..diagnosis.flight_recorder import tell_positions
+from ..diagnosis.blame import describe_waits, to_blame
+from ..diagnosis.flight_recorder import describe_positions
 from ..diagnosis.late_warning import Lateness
 from ..diagnosis.signature import Signature, mismatch
 from . import robust_list
@@ -284,7 +284,7 @@ class SharedSegment:
                 # hangs.
                 if self._lateness.is_due(operation):
                     assert isinstance(operation, Operation)
-                    self._lateness.tell(operation, late, self._whereabouts(late))
+                    self._lateness.tell(operation, late, self._positions(late))
                 if self.on_wait is not None and isinstance(operation, Operation):
                     has_told = True
                     self.on_wait(late, operation.issued_at)
@@ -342,7 +342,7 @@ class SharedSegment:
                     self.generation,
                     to_blame(late, waits_for, here),
                     timeout_s,
-                    self._whereabouts(late) + tell_waits(waits_for, late),
+                    self._positions(late) + describe_waits(waits_for, late),
                 )
             )
         return late
@@ -449,13 +449,13 @@ class SharedSegment:
         sequence, what, numel = self._words[at], self._words[at + 1], self._words[at + 2]
         return Signature(sequence, what & 0xFF, (what >> 8 & 0xFF) - 1, (what >> 16) - 1, numel - 1)
 
-    def whereabouts(self, rank: int) -> str:
+    def position_of(self, rank: int) -> str:
         """The last operation of a late rank, in words."""
         return f"rank {rank} is at {self._place(rank)}"
 
-    def _whereabouts(self, late: list[int]) -> str:
+    def _positions(self, late: list[int]) -> str:
         """The last operation of every rank, in words; late ranks come first."""
-        return tell_positions({rank: self._place(rank) for rank in range(self.size)}, late)
+        return describe_positions({rank: self._place(rank) for rank in range(self.size)}, late)
 
     def _place(self, rank: int) -> str:
         last = max(self._signature(rank, parity) for parity in range(2))

@@ -25,9 +25,9 @@ from ..contract.errors import (
     StoreTimeout,
     name_ranks,
 )
-from ..contract.operation import Kind, OnBehalf, Operation, named
+from ..contract.operation import Kind, OnBehalf, Operation, described
 from ..contract.wrapping import WrappingCommunicator
-from ..diagnosis.blame import tell_issued, usual_and_blamed
+from ..diagnosis.blame import describe_issued, usual_and_blamed
 from ..diagnosis.signature import pair_mismatch
 from ..stores.store import PrefixStore, Store
 from .host import connect
@@ -91,7 +91,7 @@ class ComparingCommunicator(WrappingCommunicator):
         """
         shapes = [list(shape) for shape in operation.shapes] if has_same_shapes else None
         mine = OperationDescription(
-            named(operation),
+            described(operation),
             shapes,
             self.device.type,
             self._name,
@@ -177,7 +177,7 @@ def mismatch(
     if not blamed:
         return None
     name = re.split(" (?:with|from|to|in) ", usual[0])[0]
-    detail = tell_issued([str(description) for description in descriptions])
+    detail = describe_issued([str(description) for description in descriptions])
     return CollectiveMismatch(name, operation.generation, blamed, detail)
 
 

@@ -34,7 +34,7 @@ from ..contract.errors import (
     waits_for_resting,
 )
 from ..contract.operation import ANY_RANK, Operation
-from ..diagnosis.blame import tell_waits, to_blame
+from ..diagnosis.blame import describe_waits, to_blame
 from ..stores.store import Store
 
 LOOK_S = 0.5  # between two reads of the store, while an operation is in flight
@@ -215,9 +215,9 @@ class RollCall:
             if here and whereabouts:
                 others = f"the others are at {head.place()}, as rank {self.rank} sees it"
                 whereabouts.append(others)
-        story = ("; ".join(whereabouts) + tell_waits(waits_for, waits_for)).removeprefix("; ") or (
-            "all ranks are in it, so the transfer itself is stuck or slower than the deadline"
-        )
+        story = ("; ".join(whereabouts) + describe_waits(waits_for, waits_for)).removeprefix(
+            "; "
+        ) or ("all ranks are in it, so the transfer itself is stuck or slower than the deadline")
         return CollectiveTimeout(
             str(operation), self.generation, missing, operation.timeout_s, story
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from chorusline.collectives.contract.errors import named, with_article
+from chorusline.collectives.contract.errors import listed, with_article
 
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
 from ..session.showing.progress import Progress
@@ -72,7 +72,7 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
         for one, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
-    has = f"; it has {named(theirs, 8)}" if theirs else "; it defines none"
+    has = f"; it has {listed(theirs, 8)}" if theirs else "; it defines none"
     what = "no function" if found is None else f"{with_article(type(found))}, not a function,"
     has = did_you_mean(name, theirs) or has
     raise WrongUsage(f"{module.__file__} has {what} named {name!r}{has}")

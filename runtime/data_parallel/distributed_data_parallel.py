@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from chorusline.actors.errors import ends_a_generation
 from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.call_site import users_level
-from chorusline.collectives.contract.errors import CollectiveMismatch, name_ranks, named
+from chorusline.collectives.contract.errors import CollectiveMismatch, listed, name_ranks
 from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from chorusline.collectives.diagnosis.debug import DebugLevel, get_debug_level
 from chorusline.collectives.group import Group
@@ -1031,7 +1031,7 @@ class ModelEngine:
         names = [name for name, p in self.module.named_parameters() if id(p) in unfrozen]
         return (
             "parameters that were frozen when the module was wrapped are trainable now "
-            f"({named(names, 3)}), but the model's "
+            f"({listed(names, 3)}), but the model's "
             "ZeroRedundancyOptimizer does not have them. Call optimizer.add_param_group("
             "{'params': [...]}) on all ranks when you unfreeze them, or make the optimizer with "
             "all parameters, ZeroRedundancyOptimizer(model.parameters(), ...): those that are "
@@ -1059,7 +1059,7 @@ class ModelEngine:
         if not grown:
             return
         self._num_registrations = -1  # Until they are reduced, each forward pass refuses them.
-        names = named(list(grown), 3)
+        names = listed(list(grown), 3)
         living = {id(p) for p in self.module.parameters()}
         if any(id(p) not in living for p in self.reducer.parameters):
             raise RuntimeError(

@@ -175,7 +175,9 @@ class InPlace:
             inventories = [report.held[number] for report in reports]
             shard = optimizers[number].shard
             self._lifeline.faults.reach(Instant.MOVE)
-            self._state.bytes_moved += shard.complete(self.held[number], inventories, group, leaving)
+            self._state.bytes_moved += shard.complete(
+                self.held[number], inventories, group, leaving
+            )
         return everywhere
 
     def _enter(self, entry: GenerationEntry) -> None:

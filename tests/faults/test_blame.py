@@ -11,8 +11,8 @@ import torch
 
 from chorusline.collectives.contract.errors import CollectiveError, CollectiveTimeout
 from chorusline.collectives.diagnosis.blame import (
-    tell_issued,
-    tell_waits,
+    describe_issued,
+    describe_waits,
     to_blame,
     usual_and_blamed,
 )
@@ -44,9 +44,10 @@ def test_the_ends_of_the_chains_are_to_blame(
 def test_waits_are_told_of_those_who_are_late_only() -> None:
     waits_for = {2: [1], 1: [0], 3: [4, 0]}
     assert (
-        tell_waits(waits_for, [3, 2]) == "; rank 2 waits for rank 1; rank 3 waits for ranks [0, 4]"
+        describe_waits(waits_for, [3, 2])
+        == "; rank 2 waits for rank 1; rank 3 waits for ranks [0, 4]"
     )
-    assert tell_waits(waits_for, [0]) == ""
+    assert describe_waits(waits_for, [0]) == ""
 
 
 def _send_to_0(group: Group) -> None:
@@ -171,4 +172,4 @@ def test_a_majority_of_the_ranks_is_right(said, usual, blamed) -> None:
 
 
 def test_what_was_issued_is_told_once_with_its_ranks() -> None:
-    assert tell_issued(["a", "b", "a"]) == "ranks [0, 2] issued a, rank 1 issued b"
+    assert describe_issued(["a", "b", "a"]) == "ranks [0, 2] issued a, rank 1 issued b"

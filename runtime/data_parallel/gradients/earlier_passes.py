@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from chorusline.collectives.contract.errors import name_ranks, named
+from chorusline.collectives.contract.errors import listed, name_ranks
 
 from ...process.agreement import Agreement, Note
 from .gradient_bucket import Gradients
@@ -190,7 +190,7 @@ def _are_zero(gradients: Collection[torch.Tensor]) -> bool:
 
 
 def _named(numbers: Sequence[int], names: Sequence[str]) -> str:
-    return named([names[number] for number in numbers], 3)
+    return listed([names[number] for number in numbers], 3)
 
 
 def check_passes(agreement: Agreement, num_ranks: int, names: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives.contract.errors import named
+from chorusline.collectives.contract.errors import listed
 from chorusline.collectives.contract.work import Work
 from chorusline.collectives.group import Group
 
@@ -292,7 +292,7 @@ class Gradients:
         for bucket in self.buckets:
             # torch counts writes for a tensor and all its views, so that one number tells of all.
             if bucket.is_written():
-                return "one of " + named([self.names[n] for n in bucket.views], 3)
+                return "one of " + listed([self.names[n] for n in bucket.views], 3)
             for number, view in bucket.views.items():
                 gradient = self.parameters[number].grad
                 # A tensor of the program's; a view of the bucket's memory has the same values.

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chorusline.collectives.contract.errors import CollectiveMismatch, named
+from chorusline.collectives.contract.errors import CollectiveMismatch, listed
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
@@ -291,7 +291,7 @@ class DigestChecks:
             if count >= _SUSPECT_FROM
             else f"If rank {rank} says this again, check the memory and processor of its machine"
         )
-        of_names = f" of {named(names, 5)}" if names else ""
+        of_names = f" of {listed(names, 5)}" if names else ""
         text = (
             f"silent data corruption on rank {rank}: its {what}{of_names} changed before step "
             f"{step + 1}, although no program wrote there. The right values were {repair}. "

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from chorusline.collectives.contract.errors import named
+from chorusline.collectives.contract.errors import listed
 
 from ...process.option_numbers import copied_options
 
@@ -95,7 +95,7 @@ def _by_our_groups(
         ),
     ):
         if differing:
-            raise ValueError(f"loaded state dict {what} {named(differing, 5)}")
+            raise ValueError(f"loaded state dict {what} {listed(differing, 5)}")
     regrouped = []
     for group in ours:
         options = options_of[group[0]] if group else {}

@@ -17,7 +17,7 @@ from chorusline.actors.driver.events import RankEnded, RanksAnswered, RunStarted
 from chorusline.actors.driver.instructions import AbortRank, AskRanks, EndRun, StartGrace
 from chorusline.actors.driver.membership import Membership
 from chorusline.actors.messages.messages import Failure, RunFailed, WorkerInfo
-from chorusline.actors.messages.whereabouts import Whereabouts, tell
+from chorusline.actors.messages.whereabouts import Whereabouts, describe
 from chorusline.collectives.contract.errors import CollectiveMismatch, CollectiveTimeout
 from chorusline.collectives.contract.operation import State
 from chorusline.collectives.diagnosis.debug import DebugLevel, get_debug_level, set_debug_level
@@ -59,7 +59,7 @@ STACK = '  File "train.py", line 44, in load\n    time.sleep(9)\n'
 
 def test_the_sentence_names_the_rank_that_is_behind_and_its_stack() -> None:
     late = Whereabouts((recording((GATHER, STARTED, 99)),), STACK, False)
-    assert tell({0: WAITING, 1: WAITING, 2: late}, [2]) == (
+    assert describe({0: WAITING, 1: WAITING, 2: late}, [2]) == (
         f"rank 2 is at {GATHER}, the others at {REDUCE}\n"
         f"rank 2 is in {GATHER}; its Python stack:\n" + STACK.rstrip()
     )
@@ -67,7 +67,7 @@ def test_the_sentence_names_the_rank_that_is_behind_and_its_stack() -> None:
 
 def test_what_a_rank_issued_after_the_end_does_not_hide_where_it_was() -> None:
     late = Whereabouts((recording((GATHER, DONE, 99), (REDUCE, FAILED, 130.5)),), "", True)
-    assert tell({0: WAITING, 1: WAITING, 2: late}, [2]) == (
+    assert describe({0: WAITING, 1: WAITING, 2: late}, [2]) == (
         f"rank 2 is at {GATHER}, the others at {REDUCE}\n"
         f"rank 2 has finished {GATHER}, and issued nothing since; its function is over"
     )
@@ -75,7 +75,7 @@ def test_what_a_rank_issued_after_the_end_does_not_hide_where_it_was() -> None:
 
 def test_a_rank_that_says_nothing_is_told_with_the_others() -> None:
     new = Whereabouts((), STACK, False)
-    told = tell({0: WAITING, 1: "did not answer within 2 s", 2: new}, [1, 2])
+    told = describe({0: WAITING, 1: "did not answer within 2 s", 2: new}, [1, 2])
     assert told.splitlines()[:3] == [
         f"rank 0 is at {REDUCE}",
         "rank 1 did not answer within 2 s; its process may be stopped, or stuck in a loop",
@@ -92,7 +92,7 @@ def test_the_story_is_of_the_group_that_failed_first_and_of_its_ranks() -> None:
     idle, busy = recording((GATHER, DONE, 99)), recording((GATHER, STARTED, 99))
     waits = said((REDUCE, FAILED, 100), above=idle)
     outside = Whereabouts((busy,), "", False)
-    assert tell({0: waits, 1: outside, 2: said(above=busy)}, [2]) == (
+    assert describe({0: waits, 1: outside, 2: said(above=busy)}, [2]) == (
         f"in group 'pair', of ranks [2, 0]: rank 2 is at nothing yet, the other at {REDUCE}\n"
         f"rank 2 has issued nothing in group 'pair'; in group 'default' it is in {GATHER}"
     )

@@ -16,7 +16,7 @@ from chorusline.collectives.contract.errors import (
     CollectiveTimeout,
 )
 from chorusline.collectives.contract.operation import ReduceOp, State
-from chorusline.collectives.diagnosis.flight_recorder import CAPACITY, tell_positions
+from chorusline.collectives.diagnosis.flight_recorder import CAPACITY, describe_positions
 from chorusline.collectives.group import Group
 from chorusline.collectives.transports.liveness import StorePosition, culprits
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, error_of, run_ranks, transports
@@ -121,15 +121,17 @@ def test_the_recorder_knows_what_is_in_flight_and_what_failed(
 
 def test_positions_are_told_with_the_late_ranks_first() -> None:
     here, there = "all_reduce #118, train.py:57", "all_gather #117, train.py:41"
-    assert tell_positions({0: here, 1: here, 2: there, 3: here}, [2]) == (
+    assert describe_positions({0: here, 1: here, 2: there, 3: here}, [2]) == (
         f"rank 2 is at {there}, the others at {here}"
     )
-    assert tell_positions({0: here, 1: there}, [1]) == f"rank 1 is at {there}, the other at {here}"
-    assert tell_positions({0: here, 1: "nothing yet", 2: there, 3: here}, [1, 2]) == (
+    assert (
+        describe_positions({0: here, 1: there}, [1]) == f"rank 1 is at {there}, the other at {here}"
+    )
+    assert describe_positions({0: here, 1: "nothing yet", 2: there, 3: here}, [1, 2]) == (
         f"rank 1 is at nothing yet, rank 2 at {there}, the others at {here}"
     )
-    assert tell_positions({0: here, 1: here}, [0, 1]) == f"all ranks are at {here}"
-    assert tell_positions({0: here, 1: here, 2: there, 3: there}, [2, 3]) == (
+    assert describe_positions({0: here, 1: here}, [0, 1]) == f"all ranks are at {here}"
+    assert describe_positions({0: here, 1: here, 2: there, 3: there}, [2, 3]) == (
         f"ranks [2, 3] are at {there}, the others at {here}"
     )
 
