@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import secrets
 import sys
 import threading
@@ -264,10 +265,15 @@ class Checkpoints:
                 f"{sharded[0]!r} is a model of fully_shard, whose shards a checkpoint cannot hold; "
                 "save it with torch.distributed.checkpoint"
             )
-        # The host's copy is one: its bytes must be on disk before others take their place.
-        self._finish_last()  # (1)
         storage = self._storage if path is None else open_storage(path)
         assert storage is not None
+        if path is not None and self._storage is not None and _are_one(storage, self._storage):
+            raise ValueError(
+                f"{storage.path} is the session's storage path, in which each checkpoint has a "
+                "folder of its own; call ctx.save(), or name another path"
+            )
+        # The host's copy is one: its bytes must be on disk before others take their place.
+        self._finish_last()  # (1)
         folder = catalog.folder_name(step, self._run, self._count) if path is None else ""
         unread = None if path is None else _check_free(storage)
         waited_s = time.monotonic() - began_at
@@ -475,6 +481,10 @@ class Checkpoints:
         # If the function runs again from the top, this save is due again.
         if last is not None and not (last.is_ready and last.is_whole_at_the_end()):
             self.last_step = -1
+
+
+def _are_one(storage: Storage, other: Storage) -> bool:
+    return os.path.realpath(storage.path) == os.path.realpath(other.path)
 
 
 def _check_free(storage: Storage) -> Exception | None:

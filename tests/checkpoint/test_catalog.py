@@ -12,7 +12,7 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.checkpoint.checkpoints import Checkpoints
-from chorusline.runtime.checkpoint.format.catalog import newest_whole
+from chorusline.runtime.checkpoint.format.catalog import candidates, newest_whole
 from chorusline.runtime.checkpoint.format.manifest import write_manifest
 from chorusline.runtime.checkpoint.format.shard_file import write_part
 from chorusline.runtime.checkpoint.format.storage import open_storage
@@ -188,3 +188,42 @@ def test_a_run_goes_back_to_what_it_has_saved_itself_or_to_what_it_began_from(
     # Whoever has written there meanwhile.
     last = _saved(alone, never, another, 7)
     assert _way_back(alone, config, mine) == str(last if resume == "auto" else own)
+
+
+def test_a_checkpoint_at_the_place_itself_hides_no_newer_one(alone, tmp_path):
+    def save_there(step: int, config: cl.CheckpointConfig | None, path: Path | None) -> str:
+        registry = Registry()
+        registry.add("model", torch.nn.Linear(3, 3))
+        with Checkpoints(alone, registry, config) as checkpoints:
+            return checkpoints.save(path, step, [0]).path
+
+    def newest() -> tuple[int, list[str]]:
+        reader = newest_whole(open_storage(tmp_path))
+        return reader.manifest.step, candidates(reader.storage)
+
+    root = save_there(5, None, tmp_path)
+    assert (root, newest()) == (str(tmp_path), (5, [""]))
+    config = cl.CheckpointConfig(tmp_path)
+    first, second = (Path(save_there(step, config, None)).name for step in (6, 4))
+    assert newest() == (4, [second, first, ""])
+    # One that is torn is tried first, and so named.
+    manifest = tmp_path / "chorusline.json"
+    manifest.write_text("torn")
+    assert newest() == (4, ["", second, first])
+    manifest.unlink()
+    (tmp_path / ".metadata").unlink()
+    save_there(3, None, tmp_path)
+    assert newest() == (3, ["", second, first])
+
+
+def test_a_run_does_not_save_at_its_storage_path_itself(alone, tmp_path):
+    registry = Registry()
+    registry.add("model", torch.nn.Linear(3, 3))
+    place, link = tmp_path / "place", tmp_path / "link"
+    link.symlink_to(place)
+    with Checkpoints(alone, registry, cl.CheckpointConfig(place)) as checkpoints:
+        for path in (place, f"{place}/", place / ".." / "place", link):
+            with pytest.raises(ValueError, match=r"is the session's storage path.*ctx\.save\(\)"):
+                checkpoints.save(path, 1, [0])
+        checkpoints.save(place / "named", 1, [0]).wait()
+    assert newest_whole(open_storage(place / "named")).manifest.step == 1

@@ -37,6 +37,7 @@ class Listing:
     """The folders of a place.
 
     written: with a manifest, the newest first.
+    times: when each of `written` was written.
     damaged: those of `written` that lack a file, or have one that is too short or too long.
     broken: with a manifest that is damaged, or that no save has written.
     unread: those whose files or manifest could not be read now, for an error of the storage.
@@ -46,6 +47,7 @@ class Listing:
     """
 
     written: list[str]
+    times: list[float]
     damaged: set[str]
     broken: list[str]
     unread: list[str]
@@ -81,8 +83,9 @@ def listing(storage: Storage) -> Listing:
         # The manifest is whole, and a file of it is gone, or has another size.
         if METADATA not in files or not manifest.files.items() <= files.items():
             damaged.add(name)
-    names = [name for _, name in sorted(written, reverse=True)]
-    return Listing(names, damaged, broken, unread, unlisted, torn)
+    written.sort(reverse=True)
+    names, times = [name for _, name in written], [time for time, _ in written]
+    return Listing(names, times, damaged, broken, unread, unlisted, torn)
 
 
 def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection[str] = ()) -> bool:
@@ -147,15 +150,29 @@ def why_unlisted(storage: Storage, folder: str) -> str:
 
 
 def candidates(storage: Storage, run: str = "") -> list[str]:
-    """Folders to resume from, the newest first; [""] if the place is itself a checkpoint.
+    """Folders to resume from, the newest first, among them "" if the place is itself a checkpoint.
 
     run: only those of this run, by the eight hex digits of `folder_name`; empty: of any."""
-    if not run and MANIFEST in storage.children():
-        return [""]
     listed = listing(storage)
     # Broken ones come first, so that a caller tries them, and can warn of them.
     found = [*sorted(listed.broken + listed.unread, reverse=True), *listed.written]
-    return [name for name in found if _is_of(run, name)]
+    if run:
+        return [name for name in found if _is_of(run, name)]
+    if MANIFEST in storage.children():
+        found.insert(_num_newer(storage, listed), "")
+    return found
+
+
+def _num_newer(storage: Storage, listed: Listing) -> int:
+    """How many of the candidates come before the checkpoint that the place itself is."""
+    if not listed.written:
+        return 0
+    try:
+        written_at = read_manifest(storage, "").time
+    except (CheckpointCorrupted, OSError):
+        return 0
+    newer = sum(time > written_at for time in listed.times)
+    return len(listed.broken) + len(listed.unread) + newer
 
 
 def newest_whole(storage: Storage) -> CheckpointReader:
