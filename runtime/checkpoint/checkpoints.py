@@ -104,6 +104,7 @@ class Checkpoints:
         self._last_save: LastSave | None = None  # of the epoch under way; None: it has none
         self._epoch_ends: list[EpochEnd] = []  # that are being noted
         self._looked_at: set[Path] = set()  # by writing.py: objects that checkpoints had
+        self._last_times: list[float] = []  # by writing.py: of the newest checkpoint of the storage
 
     # -- The beginning -------------------------------------------------------------------------
 
@@ -388,6 +389,7 @@ class Checkpoints:
             ended_saves=known.ended_saves,
             corrupted=self._corrupted,
             looked_at=self._looked_at,
+            last_times=self._last_times,
             tied=tied_of(self.registry),
             **fields,
         )

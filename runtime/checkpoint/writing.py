@@ -56,6 +56,9 @@ _AVERAGES = (
     "optimizer with per_rank=True, so that each rank's own are saved"
 )
 
+_TICK_S = 1e-3
+"""Seconds between the times of two checkpoints, at least."""
+
 _LOOK_S = 0.5
 """Seconds between two checks for the end of the group while the thread waits for the store."""
 
@@ -81,6 +84,8 @@ class Writing:
     unread: why the place could not be looked at: then nothing there may be ours, or is written.
         None: it could.
     looked_at: the objects that earlier checkpoints of the run had; this one adds its own.
+    last_times: when the newest checkpoint of the storage was written; empty before rank 0 has
+        looked; this one adds its own.
     The other fields are those of Manifest and SavingTimes.
     """
 
@@ -101,6 +106,7 @@ class Writing:
     ended_saves: list[str]
     corrupted: Collection[str]
     looked_at: set[Path]
+    last_times: list[float]
     numbers: Numbers = field(default_factory=dict)
     unread: Exception | None = None
     progress: Any = None
@@ -230,7 +236,7 @@ class Writing:
             manifest = Manifest(
                 step=self.saving.step,
                 world_size=self.world_size,
-                time=time.time(),
+                time=self._time(),
                 kinds=self.kinds,
                 files={file: length for part in parts for file, length in part.files.items()},
                 entries=merged(parts),
@@ -238,6 +244,8 @@ class Writing:
                 tied=self.tied,
             )
             write_manifest(self.storage, self.folder, manifest)  # (6)
+            if self.folder and self.last_times:
+                self.last_times[0] = manifest.time
         except StoreLost:
             raise  # `_agree` tries it again.
         except CheckpointError as error:
@@ -247,6 +255,16 @@ class Writing:
             self._clear()
             return CheckpointWriteFailed(self.saving.path, self._in_words(error), (0,))
         return None
+
+    def _time(self) -> float:
+        """Now, or a little after the newest checkpoint of the place: checkpoints are ordered by
+        their times, and the clock of this host may be slower than that of the last one's host."""
+        if self.folder and not self.last_times:
+            # A place that cannot be listed now can still be written to; the next save looks again.
+            with contextlib.suppress(Exception):
+                self.last_times.append(catalog.newest_time(self.storage))
+        last = self.last_times[0] + _TICK_S if self.folder and self.last_times else 0.0
+        return max(time.time(), last)
 
     def _tidy(self, store: PrefixStore, failure: CheckpointError | None) -> CheckpointError | None:
         """Phase (7), on rank 0: delete the records, and old checkpoints if this one is whole. What

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import chorusline as cl
 from chorusline.runtime.checkpoint.checkpoints import Checkpoints
 from chorusline.runtime.checkpoint.format.catalog import candidates, newest_whole
-from chorusline.runtime.checkpoint.format.manifest import write_manifest
+from chorusline.runtime.checkpoint.format.manifest import read_manifest, write_manifest
 from chorusline.runtime.checkpoint.format.shard_file import write_part
 from chorusline.runtime.checkpoint.format.storage import open_storage
 from chorusline.runtime.commands.command_line import main
@@ -227,3 +228,28 @@ def test_a_run_does_not_save_at_its_storage_path_itself(alone, tmp_path):
                 checkpoints.save(path, 1, [0])
         checkpoints.save(place / "named", 1, [0]).wait()
     assert newest_whole(open_storage(place / "named")).manifest.step == 1
+
+
+def test_a_clock_that_is_behind_makes_no_old_checkpoint_the_newest(alone, tmp_path, monkeypatch):
+    """As where rank 0 is now on another host than in the run before, or that host was set right."""
+    config = cl.CheckpointConfig(tmp_path, num_to_keep=2)
+    now = time.time()
+    for step, clock in ((1, now + 7200), (2, now + 7201), (3, now), (4, now - 60), (5, now + 1)):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        _saved(alone, config, 32 * "a", step)
+        assert newest_whole(open_storage(tmp_path)).manifest.step == step
+        assert steps_in(tmp_path) == [*range(max(step - 1, 1), step + 1)]
+    monkeypatch.setattr(time, "time", lambda: now + 9000)
+    saved = _saved(alone, config, 32 * "a", 6)
+    assert read_manifest(open_storage(tmp_path), saved.name).time == now + 9000
+
+
+def test_saves_of_one_run_are_in_order_whatever_the_clock_does(alone, tmp_path, monkeypatch):
+    registry, now = Registry(), time.time()
+    registry.add("model", torch.nn.Linear(3, 3))
+    config = cl.CheckpointConfig(tmp_path, num_to_keep=2)
+    with Checkpoints(alone, registry, config) as checkpoints:
+        for step in range(1, 5):
+            monkeypatch.setattr(time, "time", lambda step=step: now - step)
+            checkpoints.save(None, step, [0]).wait()
+            assert newest_whole(open_storage(tmp_path)).manifest.step == step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -173,6 +174,15 @@ def _num_newer(storage: Storage, listed: Listing) -> int:
         return 0
     newer = sum(time > written_at for time in listed.times)
     return len(listed.broken) + len(listed.unread) + newer
+
+
+def newest_time(storage: Storage) -> float:
+    """When the newest checkpoint of a place was written; 0 if there is none."""
+    times = listing(storage).times
+    if MANIFEST in storage.children():
+        with contextlib.suppress(CheckpointCorrupted):
+            times.append(read_manifest(storage, "").time)
+    return max(times, default=0.0)
 
 
 def newest_whole(storage: Storage) -> CheckpointReader:
