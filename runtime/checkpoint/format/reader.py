@@ -90,7 +90,9 @@ class CheckpointReader:
         name = within(self.folder, METADATA)
         digest, at = hashlib.sha256(), 0
         try:
-            while data := self.storage.read(name, at, _READ_BYTES):  # It may have any size.
+            size = self.storage.size(name)  # It may have any.
+            # S3 raises an error for a read that begins at the end of a file.
+            while at < size and (data := self.storage.read(name, at, _READ_BYTES)):
                 digest.update(data)
                 at += len(data)
         except FileNotFoundError:
@@ -176,6 +178,11 @@ class CheckpointReader:
             data = self.storage.read(name, item.at, item.length)
         except FileNotFoundError:
             raise CheckpointCorrupted(self.storage.path_of(name), "it is missing") from None
+        except OSError:
+            # As S3 raises where the file ends before the piece begins.
+            if self.storage.size(name) > item.at:
+                raise
+            data = b""
         self.bytes_read += len(data)
         if len(data) != item.length or zlib.crc32(data) != item.crc32:
             raise CheckpointCorrupted(

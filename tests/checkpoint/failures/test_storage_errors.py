@@ -4,6 +4,8 @@ a cloud store ends a training, and each rank hears the same."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 import chorusline as cl
 from chorusline.runtime.checkpoint import opening
 from chorusline.runtime.checkpoint.format.catalog import listing, newest_whole
-from chorusline.runtime.checkpoint.format.errors import CheckpointPlaceUnusable
+from chorusline.runtime.checkpoint.format.errors import (
+    CheckpointCorrupted,
+    CheckpointPlaceUnusable,
+)
+from chorusline.runtime.checkpoint.format.reader import CheckpointReader
 from chorusline.runtime.checkpoint.format.storage import Folder, Storage, open_storage
 from tests.harness.combinations import combinations
 from tests.references.checkpoint_places import resume_and_listen, write_two
@@ -162,6 +168,46 @@ def test_a_place_that_does_not_answer_at_the_beginning_is_told_to_all_ranks_alik
         assert step == 4, "no older one is used in the place of one that cannot be read"
     is_used = {"create": True, "read": True, "size": True, "children": who == 0, "sizes": who == 0}
     assert (step == -1) is is_used.get(method, False)
+
+
+class LikeS3(Folder):
+    """S3 answers a range that begins at the end of an object, or after it, with an error (416)."""
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        if start >= self.size(name):
+            raise OSError(errno.EINVAL, "The requested range is not satisfiable")
+        return super().read(name, start, length)
+
+
+@pytest.mark.parametrize("piece", [1 << 24, 100, 1])
+def test_no_read_begins_at_the_end_of_a_file(alone, tmp_path, monkeypatch, piece):
+    monkeypatch.setattr("chorusline.runtime.checkpoint.format.reader._READ_BYTES", piece)
+    monkeypatch.setattr("chorusline.runtime.checkpoint.checkpoints.open_storage", LikeS3)
+
+    def body(ctx: cl.Context) -> int:
+        parts = Parts(ctx)
+        parts.step()
+        ctx.save().wait()
+        return ctx.step
+
+    assert [in_run(alone, body, cl.CheckpointConfig(tmp_path)) for _ in range(2)] == [1, 2]
+    assert newest_whole(LikeS3(tmp_path)).manifest.step == 2
+    (metadata,) = tmp_path.glob("step-00000002-*/.metadata")
+    metadata.write_bytes(b"")
+    assert newest_whole(LikeS3(tmp_path)).manifest.step == 1
+
+
+def test_a_file_that_ends_before_a_piece_is_torn_and_no_error_of_the_storage(ranks_of, tmp_path):
+    """Each rank verifies pieces in files whose sizes another rank looks at."""
+    write_two(ranks_of, tmp_path)
+    (folder,) = tmp_path.glob("step-00000004-*")
+    readers = [CheckpointReader(LikeS3(tmp_path), folder.name) for _ in range(2)]
+    for file in folder.glob("rank-*.distcp"):
+        os.truncate(file, 100)
+    for part, reader in enumerate(readers):
+        reader.manifest.files.clear()  # As if the other rank looked at all of them.
+        with pytest.raises(CheckpointCorrupted, match="it ends within bytes"):
+            reader.verify(part, 2)
 
 
 # -- fsspec ----------------------------------------------------------------------------------------
