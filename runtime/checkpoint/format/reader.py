@@ -144,10 +144,9 @@ class CheckpointReader:
         """(item.stop - item.start,) of the entry's dtype."""
         # Neighbouring ranges often share a piece, so the last one is kept.
         if self._last is None or self._last[0] != item:
+            data = self._bytes(item)  # Outside: an error of the storage says nothing of the bytes.
             try:
-                loaded = load_tensor(self._bytes(item))
-            except CheckpointCorrupted:
-                raise
+                loaded = load_tensor(data)
             except Exception as error:  # Of bytes that torch.save has not written, any.
                 raise self._unlike(item, entry, f"{type(error).__name__}: {error}") from error
             found = f"{loaded.numel()} elements of {dtype_name(loaded.dtype)}"

@@ -56,6 +56,16 @@ for _method in METHODS:
     setattr(Failing, _method, _failing(_method))
 
 
+class FailingAsOSError(Failing):
+    """As the backends of storage.py, which make OSErrors of all errors."""
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        try:
+            return super().read(name, start, length)
+        except HttpError as error:
+            raise OSError(str(error)) from error
+
+
 def _in_failing_run(
     group: cl.Group, body: Callable[..., Any], config: cl.CheckpointConfig
 ) -> tuple[Any, list[str]]:
@@ -168,6 +178,37 @@ def test_a_place_that_does_not_answer_at_the_beginning_is_told_to_all_ranks_alik
         assert step == 4, "no older one is used in the place of one that cannot be read"
     is_used = {"create": True, "read": True, "size": True, "children": who == 0, "sizes": who == 0}
     assert (step == -1) is is_used.get(method, False)
+
+
+def _resume_while_pieces_cannot_be_read(
+    group: cl.Group, place: Path, times: int
+) -> tuple[int, list[str]]:
+    """Each rank's first `times` reads of data files fail."""
+    left = [times]
+
+    def in_a_data_file(name: str) -> bool:
+        left[0] -= name.endswith(".distcp")
+        return name.endswith(".distcp") and left[0] >= 0
+
+    FAILS.clear()
+    FAILS["read"] = in_a_data_file
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chorusline.runtime.checkpoint.checkpoints.open_storage", FailingAsOSError)
+        patch.setattr("chorusline.runtime.checkpoint.opening._PAUSES_S", (0.01, 0.01))
+        return resume_and_listen(group, cl.CheckpointConfig(place))
+
+
+@pytest.mark.parametrize("times", [1, 10**6])
+def test_a_piece_that_cannot_be_read_now_is_not_taken_for_a_corrupted_one(
+    ranks_of, tmp_path, times
+):
+    write_two(ranks_of, tmp_path)
+    for step, words in ranks_of(2).run(_resume_while_pieces_cannot_be_read, tmp_path, times):
+        if times == 1:
+            assert (step, words) == (4, [])
+        else:
+            assert step == -1 and words[0].startswith("CheckpointPlaceUnusable: ")
+            assert "OSError: 503 in read" in words[0]
 
 
 class LikeS3(Folder):
