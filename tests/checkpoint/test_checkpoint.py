@@ -301,3 +301,15 @@ def test_any_place_that_fsspec_knows_will_do(ranks_of, tmp_path):
     url = f"file://{tmp_path}"
     ranks_of(1).run(run_train, cl.CheckpointConfig(url), {"until": 1, "save_at": 1})
     assert [Path(name).name[:13] for name in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_folder_that_is_made_is_synchronised_in_the_one_above_it(tmp_path, monkeypatch):
+    """Or a power cut leaves no new checkpoint, after the older ones were deleted for it."""
+    synced: list[Path] = []
+    monkeypatch.setattr("chorusline.runtime.checkpoint.format.storage._sync_folder", synced.append)
+    place = tmp_path / "new" / "place"
+    Folder(place).write("step/file", b"x")
+    assert synced == [place, place.parent, tmp_path, place / "step"]
+    synced.clear()
+    Folder(place).write("step/other", b"x")
+    assert synced == [place / "step"]

@@ -70,7 +70,7 @@ class Folder(Storage):
     def create(self, name: str) -> Iterator[IO[bytes]]:
         path = self._root / name
         temporary = path.with_name(path.name + _TEMPORARY)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_folder(path.parent)
         try:
             with temporary.open("wb") as file:
                 yield file
@@ -213,6 +213,16 @@ def open_storage(path: str | Path) -> Storage:
         if isinstance(filesystem, LocalFileSystem)
         else Remote(filesystem, root, str(path))
     )
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder and those above it, so that they outlive a power cut: older checkpoints are
+    deleted for what is in it."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        with contextlib.suppress(PermissionError):  # A folder that others may only write to.
+            _sync_folder(folder.parent)
 
 
 def _sync_folder(path: Path) -> None:
