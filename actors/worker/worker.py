@@ -626,8 +626,8 @@ class Worker:
         if self._device.type != "cpu":
             return None
         with contextlib.suppress(OSError):  # No memory: `Group.create` says what is wrong.
-            # As many workers as there are may come. A page takes memory once it is used.
-            self._prepared = PreparedEndpoint(2 * world_size)
+            # One worker more may come; where several do, the ranks meet in the store.
+            self._prepared = PreparedEndpoint(world_size + 1)
         return self._prepared.endpoint if self._prepared is not None else None
 
     def _drop_prepared(self) -> None:

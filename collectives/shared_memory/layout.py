@@ -134,11 +134,15 @@ def open_memory(pid: int, descriptor: int, key: int) -> int:
     """A new descriptor of the memory that process `pid` of this user made. Raises OSError; ENOENT
     if that process has closed it, and may have another file at the descriptor."""
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    if os.pread(opened, 8, 0) != _MAGIC or key_of(opened) != key:
+    try:
+        # A pipe, for example, cannot be read at an offset, and raises.
+        if os.pread(opened, 8, 0) != _MAGIC or key_of(opened) != key:
+            raise FileNotFoundError(
+                errno.ENOENT, f"descriptor {descriptor} of process {pid} is not that memory"
+            )
+    except OSError:
         os.close(opened)
-        raise FileNotFoundError(
-            errno.ENOENT, f"descriptor {descriptor} of process {pid} is not that memory"
-        )
+        raise
     return opened
 
 

@@ -97,7 +97,11 @@ class SharedSegment:
         self.generation = generation
         self.slot_bytes = slot_bytes
         self.pids = pids
-        self._bytes = mapped_file(descriptor)
+        try:
+            self._bytes = mapped_file(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
         self.address = self._bytes.data_ptr()
         self._map = self._bytes.numpy().data
         self.sites_at = sites_start(self.size)

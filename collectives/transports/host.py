@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import time
@@ -16,6 +17,8 @@ from ..contract.errors import PeerLost, StoreLost, StoreTimeout
 from ..shared_memory.algorithms import SLOT_BYTES, connect_shared_memory
 from ..shared_memory.layout import key_of, make_memory, open_memory
 from ..stores.store import Store
+
+_OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 _LOOK_S = 0.05
 """Seconds between two looks into the store, while ranks wait for each other in the memory. All of
@@ -41,9 +44,10 @@ class PreparedEndpoint:
 
     def __init__(self, size: int) -> None:
         """Raises OSError."""
+        host = host_identity()  # First: it may raise, and nothing else here does with the memory.
         self._descriptor = make_memory(size, SLOT_BYTES) if size else -1
         key = key_of(self._descriptor) if size else 0
-        self.endpoint = Endpoint(host_identity(), os.getpid(), self._descriptor, key, size)
+        self.endpoint = Endpoint(host, os.getpid(), self._descriptor, key, size)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -101,8 +105,9 @@ def connect(
     try:
         card = json.dumps(asdict(prepared.endpoint))
         cards = [json.loads(c) for c in store.gather("card", rank, size, card)]
-        if "failed" in cards[0]:
-            raise PeerLost("rendezvous", generation, [0], cards[0]["failed"])
+        for other, one in enumerate(cards):
+            if "failed" in one:
+                raise PeerLost("rendezvous", generation, [other], one["failed"])
         endpoints = [Endpoint(**one) for one in cards]
         # One rank elsewhere is enough: a communicator has one transport.
         if are_on_one_host(endpoints):
@@ -123,6 +128,10 @@ def connect(
 def _opened(root: Endpoint, generation: int) -> int:
     try:
         return open_memory(root.pid, root.descriptor, root.key)
-    except (FileNotFoundError, ProcessLookupError) as error:
-        left = f"process {root.pid} ended, or has left the rendezvous"
+    except OSError as error:
+        if error.errno in _OWN_LIMITS:
+            raise
+        # Of a process that ends, the kernel refuses its descriptors before they are gone (EACCES),
+        # and the number may be that of another file by now, which cannot be opened or read so.
+        left = f"process {root.pid} ended, or has left the rendezvous ({error.strerror})"
         raise PeerLost("rendezvous", generation, [0], left) from error

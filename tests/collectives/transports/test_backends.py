@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +22,9 @@ import torch
 from chorusline.collectives.contract.errors import CollectiveTimeout, PeerLost, UnsupportedOperation
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.messages import Script, ScriptedWork
-from chorusline.collectives.shared_memory.layout import key_of
+from chorusline.collectives.shared_memory.layout import key_of, open_memory
 from chorusline.collectives.stores.store import HashStore
+from chorusline.collectives.transports import host
 from chorusline.collectives.transports.backends import register_backend
 from chorusline.collectives.transports.host import PreparedEndpoint
 from tests.contracts.group import HOST_CONTRACT, name_of
@@ -259,6 +265,71 @@ def test_ranks_that_know_each_others_endpoints_meet_without_a_store() -> None:
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(meet, range(3))) == [3000.0] * 3
     assert not store.num_keys()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENXIO, errno.EISDIR])
+def test_a_first_rank_that_ends_while_it_is_met_is_a_lost_one(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of such a process the kernel refuses the descriptors; root is told that they are gone."""
+
+    def refused(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(host, "open_memory", refused)
+    mine = PreparedEndpoint(2)
+    with pytest.raises(PeerLost, match=r"rank 0 .*process \d+ ended") as caught:
+        mine.connect([mine.endpoint, mine.endpoint], HashStore(), 1, 5)
+    assert caught.value.ranks == [0]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_loses_a_first_rank_that_was_killed() -> None:
+    """As above, for real: a process that was killed, and that nobody has waited for."""
+    program = """
+import ctypes, os, signal
+from chorusline.collectives.transports.host import Endpoint, _opened
+from chorusline.collectives.shared_memory.layout import key_of, make_memory
+from chorusline.collectives.contract.errors import PeerLost
+os.setgid(65534)
+os.setuid(65534)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE, which a change of the user takes away.
+reading, writing = os.pipe()
+if not (child := os.fork()):
+    memory = make_memory(2, 1 << 16)
+    os.write(writing, f"{memory} {key_of(memory)}".encode())
+    signal.pause()
+memory, key = map(int, os.read(reading, 100).split())
+root = Endpoint("here", child, memory, key, 2)
+os.close(_opened(root, 5))
+os.kill(child, signal.SIGKILL)
+os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+try:
+    _opened(root, 5)
+except PeerLost as error:
+    print(error)
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert "Permission denied" in said.stdout, said.stderr
+
+
+def test_what_has_the_descriptor_of_the_memory_and_cannot_be_read_is_closed_again() -> None:
+    reading, writing = os.pipe()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="seek"):
+        open_memory(os.getpid(), reading, 1)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    os.close(reading)
+    os.close(writing)
+
+
+def test_a_rank_that_cannot_meet_is_named_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    store.set("card/1", json.dumps({"failed": "Too many open files"}))
+    with pytest.raises(PeerLost, match=r"rank 1 .*Too many open files"):
+        host.connect(store, 0, 2, 5)
 
 
 def test_memory_that_has_the_descriptor_of_another_is_not_entered() -> None:
