@@ -78,6 +78,9 @@ class Cursor:
         """The iterations that have begun since; a copy where the object counts again."""
         self._seen: dict[str, int] = {}
         """By key, with the place outside all loops as in a name, how many have begun."""
+        self._inner: dict[str, dict[str, int]] = {}
+        """By name and key, how many iterations had begun in the bodies of an iteration that this
+        run resumes: those that begin in its further bodies come after them."""
         self._resumed = (-1, 0)
         """The loop and the epoch with which this cursor began."""
 
@@ -121,6 +124,8 @@ class Cursor:
                 if has_trained and (one.is_over or one.rest.given is None):
                     # Without the dataset, which lives as long as its iteration.
                     rests[name] = Remainder((), None)
+        inner = self._inner_now(Used.GIVEN)
+        self._inner = {name: one for name, one in inner.items() if keeps_epoch or _OUTSIDE in name}
         self._rests = rests
         self._begun = {
             name: one for name, one in self._begun.items() if keeps_epoch and _OUTSIDE not in name
@@ -156,7 +161,8 @@ class Cursor:
         for name, one in self._begun.items():
             if one is shard:
                 # The object counts from 0 again; what this iteration has to tell is in the copy.
-                self._begun[name] = copy.copy(shard)
+                self._begun[name] = before = copy.copy(shard)
+                before.is_in_progress = False
         shard.rest, shard.iteration, shard.is_over = Remainder(), "", False
         if not torch.is_grad_enabled():
             return
@@ -167,7 +173,9 @@ class Cursor:
         epoch = self._epoch if self.epoch_under_way is not None else ""
         shard.iteration = f"{self._loop}/{epoch}/{name}"
         self._begun[name] = shard
-        self._seen[key + self._outside] = self._seen.get(key + self._outside, 0) + 1
+        for begun, more in ((key, 1), *self._inner.get(name, {}).items()):
+            seen = begun + self._outside
+            self._seen[seen] = self._seen.get(seen, 0) + more
 
     def _check_same(self, name: str) -> None:
         if name in self._rests:
@@ -206,14 +214,65 @@ class Cursor:
         """As plain data. by_id: the run has lost ranks."""
         loop, epoch = self.place
         rests = self._rests | {name: one.rest for name, one in self._begun.items()}
+        within, inner = self._within(used), self._inner_now(used)
         return {
             "loop": loop,
             "epoch": epoch,
             "iterations": {
-                name: _state(self._begun.get(name), rest, used, by_id)
+                name: _state(self._begun.get(name), rest, used, by_id, is_within=name in within)
+                | {"inner": inner.get(name, {})}
                 for name, rest in rests.items()
             },
         }
+
+    def _within(self, used: Used) -> set[str]:
+        """The iterations whose last batch a run that resumes has to be given again, since a loop
+        in its body is not over. But no batch that was in a step before the first of these loops
+        began: no sample is trained twice."""
+        inside: set[tuple[str, int]] = set()
+        unused: set[tuple[str, int]] = set()
+        for one in self._begun.values():
+            # For a checkpoint the function runs; for all else an error has left all of its loops.
+            is_inside = one.is_in_progress if used is Used.GIVEN else not one.is_over
+            for iteration, num_taken, num_agreed in one.around:
+                if is_inside and one.leads is not False:
+                    inside.add((iteration, num_taken))
+                if num_agreed < num_taken:
+                    unused.add((iteration, num_taken))
+        return {
+            name
+            for name, one in self._begun.items()
+            if (one.iteration, one.counts.num_taken) in inside & unused
+            and one.counts.num_ended < one.counts.num_taken
+            and one.repeats_batch
+        }
+
+    def _inner_now(self, used: Used) -> dict[str, dict[str, int]]:
+        """As `_inner`, for a run that resumes here."""
+        within = self._within(used)
+        inner = {name: dict(one) for name, one in self._inner.items()}
+        names = {one.iteration: name for name, one in self._begun.items()}
+        keys = {name: name.rpartition("#")[0] for name in self._begun}
+        last = {key: name for name, key in keys.items()}
+        for inner_name, one in self._begun.items():
+            key = keys[inner_name]
+            # What a variable or a generator holds continues in the next body.
+            is_last = last[key] == inner_name and not one.is_over
+            if one.leads is False and (one.is_in_progress if used is Used.GIVEN else is_last):
+                continue
+            for iteration, num_taken, _ in one.around:
+                name = names.get(iteration)
+                if name is None:
+                    continue
+                counts = self._begun[name].counts
+                given = counts.num_taken if used is Used.GIVEN else counts.num_agreed
+                if name in within:
+                    given = min(given, counts.num_ended)
+                if num_taken > given:
+                    continue  # This body runs again, and the iteration begins there again.
+                of_name = inner.setdefault(name, {})
+                of_name[key] = of_name.get(key, 0) + 1
+        return inner
 
     def resume(self, parts: Sequence[dict[str, Any]], *, epoch_is_over: bool = False) -> None:
         """Resume. parts: what `state` gave on each rank, by rank. epoch_is_over: resume with the
@@ -231,9 +290,10 @@ class Cursor:
     def resume_next_loop(self, epoch: int, iterations: Sequence[dict[str, Any]]) -> None:
         """Resume the coming loop in this epoch. iterations: as in `state`, by rank."""
         self._leave(keeps_epoch=False)
-        outside = self._rests
+        outside, inner = self._rests, self._inner
         self._resume_at(self._loop + 1, epoch, [*map(in_epoch, iterations)])
         self._rests |= outside
+        self._inner |= inner
 
     def _resume_at(self, loop: int, epoch: int, iterations: Sequence[dict[str, Any]]) -> None:
         self._resumed = loop, epoch
@@ -243,6 +303,13 @@ class Cursor:
             name: _rest([of_rank.get(name) for of_rank in iterations], most_of(name))
             for name in sorted({name for of_rank in iterations for name in of_rank})
         }
+        self._inner = {}
+        for of_rank in iterations:
+            for name, one in of_rank.items():
+                most = self._inner.setdefault(name, {})
+                for key, number in one.get("inner", {}).items():
+                    # A rank without data has begun fewer.
+                    most[key] = max(most.get(key, 0), number)
         # Before the first loop there is no epoch; checkpoints of earlier versions did not say so.
         self._rests = _outside_after(loop, rests) if loop < 0 else rests
 
@@ -289,18 +356,22 @@ def _with_present_keys(iterations: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def _state(shard: Dealt | None, rest: Remainder, used: Used, by_id: bool) -> dict[str, Any]:
+def _state(
+    shard: Dealt | None, rest: Remainder, used: Used, by_id: bool, *, is_within: bool = False
+) -> dict[str, Any]:
     """An iteration as plain data. shard: None if it has not begun since the resume. rest: what was
     left when it began. by_id: tell the sample numbers, since hands were dealt again when ranks were
-    lost, and a count does not identify samples."""
+    lost, and a count does not identify samples. is_within: its last batch is given again."""
     is_over, given, num_ids = False, 0, 0
-    ids = rest.given or NumberSet()
+    ids, again = rest.given or NumberSet(), NumberSet()
     needs_ids = by_id or bool(len(ids))
     if shard is not None:
         taken = shard.counts.num_taken
         given = shard.counts.num_agreed if used is Used.AGREED else taken
         # The batches that no step has used are taken again, by a run that continues from here.
         is_over = shard.is_over and given == taken
+        if is_within:
+            given = min(given, shard.counts.num_ended)
         needs_ids = needs_ids or shard.needs_ids
         # An iteration that is over on one rank is so on all, unless the run was aborted then.
         if needs_ids and (used is Used.AGREED or not is_over):
@@ -308,12 +379,15 @@ def _state(shard: Dealt | None, rest: Remainder, used: Used, by_id: bool) -> dic
                 num_ids = len(ids) + shard.num_committed
             if used is Used.COMMITTED:
                 ids |= NumberSet(shard.committed_ids)
+                # Other ranks know that they were in a step, and not in which batch this rank is.
+                again = NumberSet(shard.taken_ids[given:])
             else:
                 ids |= NumberSet(shard.taken_ids[:given]) | NumberSet(shard.ids_of_the_lost)
     return {
         "runs": tuple((len(counts), counts) for counts in rest.runs),
         "given": given,
         "ids": ids.text() if needs_ids else None,
+        "again": again.text(),
         "is_over": is_over or rest.given is None,
         "num_ids": num_ids,
     }
@@ -349,9 +423,14 @@ def _check_iteration(iteration: dict[str, Any], most: int) -> None:
         or type(iteration.get("is_over")) is not bool
         or not is_count(iteration.get("num_ids"))
         or not isinstance(iteration.get("ids", 0), str | None)
+        # Checkpoints of earlier versions have neither of these.
+        or not isinstance(iteration.get("again", ""), str)
+        or not isinstance(iteration.get("inner", {}), dict)
+        or not all(map(is_count, iteration.get("inner", {}).values()))
     ):
         raise ValueError("the samples that a rank was given are not listed as a run lists them")
     NumberSet.from_text(iteration["ids"] or "", most)
+    NumberSet.from_text(iteration.get("again", ""), most)
 
 
 def is_count(value: object, least: int = 0) -> bool:
@@ -396,7 +475,9 @@ def _rest(parts: Sequence[dict[str, Any] | None], most: int) -> Remainder:
                 f"Of those, {missing} belong to steps that count, but it is no longer known "
                 "which. Run the epoch again, or resume from a checkpoint",
             )
-        return Remainder(runs, given)
+        # What was in a step counts, but for the batch in which a rank is inside another loop.
+        again = (NumberSet.from_text(part.get("again", ""), most) for part in begun)
+        return Remainder(runs, functools.reduce(NumberSet.__sub__, again, given))
     # Hands are dealt again from the seed, and a count says how far each rank was in its own.
     counts = tuple(0 if part is None else part["given"] for part in parts)
     return Remainder((*runs, counts))

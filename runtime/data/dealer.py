@@ -32,6 +32,7 @@ class Counts:
     holders: the holder of each rank (see Dealer).
     num_taken: the samples that this rank was given, including those of a step that does not count
         yet.
+    num_ended: those of batches after which the loop's body has ended.
     num_agreed: those that it was given before the last step that all ranks agreed on.
     committed: by rank, the samples of steps that count; None before the first such step.
     settled: the part of `committed` that counts whichever rank is lost now; None as `committed`.
@@ -41,6 +42,7 @@ class Counts:
     dealt_for: int = 0
     holders: Sequence[int] = ()
     num_taken: int = 0
+    num_ended: int = 0
     num_agreed: int = 0
     committed: tuple[int, ...] | None = None
     settled: tuple[int, ...] | None = None
@@ -48,6 +50,10 @@ class Counts:
     def take(self, num_samples: int) -> None:
         """This rank is given samples."""
         self.num_taken += num_samples
+
+    def end_body(self) -> None:
+        """The body of the last batch has ended."""
+        self.num_ended = self.num_taken
 
     def agree(self) -> None:
         """All ranks have agreed on a step."""
@@ -179,6 +185,10 @@ class Dealt(ABC):
         are over. Then so is the loop's body, though a variable may hold the others.
     leads: a loop's body has ended when this iteration is asked for its next batch; of those of a
         zip, when the first one is asked. The Dealer says so. None: nobody knows yet.
+    around: the iterations in whose body it has begun: their `iteration`, how many samples they had
+        given, and how many of those before the last step. The Dealer says so.
+    is_in_progress: it has begun, and this rank has not left it.
+    repeats_batch: a batch in whose body a run has stopped, inside another loop, is given again.
     """
 
     counts: Counts
@@ -189,6 +199,9 @@ class Dealt(ABC):
     needs_ids = False
     beside: list[int]
     leads: bool | None = None
+    around: tuple[tuple[str, int, int], ...] = ()
+    is_in_progress = False
+    repeats_batch = True
 
     def agree(self) -> None:
         """As in Counts."""
@@ -259,10 +272,17 @@ class Dealer:
     def begin(self, shard: Dealt) -> None:
         """Begin an iteration over `shard`."""
         self.end(shard)  # Beginning a shard again ends its last iteration.
+        leading = [one.beside for one in self._active if one.leads]
+        shard.around = tuple(
+            (one.iteration, one.counts.num_taken, one.counts.num_agreed)
+            for one in self._active
+            # All of a zip; and none that a variable holds, whose loop is over.
+            if one.counts.num_taken and not one.beside and any(one.beside is b for b in leading)
+        )
         # Iterations that have begun, and given nothing yet, belong to one zip.
         without_batch = [one.beside for one in self._active if not one.counts.num_taken]
         shard.beside = without_batch[-1] if without_batch else []
-        shard.leads = None
+        shard.leads, shard.is_in_progress = None, True
         # In the body of a loop.
         if any(one.counts.num_taken and not one.beside for one in self._active):
             self._last_begun += 1
@@ -302,14 +322,17 @@ class Dealer:
         # An iteration that has begun in this body, and is not over with it, is held by a variable
         # or a generator, which the body asks.
         place = next(at for at, one in enumerate(self._active) if one is shard)
-        for one in self._active[place + 1 :] if shard.leads else ():
-            if one.beside is not shard.beside:
+        for at, one in enumerate(self._active):
+            if one is shard or (shard.leads and one.beside is shard.beside):
+                one.counts.end_body()
+            elif shard.leads and at > place:
                 one.leads = False
         return bool(shard.leads)
 
     def end(self, shard: Dealt) -> None:
         if any(one is shard for one in self._active):
             shard.beside.append(shard.counts.number)
+        shard.is_in_progress = False
         self._active = [one for one in self._active if one is not shard]
 
     def inside(self) -> list[int]:

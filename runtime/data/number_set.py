@@ -149,6 +149,10 @@ class NumberSet:
         size = max(len(self._bits), len(other._bits))
         return NumberSet._of((_number(self._bits) | _number(other._bits)).to_bytes(size, "little"))
 
+    def __sub__(self, other: NumberSet) -> NumberSet:
+        left = _number(self._bits) & ~_number(other._bits)
+        return NumberSet._of(left.to_bytes(len(self._bits), "little"))
+
     def __contains__(self, number: int) -> bool:
         byte = number >> 3
         return byte < len(self._bits) and bool(self._bits[byte] >> (number & 7) & 1)

@@ -566,3 +566,35 @@ def test_a_resume_inside_a_zip_goes_on_with_the_very_pairs(ranks_of, tmp_path):
         config = cl.CheckpointConfig(tmp_path / "b", resume=place)
         resumed = ranks_of(2).run(_train_on_pairs, config)
         assert resumed == [(8, given[save:]) for _, given in whole]
+
+
+def _train_in_loops(
+    group: cl.Group, config: cl.CheckpointConfig
+) -> list[tuple[int, tuple[int, ...], int]]:
+    """The step, the sample of the outer loop, and that of the inner one, of each batch."""
+
+    def body(ctx: cl.Context) -> list[tuple[int, tuple[int, ...], int]]:
+        model = ctx.register("model", cl.DistributedDataParallel(make_model(is_local=False)))
+        optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW))
+        given = []
+        for epoch in ctx.epochs(2):
+            for outer in ctx.shard(list(range(3 * group.size)), 1, epoch=epoch):
+                for inner in ctx.shard(list(range(4 * group.size)), 1, epoch=epoch):
+                    given.append((ctx.step, (epoch, outer.item()), inner.item()))
+                    model(inner[:, None] / 37 * torch.ones(7)).square().mean().backward()
+                    optim.step()
+                    optim.zero_grad()
+        return given
+
+    return in_run(group, body, config)
+
+
+def test_a_resume_inside_a_loop_in_a_loop_goes_on_with_the_very_batches(ranks_of, tmp_path):
+    config = cl.CheckpointConfig(tmp_path / "a", every_n_steps=1)
+    whole = ranks_of(2).run(_train_in_loops, config)
+    assert [len(given) for given in whole] == [24, 24]
+    for save in (2, 4, 7, 12, 17):
+        (place,) = (tmp_path / "a").glob(f"step-{save:08}-*")
+        config = cl.CheckpointConfig(tmp_path / "b", resume=place)
+        resumed = ranks_of(2).run(_train_in_loops, config)
+        assert resumed == [given[save:] for given in whole]

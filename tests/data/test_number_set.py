@@ -101,8 +101,10 @@ SOUND = {
             "runs": [[2, [3, 4]]],
             "given": 1,
             "ids": None,
+            "again": "",
             "is_over": False,
             "num_ids": 0,
+            "inner": {"9/0/0/True": 2},
         }
     },
 }
@@ -117,7 +119,19 @@ JSON = st.recursive(
 
 @given(
     st.sampled_from(
-        ["loop", "epoch", "iterations", "runs", "given", "ids", "is_over", "num_ids", ""]
+        [
+            "loop",
+            "epoch",
+            "iterations",
+            "runs",
+            "given",
+            "ids",
+            "again",
+            "is_over",
+            "num_ids",
+            "inner",
+            "",
+        ]
     ),
     JSON,
 )
@@ -138,3 +152,8 @@ def test_whatever_a_checkpoint_says_of_a_place_in_the_data_is_taken_or_refused(f
     cursor = Cursor()
     cursor.resume([part, part])
     assert cursor.rest_of(key) is not None
+
+
+@given(st.sets(st.integers(0, 300)), st.sets(st.integers(0, 300)))
+def test_numbers_are_taken_out_of_a_set(one, other):
+    assert NumberSet(one) - NumberSet(other) == one - other

@@ -121,6 +121,9 @@ class Steps(Dealt):
     num_steps_left: those that are left when the iteration begins: all, or after a resume the rest.
     """
 
+    repeats_batch = False
+    """The last step is the place of all before it."""
+
     def __init__(
         self,
         rows: StepRows,
