@@ -39,9 +39,9 @@ from ..worker.devices import environment_of_workers
 from ..worker.worker import LOADED_LATE, Worker, worker_class
 from .news import Listener
 from .recruiting import Recruiter
-from .reserve import Reserve
 from .retry import persist
 from .seats import Seats
+from .spare_workers import SpareWorkers
 
 STEP_S = 2.0
 """Seconds that a run which is to stop has for the step in progress, before it is aborted in it."""
@@ -104,7 +104,7 @@ class Crew:
         self._workers: dict[int, Actor] = {}  # by seat
         self._starting: set[int] = set()
         """Seats whose workers have not answered yet: a run may end while some are starting."""
-        self._reserve = Reserve(seats, lambda seat: self._made(seat, in_reserve=True))
+        self._spares = SpareWorkers(seats, lambda seat: self._made(seat, is_spare=True))
         self.listener = Listener(self._workers, self._starting)
         """Hears what the workers report and print."""
         self._driver: Actor | None = None  # None: before the start, and after the end
@@ -118,9 +118,9 @@ class Crew:
         return len(self._workers)
 
     @property
-    def num_in_reserve(self) -> int:
+    def num_spares(self) -> int:
         """The number of workers that have started, and wait for a seat."""
-        return self._reserve.num_ready
+        return self._spares.num_ready
 
     async def assemble(self, timeout_s: float) -> None:
         """See that there is a driver, and that every seat with room has an idle worker known to it.
@@ -152,7 +152,7 @@ class Crew:
         if self._workers and not self.is_assembled:
             await self._sort_out(timeout_s)
         fresh = {
-            seat: await self._take_from_reserve(seat) or self._start_worker(seat)
+            seat: await self._take_spare(seat) or self._start_worker(seat)
             for seat in await self._empty_seats(timeout_s)
         }
         if fresh:
@@ -270,7 +270,11 @@ class Crew:
             seat, worker = workers[number]
             if isinstance(reply, WorkerSnapshot):
                 seat = reply.info.seat  # A spare worker may sit elsewhere than it began.
-            if isinstance(reply, ActorGone) or seat in self._seats.reserve or seat in self._workers:
+            if (
+                isinstance(reply, ActorGone)
+                or seat in self._seats.spare_seats
+                or seat in self._workers
+            ):
                 ray.kill(worker)
                 continue
             self._workers[seat] = worker
@@ -416,7 +420,7 @@ class Crew:
         self, driver: Actor, request: RunRequest, payload: Any, has_taken_over: bool
     ) -> AsyncIterator[None]:
         """While the body runs, start spare workers, and new ones, if the run can admit them."""
-        async with self._reserve.kept(payload):
+        async with self._spares.kept(payload):
             # A loss ends such a run, so that a new worker would have nothing to join; a spare
             # worker takes the seat in the next run (`_assemble`).
             if not request.survives_loss:
@@ -428,8 +432,8 @@ class Crew:
                 self._seats,
                 self._workers,
                 self._start_worker,
-                self._reserve,
-                self._take_from_reserve,
+                self._spares,
+                self._take_spare,
                 self._starting,
                 payload,
                 self.listener,
@@ -456,7 +460,7 @@ class Crew:
             # session.
             workers, driver = dict(self._workers), self._driver
             # Below the seats, and below the driver's -1.
-            workers |= {-2 - n: worker for n, worker in enumerate(self._reserve.leave())}
+            workers |= {-2 - n: worker for n, worker in enumerate(self._spares.leave())}
             for worker in workers.values():
                 ray.kill(worker)
             if driver is not None:
@@ -497,7 +501,7 @@ class Crew:
         self._starting.add(seat)
         return worker
 
-    def _made(self, seat: int, in_reserve: bool = False) -> Actor:
+    def _made(self, seat: int, is_spare: bool = False) -> Actor:
         options = {**self._seats.options(seat), **self._workers_environment}
         # The first ones import at the same time, in processes that Ray may have waiting for them.
         if self._was_assembled and self._modules and self._seats.is_here(seat):
@@ -507,12 +511,12 @@ class Crew:
         if self._detached:
             options |= self._detached.options_of_worker(seat, uuid.uuid4().hex[:8])
         made = self._worker_class.options(**options)
-        return made.remote(seat, self._use_gpu, self.name, self._detached is not None, in_reserve)
+        return made.remote(seat, self._use_gpu, self.name, self._detached is not None, is_spare)
 
-    async def _take_from_reserve(self, seat: int) -> Actor | None:
+    async def _take_spare(self, seat: int) -> Actor | None:
         """Seat a spare worker in the place of the one that was there; None if there is
         none."""
-        worker = await self._reserve.take(seat)
+        worker = await self._spares.take(seat)
         if worker is not None:
             if seat in self._workers:
                 self._kill_worker(seat)

@@ -23,9 +23,9 @@ from ..ray_calls.calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
 from ..ray_calls.versions import versions_here
 from .news import Listener
 from .replacing import Replacing
-from .reserve import Reserve
 from .retry import persist
 from .seats import Seats
+from .spare_workers import SpareWorkers
 
 NODE_WATCH_S = 1.0
 
@@ -43,7 +43,7 @@ class Recruiter:
 
     workers: by seat; the crew's own mapping, as it changes.
     start: makes a worker in a seat, in the place of the one that was there.
-    reserve: the crew's spare workers.
+    spares: the crew's spare workers.
     take: gives one of them a seat, if there is one.
     starting: seats whose workers have not answered yet; the crew's own set.
     program: a reference to the run's Parcel.
@@ -57,7 +57,7 @@ class Recruiter:
         seats: Seats,
         workers: Mapping[int, Actor],
         start: Callable[[int], Actor],
-        reserve: Reserve,
+        spares: SpareWorkers,
         take: Callable[[int], Awaitable[Actor | None]],
         starting: set[int],
         program: Any,
@@ -68,7 +68,7 @@ class Recruiter:
         self._seats = seats
         self._workers = workers
         self._start = start
-        self._reserve = reserve
+        self._spares = spares
         self._take = take
         self._starting = starting
         self._program = program
@@ -218,7 +218,7 @@ class Recruiter:
     async def _has_room_first(self, seat: int) -> bool:
         """Wait for room for a seat, or for a spare worker; whether it was the room."""
         room = asyncio.create_task(self._seats.wait_for(seat), name=f"room-{seat}")
-        spare = asyncio.create_task(self._reserve.wait_for_one(), name=f"spare-{seat}")
+        spare = asyncio.create_task(self._spares.wait_for_one(), name=f"spare-{seat}")
         try:
             await asyncio.wait((room, spare), return_when=asyncio.FIRST_COMPLETED)
             # Where both are there the spare worker is quicker: it has loaded its modules.
@@ -266,8 +266,8 @@ class Recruiter:
         last = 0
         while True:
             await asyncio.sleep(NODE_WATCH_S)
-            if (num_ready := self._reserve.num_ready) != last:
-                await answer(self._driver.has_in_reserve.remote(num_ready))
+            if (num_ready := self._spares.num_ready) != last:
+                await answer(self._driver.has_spares.remote(num_ready))
                 last = num_ready
             leaving = await asyncio.to_thread(nodes_leaving)
             # Again each time: the driver may not have been able to act on it before.

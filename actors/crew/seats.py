@@ -11,7 +11,7 @@ class Seats(Protocol):
     which spare workers wait."""
 
     most: int
-    reserve: range
+    spare_seats: range
 
     @property
     def has_all(self) -> bool:

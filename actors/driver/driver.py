@@ -350,7 +350,7 @@ class Driver(StoreActor):
         can_end = Readiness.NOT_YET not in replies and self.is_in(seen.generation)
         self._report(run, events.Leaving(who, why, can_end, self._num_ready))
 
-    async def has_in_reserve(self, num_ready: int) -> None:
+    async def has_spares(self, num_ready: int) -> None:
         """So many workers of the session could take a seat now."""
         self._num_ready = num_ready
 

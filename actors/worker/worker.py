@@ -118,11 +118,11 @@ class Worker:
         use_gpu: bool,
         session: str = "",
         is_detached: bool = False,
-        in_reserve: bool = False,
+        is_spare: bool = False,
     ) -> None:
         # Before what may raise: Ray asks for it then as well.
         self._name = f"worker in seat {seat} of {session or 'a session'}"
-        if in_reserve:
+        if is_spare:
             with patient() as thread:
                 thread.submit(importlib.import_module, "torch").result()
         # Not at the top: Ray imports this file wherever the handle of a worker is, so also the
@@ -461,7 +461,7 @@ class Worker:
         if group is not None:
             await asyncio.to_thread(group.close)
 
-    # ── Control loop: a spare worker takes a seat (crew/reserve.py) ───────────────────────────────
+    # ── Control loop: a spare worker takes a seat (crew/spare_workers.py) ─────────────────────────
 
     @ray.method(concurrency_group="control")
     async def prepare(self, program: Parcel) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from chorusline.actors.crew.recruiting import Recruiter
-from chorusline.actors.crew.reserve import Reserve
+from chorusline.actors.crew.spare_workers import SpareWorkers
 from chorusline.actors.driver.driver import Unfit
 from chorusline.actors.messages.messages import RunRequest
 
@@ -57,7 +57,7 @@ async def test_a_death_of_which_both_the_driver_and_the_session_know_is_replaced
     async def no_spare(seat: int) -> None:
         return None
 
-    seats: Any = SimpleNamespace(most=2, reserve=range(0), wait_for=wait_for)
+    seats: Any = SimpleNamespace(most=2, spare_seats=range(0), wait_for=wait_for)
     nobody: Any = None
     recruiter = Recruiter(
         driver,
@@ -65,7 +65,7 @@ async def test_a_death_of_which_both_the_driver_and_the_session_know_is_replaced
         seats,
         workers,
         start,
-        Reserve(seats, start),
+        SpareWorkers(seats, start),
         no_spare,
         set(),
         None,

@@ -57,14 +57,14 @@ async def at_full_size(
         await asyncio.sleep(0.02)
 
 
-async def pids_in_reserve(session: cl.Session) -> set[int]:
+async def pids_of_spares(session: cl.Session) -> set[int]:
     assert session._holder.crew is not None
-    workers = session._holder.crew._reserve._workers
+    workers = session._holder.crew._spares._workers
     said = await answers({seat: one.snapshot.remote() for seat, one in workers.items()}, 60)
     return {word.info.pid for word in said.values() if isinstance(word, WorkerSnapshot)}
 
 
-async def in_reserve(session: cl.Session, number: int) -> None:
+async def spares_ready(session: cl.Session, number: int) -> None:
     give_up_at = time.monotonic() + 60
     while session.num_spares < number:
         assert time.monotonic() < give_up_at

@@ -17,10 +17,10 @@ import ray
 import torch
 
 import chorusline as cl
-from chorusline.actors.crew.reserve import Reserve
+from chorusline.actors.crew.spare_workers import SpareWorkers
 from chorusline.actors.ray_calls.actor_store import ActorStore
 from chorusline.collectives.stores.store import Data, encoded, key_of_rank
-from tests.harness.arrivals import FEW, in_reserve, ready
+from tests.harness.arrivals import FEW, ready, spares_ready
 
 
 class CancelledBeforeItsCards(ActorStore):
@@ -105,7 +105,7 @@ def train(ctx: cl.Context, folder: Path) -> tuple[int, int, list[list[float]]]:
             with cl.Join([model, optim]):
                 for batch in ctx.shard(torch.arange(800.0).view(200, 4), 1):
                     if optim.num_steps == 2 and not (folder / "killed").exists():
-                        ready(folder / "in_reserve")
+                        ready(folder / "has_spares")
                         if ctx.rank == 2:
                             (folder / "killed").touch()
                             os.kill(os.getpid(), signal.SIGKILL)
@@ -120,17 +120,17 @@ def train(ctx: cl.Context, folder: Path) -> tuple[int, int, list[list[float]]]:
 async def test_a_generation_that_ends_when_its_ranks_have_just_met_is_left_by_all(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sit = Reserve._seat_worker
+    sit = SpareWorkers._seat_worker
 
-    async def sit_later(self: Reserve, worker: Any, seat: int) -> None:
+    async def sit_later(self: SpareWorkers, worker: Any, seat: int) -> None:
         await asyncio.to_thread(lambda: [ready(tmp_path / f"met-{rank}") for rank in (0, 1)])
         await sit(self, worker, seat)
 
-    monkeypatch.setattr(Reserve, "_seat_worker", sit_later)
+    monkeypatch.setattr(SpareWorkers, "_seat_worker", sit_later)
     async with cl.Session((1, 3), spares=1, resources_per_worker=FEW, timeout_s=60) as session:
         run = asyncio.create_task(session.run(train, folder=tmp_path))
-        await in_reserve(session, 1)
-        (tmp_path / "in_reserve").touch()
+        await spares_ready(session, 1)
+        (tmp_path / "has_spares").touch()
         told = await asyncio.wait_for(run, 45)  # Well below the deadline of 60 s.
     assert [size for size, _, _ in told] == [3, 3, 3], "the spare worker has come"
     assert len({steps for _, steps, _ in told}) == 1

@@ -403,7 +403,7 @@ class SessionHost:
             self._is_running,
             ran_s,
             seen,
-            crew.num_in_reserve if crew is not None else 0,
+            crew.num_spares if crew is not None else 0,
             len(self._clients),
             self._idle_s if is_idle else None,
             self._idle_timeout_s,

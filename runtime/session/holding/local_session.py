@@ -144,7 +144,7 @@ class LocalSession:
 
     @property
     def num_spares(self) -> int:
-        return self.crew.num_in_reserve if self.crew is not None else 0
+        return self.crew.num_spares if self.crew is not None else 0
 
     @property
     def name(self) -> str:

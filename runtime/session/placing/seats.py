@@ -93,7 +93,7 @@ class PlacedSeats:
         if self._is_borrowed:
             most = min(most, num_first - spares)
         self.most = num_first if strategy == "STRICT_PACK" and not self._is_borrowed else most
-        self.reserve = range(self.most, self.most + spares)
+        self.spare_seats = range(self.most, self.most + spares)
 
     def whenever_changed(self, on_change: Callable[[], None]) -> None:
         """Have `on_change` called, now and later, when `state` is to be remembered again."""
@@ -104,7 +104,7 @@ class PlacedSeats:
         """For a session host that is started again: the groups, and which seat is where."""
         kept = ("_needs", "_first", "_first_bundles", "_own", "_homes", "_moved")
         both = {name: getattr(self, name) for name in kept}
-        return both | {"most": self.most, "spares": len(self.reserve)}
+        return both | {"most": self.most, "spares": len(self.spare_seats)}
 
     @classmethod
     def recalled(cls, state: Mapping[str, Any]) -> PlacedSeats:
@@ -112,7 +112,7 @@ class PlacedSeats:
         seats = cls((), state["_needs"], state["most"], state["spares"])
         seats._first, seats._first_bundles = state["_first"], state["_first_bundles"]
         seats.most = state["most"]  # With STRICT_PACK the groups have decided it.
-        seats.reserve = range(seats.most, seats.most + state["spares"])
+        seats.spare_seats = range(seats.most, seats.most + state["spares"])
         seats._own, seats._homes = dict(state["_own"]), dict(state["_homes"])
         seats._moved = dict(state["_moved"])
         seats._waiting = set(seats._own)  # Until they are seen placed.

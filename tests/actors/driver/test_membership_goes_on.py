@@ -461,7 +461,7 @@ def test_a_worker_that_left_a_run_and_lives_takes_part_in_the_next_one() -> None
 
 
 @pytest.mark.parametrize(("num_ready", "leaves"), [(0, False), (1, True), (2, True)])
-def test_a_rank_that_is_missed_leaves_where_a_worker_in_reserve_takes_its_seat(
+def test_a_rank_that_is_missed_leaves_where_a_spare_worker_takes_its_seat(
     num_ready: int, leaves: bool
 ) -> None:
     membership, _ = running(worker(0), worker(1), worker(2), fewest=3)

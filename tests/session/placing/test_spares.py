@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.actors.crew.reserve import Reserve
+from chorusline.actors.crew.spare_workers import SpareWorkers
 from chorusline.actors.driver.driver import Driver
 from chorusline.actors.ray_calls.actor_store import STORE_CONCURRENCY
 from chorusline.actors.ray_calls.calls import actor_class, answers
@@ -23,9 +23,9 @@ from tests.harness.arrivals import (
     FEW,
     at_full_size,
     has_ended,
-    in_reserve,
-    pids_in_reserve,
+    pids_of_spares,
     ready,
+    spares_ready,
     train_until_stopped,
 )
 
@@ -44,7 +44,7 @@ def train(ctx: cl.Context, folder: Path, dies: bool) -> Told:
         with cl.Join([model, optim]):
             for batch in ctx.shard(torch.arange(48.0).view(12, 4), 1, shuffle=False):
                 if dies and optim.num_steps == 3 and ctx.generation == 0:
-                    ready(folder / "in_reserve")
+                    ready(folder / "has_spares")
                     if ctx.rank == 1:
                         os.kill(os.getpid(), signal.SIGKILL)
                 model(batch).square().mean().backward()
@@ -55,16 +55,14 @@ def train(ctx: cl.Context, folder: Path, dies: bool) -> Told:
     return os.getpid(), ctx.world_size, model.module.weight.detach().clone()
 
 
-async def test_a_worker_in_reserve_takes_the_seat_of_a_lost_one(
-    cluster: None, tmp_path: Path
-) -> None:
-    # Two workers are the fewest: without the reserve the run would wait for a new process.
+async def test_a_spare_worker_takes_the_seat_of_a_lost_one(cluster: None, tmp_path: Path) -> None:
+    # Two workers are the fewest: without a spare worker the run would wait for a new process.
     async with cl.Session(2, spares=1, max_failures=None, resources_per_worker=FEW) as session:
         assert session.num_spares == 0, "it is started beside the first run, not before it"
         run = asyncio.create_task(session.run(train, folder=tmp_path, dies=True))
-        await in_reserve(session, 1)
-        waited = await pids_in_reserve(session)
-        (tmp_path / "in_reserve").touch()
+        await spares_ready(session, 1)
+        waited = await pids_of_spares(session)
+        (tmp_path / "has_spares").touch()
         told = await run
         assert {pid for pid, *_ in told} & waited == waited, "it has taken the seat"
         assert [size for _, size, _ in told] == [2, 2]
@@ -79,14 +77,14 @@ async def test_a_worker_in_reserve_takes_the_seat_of_a_lost_one(
         assert session.num_workers == 2
 
 
-async def test_a_worker_in_reserve_takes_the_seat_in_the_next_run_if_a_loss_ends_this_one(
+async def test_a_spare_worker_takes_the_seat_in_the_next_run_if_a_loss_ends_this_one(
     cluster: None, tmp_path: Path
 ) -> None:
     async with cl.Session(2, spares=1, max_failures=0, resources_per_worker=FEW) as session:
         run = asyncio.create_task(session.run(train, folder=tmp_path, dies=True))
-        await in_reserve(session, 1)
-        waited = await pids_in_reserve(session)
-        (tmp_path / "in_reserve").touch()
+        await spares_ready(session, 1)
+        waited = await pids_of_spares(session)
+        (tmp_path / "has_spares").touch()
         with pytest.raises(cl.WorkerLost):
             await run
         assert waited < {*await a_look(session, tmp_path)}
@@ -105,7 +103,7 @@ async def test_a_lost_worker_is_replaced_where_the_question_after_losses_overtoo
 ) -> None:
     made = actor_class(DriverThatBeginsLate, concurrency_groups=STORE_CONCURRENCY, num_cpus=0)
     monkeypatch.setattr("chorusline.actors.crew.crew.driver_class", lambda: made)
-    (tmp_path / "in_reserve").touch()
+    (tmp_path / "has_spares").touch()
     async with cl.Session((2, 2), max_failures=None, resources_per_worker=FEW) as session:
         told = await session.run(train, folder=tmp_path, dies=True)
         assert session.num_workers == 2
@@ -118,7 +116,7 @@ async def a_look(session: cl.Session, folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-async def test_the_reserve_is_filled_again_also_between_runs_and_leaves_nothing_behind(
+async def test_spare_workers_are_replaced_also_between_runs_and_leave_nothing_behind(
     cluster: None, tmp_path: Path
 ) -> None:
     def wait(ctx: cl.Context, folder: Path) -> None:
@@ -127,19 +125,19 @@ async def test_the_reserve_is_filled_again_also_between_runs_and_leaves_nothing_
 
     async with cl.Session(2, spares=2, max_failures=None, resources_per_worker=FEW) as session:
         run = asyncio.create_task(session.run(wait, folder=tmp_path))
-        await in_reserve(session, 2)
-        first = await pids_in_reserve(session)
+        await spares_ready(session, 2)
+        first = await pids_of_spares(session)
         for pid in first:  # The spare workers die: others take their places.
             os.kill(pid, signal.SIGKILL)
         give_up_at = time.monotonic() + 60
-        while len(await pids_in_reserve(session) - first) < 2:
+        while len(await pids_of_spares(session) - first) < 2:
             assert time.monotonic() < give_up_at
             await asyncio.sleep(0.2)
-        await in_reserve(session, 2)
+        await spares_ready(session, 2)
         (tmp_path / "go_on").touch()
         await run
 
-        waiting = await pids_in_reserve(session)
+        waiting = await pids_of_spares(session)
         before = await a_look(session, tmp_path)
         assert not waiting & set(before)
         os.kill(before[0], signal.SIGKILL)
@@ -148,7 +146,7 @@ async def test_the_reserve_is_filled_again_also_between_runs_and_leaves_nothing_
         after = await a_look(session, tmp_path)
         assert after[1] == before[1] and after[0] in waiting, "one of them has sat down"
         assert time.monotonic() - began_at < 20
-        everybody = {*after, *await pids_in_reserve(session)}
+        everybody = {*after, *await pids_of_spares(session)}
     await has_ended(*everybody)
 
 
@@ -164,7 +162,9 @@ async def test_the_reserve_is_filled_again_also_between_runs_and_leaves_nothing_
         ),
     ],
 )
-def test_a_reserve_that_could_never_help_is_refused(options: dict[str, Any], says: str) -> None:
+def test_spare_workers_that_could_never_help_are_refused(
+    options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ValueError, match=says):
         cl.Session(2, **options)
     with pytest.raises(ValueError, match=says):
@@ -176,28 +176,28 @@ def test_a_reserve_that_could_never_help_is_refused(options: dict[str, Any], say
 async def test_kills_around_a_swap_never_cost_a_deadline(
     cluster: None, tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sit = Reserve._seat_worker
+    sit = SpareWorkers._seat_worker
     swapping: list[int] = []  # pids to be killed when a worker sits down
     newcomers: list[int] = []
 
-    async def sit_and_die(self: Reserve, worker: Any, seat: int) -> None:
+    async def sit_and_die(self: SpareWorkers, worker: Any, seat: int) -> None:
         newcomers.append((await answers({0: worker.snapshot.remote()}, 10))[0].info.pid)
         while swapping:
             os.kill(swapping.pop(), signal.SIGKILL)
         await sit(self, worker, seat)
 
-    monkeypatch.setattr(Reserve, "_seat_worker", sit_and_die)
+    monkeypatch.setattr(SpareWorkers, "_seat_worker", sit_and_die)
     draw = random.Random(0)
     async with cl.Session((1, 4), spares=1, resources_per_worker=FEW) as session:
         run = asyncio.create_task(session.run(train_until_stopped, folder=tmp_path))
         for _ in range(3):
             there = sorted(await at_full_size(tmp_path, 4, run, within_s=50))
-            await in_reserve(session, 1)
+            await spares_ready(session, 1)
             first, second = draw.sample(there, 2)
             if who == "one in the swap":
                 swapping.append(second)
             if who == "the spare":
-                os.kill(min(await pids_in_reserve(session)), signal.SIGKILL)
+                os.kill(min(await pids_of_spares(session)), signal.SIGKILL)
             await asyncio.sleep(draw.random() * 0.05)
             for pid in (first, second) if who == "two" else (first,):
                 os.kill(pid, signal.SIGKILL)

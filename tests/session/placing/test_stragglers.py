@@ -81,7 +81,7 @@ async def test_a_straggler_leaves_and_another_worker_has_its_seat(
 async def test_a_straggler_is_replaced_although_the_driver_that_dismissed_it_is_killed(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take, killed = Crew._take_from_reserve, []
+    take, killed = Crew._take_spare, []
 
     async def killed_before(crew: Crew, seat: int) -> Any:
         """The straggler's seat is about to be filled when the driver is killed."""
@@ -92,7 +92,7 @@ async def test_a_straggler_is_replaced_although_the_driver_that_dismissed_it_is_
             await asyncio.sleep(60)  # It is cancelled, since the driver is gone.
         return await take(crew, seat)
 
-    monkeypatch.setattr(Crew, "_take_from_reserve", killed_before)
+    monkeypatch.setattr(Crew, "_take_spare", killed_before)
     async with cl.Session(
         2, spares=1, max_failures=None, replace_stragglers=True, resources_per_worker=FEW
     ) as session:

@@ -93,7 +93,7 @@ def test_a_sessions_workers_are_in_the_trials_bundles_and_no_more_than_these(
 ) -> None:
     bundles = [{"CPU": 0.1}, *([{"CPU": 0.2}] * 3)]
     group, told = in_trial(bundles, (1, 8), 1, 0.2)
-    assert told["groups"] == [group] * 2, "three bundles, of which one is for the reserve"
+    assert told["groups"] == [group] * 2, "three bundles, of which one is for a spare worker"
     assert [one for one in told["warnings"] if "placement group" in one] == []
 
 

@@ -26,8 +26,8 @@ _ANSWER_S = 2.0
 """Seconds in which a worker that does nothing else takes a seat; then another one is asked."""
 
 
-class Reserve:
-    """The spare workers of one session, by seat (`Seats.reserve`).
+class SpareWorkers:
+    """The spare workers of one session, by seat (`Seats.spare_seats`).
 
     make: starts a worker in a seat that there is room for.
     """
@@ -54,7 +54,8 @@ class Reserve:
             await persist(lambda: self._keep(seat, program), what)
 
         tasks = [
-            asyncio.create_task(keep(seat), name=f"reserve-{seat}") for seat in self._seats.reserve
+            asyncio.create_task(keep(seat), name=f"spare-{seat}")
+            for seat in self._seats.spare_seats
         ]
         try:
             yield
