@@ -7,6 +7,10 @@ step counts. So in a run that continues after the death of a rank, each rank kee
     kept     the buffers after the last step that counts. An agreed step counts once the plain
              optimizer has taken it; with a sharded optimizer it counts after the ballot
 
+What the loop's body writes to buffers after a step that counts belongs to that step. So the kept
+buffers are the module's own until a forward pass begins the next step, and a copy from then on. A
+rank that is still inside the step runs that code itself, and is sent the agreed ones.
+
 On a GPU the host does not wait for the buffers of another rank to come in the step of a plain
 optimizer. So a copy consists of what has come, and of what was there before.
 """
@@ -61,11 +65,17 @@ class Buffers:
         self._shapes = {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
         self._kept = _BuffersCopy()
         self._agreed = _BuffersCopy()
+        self._is_within_step = False
+        """Whether the module's own buffers may be those of a step that does not count yet."""
 
-    def begin_forward(self) -> None:
-        """Before the first step: copy the buffers that the forward pass is about to change."""
-        if self.is_kept and not self._kept.after:
-            self._kept = _BuffersCopy(self._copied())
+    def begin_forward(self, *, begins_step: bool = True) -> None:
+        """Copy the buffers that the forward pass is about to change, if it begins a step."""
+        if not begins_step or self._is_within_step:
+            return
+        self._is_within_step = True
+        if self.is_kept:
+            # As far as they have come: of this, too, nobody on the host knows yet.
+            self._kept = _BuffersCopy(self._copied(), self._kept.before, self._kept.work)
 
     def sync(self, root: int | None, group: Group, *, on_host: bool = False) -> bool:
         """Copy the buffers of rank `root` after a step; None: no rank took the step.
@@ -84,11 +94,11 @@ class Buffers:
             try:
                 work = broadcast_tensors(buffers, root, group, on_host=on_host)
             except CollectiveMismatch as error:
-                raise self._named(error, group.rank) from error
+                raise self._explained(error, group.rank) from error
         self._have_synced(before, work if before else None)
         return work is not None
 
-    def _named(self, error: CollectiveMismatch, rank: int) -> CollectiveMismatch:
+    def _explained(self, error: CollectiveMismatch, rank: int) -> CollectiveMismatch:
         """The same error, with the buffers that have become others on this rank."""
         others = [
             f"{name} is {tuple(buffer.shape)} and was {self._shapes.get(name, 'not there')}"
@@ -109,8 +119,8 @@ class Buffers:
     def sync_again(
         self, synced: Sequence[int], step: int, live: Sequence[int], group: Group
     ) -> None:
-        """End `step` on ranks that have not ended it. A rank that has ended it may be in the next
-        forward pass already, so it sends the copy that it kept before that pass.
+        """End `step` on ranks that have not ended it. A rank that has ended it may have run the
+        code after it, or be in the next forward pass, so it sends its copy from before.
 
         synced: `synced_step` by rank.
         live: the ranks that took the step and are alive.
@@ -121,7 +131,7 @@ class Buffers:
         has_ended = self.synced_step == step
         if self.travel and buffers:
             root = synced.index(step) if step in synced else max(live, default=0)
-            sent = self._kept.tensors() if has_ended else buffers
+            sent = self._agreed.tensors() if has_ended else buffers
             broadcast_tensors(sent, root, group, on_host=True)
         if not has_ended:
             self._have_synced()
@@ -133,6 +143,7 @@ class Buffers:
 
     def _have_synced(self, before: Sequence[torch.Tensor] = (), work: Work | None = None) -> None:
         self.synced_step += 1
+        self._is_within_step = True
         self._agreed = _BuffersCopy(self._copied(), [*before], work)
         if self.count_when_agreed:
             self.keep_agreed()
@@ -140,6 +151,7 @@ class Buffers:
     def keep_agreed(self) -> None:
         """The agreed step counts on this rank, so its buffers are the ones to keep."""
         self._kept = self._agreed
+        self._is_within_step = False
 
     def drop_kept(self) -> None:
         """Stop keeping copies, at the end of the run."""
@@ -148,9 +160,18 @@ class Buffers:
 
     def committed(self) -> dict[str, torch.Tensor]:
         """By name, the buffers after the last step that counts; present ones before any step."""
-        buffers = dict(self._module.named_buffers())
         kept = self._kept.tensors()
-        return dict(zip(buffers, kept, strict=True)) if kept else buffers
+        # The present ones would be those of an operation that was stopped.
+        has_come = kept is self._kept.after
+        return self._named(kept if self._is_within_step or not has_come else [])
+
+    def agreed(self) -> dict[str, torch.Tensor]:
+        """By name, the buffers with which the code after the last agreed step began."""
+        return self._named(self._agreed.tensors())
+
+    def _named(self, copies: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        buffers = dict(self._module.named_buffers())
+        return dict(zip(buffers, copies, strict=True)) if copies else buffers
 
     def _copied(self) -> list[torch.Tensor]:
         if not (self.is_kept and self.travel):

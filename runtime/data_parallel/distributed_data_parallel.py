@@ -272,7 +272,9 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         # Ranks without data hear that a step begins, and shadow it.
         if self._join is not None:
             self._join.notified(self)
-        self._engine.buffers.begin_forward()
+        # Not a validation between two steps: the body may write buffers after it.
+        begins_step = torch.is_grad_enabled() or self.module.training
+        self._engine.buffers.begin_forward(begins_step=begins_step)
         # In a step of ctx.steps a rank may have no forward pass, so there it is done as it begins.
         if torch.is_grad_enabled():
             self._engine.steps.begin_forward()

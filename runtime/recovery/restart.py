@@ -74,7 +74,8 @@ class RestartState:
 
     optimizers: the sharded optimizers, in the order in which they were made.
     tensors: of each module, by their names in the module.
-    synced: of each model, the step to which its kept buffers belong.
+    synced: of each model, the last step that it has agreed on.
+    buffers: of each model, those with which the code after this step began.
     patterns: of each model, what its steps usually are.
     states: of all other objects.
     place, steps_taken, shard: as in Summary; steps_taken None: not known yet.
@@ -83,6 +84,7 @@ class RestartState:
     optimizers: dict[str, RetainedOptimizer] = field(default_factory=dict)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     synced: dict[str, int] = field(default_factory=dict)
+    buffers: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     patterns: dict[str, tuple[PassPattern | None, ClearPattern]] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
     place: StepCount = (0, 0)
@@ -119,6 +121,7 @@ class RestartState:
                 if isinstance(made, DistributedDataParallel):
                     engine = engine_of(made)
                     retained.synced[entry.name] = engine.buffers.synced_step
+                    retained.buffers[entry.name] = engine.buffers.agreed()
                     retained.patterns[entry.name] = engine.patterns
             else:
                 # A copy: state_dict() may give the object's own, which the function changes

@@ -223,16 +223,15 @@ def _take(transfer: StateTransfer, objects: LiveObjects, steps: Steps) -> None:
         engine.take_place(place.progress, place.last_live)
     for number, model in objects.models().items():
         model.reducer.num_passes = transfer.passes[number]
-        # One less, so that the buffers of the others are sent (Buffers.sync_again).
-        model.buffers.synced_step = transfer.synced[number] - 1
+        model.buffers.synced_step = transfer.synced[number]
     for entry in call.registry:
         if entry.name in transfer.states:
             entry.object.load_state_dict(copy.deepcopy(transfer.states[entry.name]))
 
 
 def _tensors_beside(objects: LiveObjects) -> list[torch.Tensor]:
-    """What of the registered modules comes neither with the shards nor with a step's buffers:
-    parameters that no optimizer steps, and modules beside the models, such as an average."""
+    """What of the registered modules does not come with the shards: parameters that no optimizer
+    steps, buffers, and modules beside the models, such as an average."""
     # Those come with the shards.
     sharded = {id(p) for one in objects.optimizers().values() for p in one.shard.parameters}
     found: list[torch.Tensor] = []
@@ -240,8 +239,9 @@ def _tensors_beside(objects: LiveObjects) -> list[torch.Tensor]:
         made = entry.object
         if isinstance(made, torch.nn.Module):
             found += [p.detach() for p in made.parameters() if id(p) not in sharded]
-            # A model's own buffers come with a step's (Buffers.sync_again).
-            if not isinstance(made, DistributedDataParallel):
+            # All ranks are between two steps (arrivals.py), so these are also what the code after
+            # the last one has written.
+            if not isinstance(made, DistributedDataParallel) or made.broadcast_buffers:
                 found += list(made.buffers())
     return found
 

@@ -60,7 +60,7 @@ class Holdings:
 
     held: by optimizer.
     synced: by model, the step whose buffers the rank has.
-    buffers: by model, the buffers by name.
+    buffers: by model, the buffers of that step by name, without what the code after it has written.
     """
 
     held: Mapping[str, ShardState] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Holdings:
     def of_retained(cls, retained: RestartState) -> Holdings:
         """The holdings of a newcomer, or of a rank that has left its function."""
         held = {name: one.held for name, one in retained.optimizers.items()}
-        return cls(held, retained.synced, retained.tensors)
+        return cls(held, retained.synced, retained.buffers)
 
     @classmethod
     def of_live(cls, registry: Registry, held: Mapping[int, ShardState]) -> Holdings:
@@ -88,7 +88,7 @@ class Holdings:
             elif isinstance(made, DistributedDataParallel):
                 model = engine_of(made)
                 synced[entry.name] = model.buffers.synced_step
-                buffers[entry.name] = model.buffers.committed()
+                buffers[entry.name] = model.buffers.agreed()
         return cls(states, synced, buffers)
 
 

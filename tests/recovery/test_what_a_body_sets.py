@@ -1,0 +1,157 @@
+"""What the loop's body sets by hand outlives a lost worker, and reaches one that comes later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import chorusline as cl
+from chorusline.runtime.data_parallel.buffers import Buffers
+from chorusline.runtime.program.context import call_of
+from chorusline.runtime.recovery.state_transfer import transfer_state
+from tests.harness.stand_in_gpu.runs import in_run
+from tests.references.plain_runs import Count
+from tests.references.training_to_kill import die
+
+NUM_STEPS = 6
+
+
+class Cooling(torch.nn.Module):
+    """The body lowers its temperature, and its norm writes buffers in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.linear = torch.nn.Linear(4, 2)
+        self.register_buffer("temperature", torch.ones(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.linear(self.norm(inputs)) / self.temperature
+        return outputs
+
+
+# -- after a loss --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+def test_kept_buffers_have_what_the_body_has_written_since_the_step(
+    alone: cl.Group, sharded: bool
+) -> None:
+    """Up to the forward pass of the next step, which does not count yet."""
+    module = Cooling()
+    buffers = Buffers(module, travel=True, is_kept=True)
+    buffers.count_when_agreed = sharded
+
+    def kept() -> tuple[float, int]:
+        now = buffers.committed()
+        return float(now["temperature"]), int(now["norm.num_batches_tracked"])
+
+    for step in range(3):
+        for _ in range(2):  # Of two micro-batches the first one begins the step.
+            buffers.begin_forward()
+            module(torch.randn(3, 4))
+            assert kept() == (0.25**step, 2 * step)
+        buffers.sync(0, alone)
+        if not sharded:
+            assert kept() == (0.25**step, 2 * step), "the step is agreed on, and not taken"
+            buffers.keep_agreed()
+        module.temperature.mul_(0.5)
+        assert kept() == (0.5 * 0.25**step, 2 * step + 2)
+        buffers.begin_forward(begins_step=False)  # A validation.
+        module.eval()(torch.randn(3, 4))
+        module.train().temperature.mul_(0.5)
+        assert kept() == (0.25 ** (step + 1), 2 * step + 2)
+        # A rank that is inside the step runs all this itself.
+        assert float(buffers.agreed()["temperature"]) == 0.25**step
+
+
+def train(ctx: cl.Context, folder: Path, sharded: bool) -> dict[str, Any]:
+    """Rank 1 is killed once, behind the forward pass of the fourth step."""
+    torch.manual_seed(0)
+    module = Cooling()
+    model = ctx.register("model", cl.DistributedDataParallel(module))
+    optim: Any
+    if sharded:
+        optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, replicas=2)
+    else:
+        optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    ctx.register("optim", optim)
+    count = ctx.register("count", Count())
+    for _ in ctx.epochs(1):
+        while count.value < NUM_STEPS:
+            loss = model(torch.randn(3, 4)).square().mean()
+            if ctx.rank == 1 and count.value == 3 and not (folder / "died").exists():
+                (folder / "died").touch()
+                die()
+            if sharded:  # Outside of a step, so that the function is left.
+                ctx.reduce(loss.detach())
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            module.temperature.mul_(0.5)
+            count.step()
+    return {
+        "temperature": float(module.temperature),
+        "batches": int(module.norm.num_batches_tracked),
+    }
+
+
+@pytest.mark.parametrize(
+    "sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "sharded"]
+)
+async def test_what_the_body_sets_is_there_when_the_function_runs_again(
+    session: cl.Session, tmp_path: Path, sharded: bool
+) -> None:
+    told = await session.run(train, folder=tmp_path, sharded=sharded)
+    assert (tmp_path / "died").exists()
+    for one in told:
+        assert one["temperature"] == 0.5**NUM_STEPS
+        assert one["batches"] == NUM_STEPS
+
+
+# -- for a worker that comes ----------------------------------------------------------------------
+
+
+class Points:
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.full((4,), float(number))
+
+
+def transfer(ctx: cl.Context) -> dict[str, Any]:
+    """Rank 1 has run by itself, and takes the state of rank 0 between two steps."""
+    torch.manual_seed(0)
+    module = Cooling()
+    model = ctx.register("model", cl.DistributedDataParallel(module))
+    optim = ctx.register(
+        "optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, replicas=2)
+    )
+    recovery, is_new = call_of(ctx).recovery, ctx.rank == 1
+    assert recovery is not None
+    for _ in ctx.epochs(1):
+        for step in ctx.steps(Points(), 8, 4):
+            for batch in step:
+                model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            if step.number == 1 and not is_new:
+                module.temperature.mul_(0.5)
+            if step.number == 1:
+                steps = recovery.arrivals.steps
+                assert steps is not None
+                transfer_state(recovery._objects, steps, 0, ctx.group, is_new=is_new)
+    return {"temperature": float(module.temperature)}
+
+
+def _transfers(group: Any) -> Any:
+    return in_run(group, transfer, goes_on=True)
+
+
+def test_a_worker_that_comes_has_what_the_body_of_the_others_has_set(ranks_of: Any) -> None:
+    for one in ranks_of(2).run(_transfers):
+        assert one["temperature"] == 0.5
