@@ -401,6 +401,8 @@ class Reducer:
             return
         if self._pass in (Pass.NONE, Pass.ENTERED):
             self._begin_backward()
+        # Buckets that earlier gradients have completed: the hooks of their parameters are done.
+        self._launch_complete_buckets()
         self.held.has_come(number, bucket)
         # Taken out and put in again, so that the order is that of the latest arrivals.
         so_far = self._arrivals.pop(number, 0)
@@ -416,7 +418,9 @@ class Reducer:
                 "in several checkpointed segments. Checkpoint with use_reentrant=False, or pass "
                 "static_graph=True, which waits for all gradients of a parameter"
             )
-        if bucket.missing == 0:
+        # Hooks of the program that come after this one may still change the gradient: the next
+        # gradient, or the end of the pass, launches the bucket.
+        if bucket.missing == 0 and len(parameter._post_accumulate_grad_hooks) == 1:
             self._launch_complete_buckets()
 
     def _num_expected(self, number: int) -> int:
@@ -473,6 +477,7 @@ class Reducer:
             bucket = self.buckets[self._num_launched]
             if bucket.missing:  # Buckets after it wait, since all ranks launch in one order.
                 return
+            self._fill_unused([bucket])  # Hooks of the program may have replaced gradients.
             self._launch(bucket)
 
     def _end_backward(self, *, sends: bool) -> None:

@@ -230,3 +230,53 @@ def test_arguments_of_torchs_change_no_parameter(ranks_of, options):
             assert torch.equal(one[name], tensor) and torch.equal(other[name], tensor)
         else:
             assert not torch.equal(one[name], other[name]), "each rank keeps its own"
+
+
+def masks_in_hooks(group, sharded, bucket_cap_mb, replaces):
+    """After wrapping, as a program that prunes: each rank scales its own gradients."""
+    model = cl.DistributedDataParallel(wide_layers(), group, bucket_cap_mb=bucket_cap_mb)
+    make = cl.ZeroRedundancyOptimizer if sharded else torch.optim.SGD
+    given = (model, torch.optim.SGD) if sharded else (model.parameters(),)
+    optimizer = make(*given, lr=0.1)
+
+    def scale(parameter):
+        if replaces:
+            parameter.grad = parameter.grad * (2.0 + group.rank)
+        else:
+            parameter.grad.mul_(2.0 + group.rank)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(scale)
+    for _ in range(3):
+        model(wide_batch(group.rank)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def wide_layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*[torch.nn.Linear(130, 130) for _ in range(3)]).double()
+
+
+def wide_batch(rank):
+    return torch.full((2, 130), 0.1 + rank / 10, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["edited", "replaced"])
+@pytest.mark.parametrize("bucket_cap_mb", [_EACH_ALONE, 0.2, 25])
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "zero"])
+def test_what_hooks_make_of_gradients_is_what_is_reduced(
+    ranks_of, sharded, bucket_cap_mb, replaces
+):
+    """With torch's DDP too, the hooks of a parameter have run when its gradient is sent."""
+    model = wide_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (model(wide_batch(rank)).square().sum() / 2 * (2.0 + rank)).backward()
+        optimizer.step()
+    for found in ranks_of(2).run(masks_in_hooks, sharded, bucket_cap_mb, replaces):
+        for ours, theirs in zip(found, model.parameters(), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
