@@ -306,6 +306,7 @@ class Group:
         cls,
         prepared: PreparedEndpoint,
         endpoints: Sequence[Endpoint],
+        look: Callable[[], None],
         store: Store,
         rank: int,
         *,
@@ -313,10 +314,12 @@ class Group:
         timeout_s: float,
         name: str = "default",
     ) -> Self:
-        """As `create`, on a CPU, of ranks on one host that know each other's endpoints."""
+        """As `create`, on a CPU, of ranks on one host that know each other's endpoints. look: as in
+        PreparedEndpoint.connect."""
         met = meet_prepared(
             prepared,
             endpoints,
+            look,
             signed(store),
             rank,
             generation=generation,

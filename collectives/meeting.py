@@ -158,6 +158,7 @@ def meet(
 def meet_prepared(
     prepared: PreparedEndpoint,
     endpoints: Sequence[Endpoint],
+    look: Callable[[], None],
     store: Store,
     rank: int,
     *,
@@ -166,10 +167,12 @@ def meet_prepared(
     name: str,
 ) -> tuple[Communicator, PrefixStore, Seal | None]:
     """As `meet`, where a driver has told the ranks of one host each other's endpoints: they need
-    no store for it, and there is one attempt in a generation."""
+    no store for it, and there is one attempt in a generation. look: as in
+    PreparedEndpoint.connect."""
+    communicator = prepared.connect(endpoints, rank, generation, timeout_s, look)
     own = PrefixStore(f"group/{name}/{generation}/0", store)
     own.set_timeout(timeout_s)
-    return prepared.connect(endpoints, own, rank, generation), own, None
+    return communicator, own, None
 
 
 def _compare_secrets(place: PrefixStore, rank: int, size: int, error: Exception) -> None:

@@ -232,6 +232,12 @@ class ActorStore(Store):
             for event in self._blocked:
                 event.set()
 
+    def raise_if_cancelled(self) -> None:
+        """As a call would, but without one."""
+        with self._lock:
+            if self._cancelled_by is not None:
+                raise fresh_copy(self._cancelled_by)
+
     def move_to(self, actor: Actor) -> None:
         """Use another actor from now on, which does not have what was written to the first."""
         self._actor = actor
@@ -241,9 +247,7 @@ class ActorStore(Store):
 
     def post(self, key: Data, value: Data) -> None:
         # Not awaited: what follows waits for others, and fails if this has not arrived.
-        with self._lock:
-            if self._cancelled_by is not None:
-                raise fresh_copy(self._cancelled_by)
+        self.raise_if_cancelled()
         self._actor.store_call.remote("set", encoded(key, "key"), encoded(value, "value"))
 
     def check(self, keys: Sequence[Data]) -> bool:

@@ -660,6 +660,7 @@ class Worker:
             group = Group._create_prepared(
                 self._prepared,
                 endpoints,
+                store.raise_if_cancelled,
                 store,
                 assignment.rank,
                 generation=assignment.generation,

@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,28 +55,21 @@ class PreparedEndpoint:
         self._descriptor = -1
 
     def connect(
-        self, endpoints: Sequence[Endpoint], store: Store, rank: int, generation: int
+        self,
+        endpoints: Sequence[Endpoint],
+        rank: int,
+        generation: int,
+        timeout_s: float,
+        look: Callable[[], None],
     ) -> Communicator:
-        """Meet the ranks of these endpoints, in the memory of rank 0; what has made this one is
-        closed. store: a wait in it raises if the rendezvous is over, and its timeout is the
-        group's. Raises PeerLost if rank 0 is gone."""
+        """Meet the ranks of these endpoints, in the memory of rank 0. look: called while this rank
+        waits; raises if the rendezvous is over. Raises PeerLost if rank 0 is gone."""
         if rank != 0:
             self.close()
             self._descriptor = _opened(endpoints[0], generation)
         descriptor, self._descriptor = self._descriptor, -1
-        look_at = time.monotonic() + _LOOK_S
-
-        def look() -> None:
-            nonlocal look_at
-            if time.monotonic() < look_at:
-                return
-            # The ranks have all that they need of the store, so they can do without it.
-            with contextlib.suppress(StoreTimeout, StoreLost):
-                store.wait(["never"], 0)
-            look_at = time.monotonic() + _LOOK_S
-
         pids = [endpoint.pid for endpoint in endpoints]
-        return connect_shared_memory(descriptor, pids, rank, generation, store.timeout_s, look)
+        return connect_shared_memory(descriptor, pids, rank, generation, timeout_s, look)
 
 
 def are_on_one_host(endpoints: Sequence[Endpoint]) -> bool:
@@ -111,7 +104,8 @@ def connect(
         endpoints = [Endpoint(**one) for one in cards]
         # One rank elsewhere is enough: a communicator has one transport.
         if are_on_one_host(endpoints):
-            return prepared.connect(endpoints, store, rank, generation)
+            look = _looking_into(store)
+            return prepared.connect(endpoints, rank, generation, store.timeout_s, look)
     finally:
         prepared.close()
     if not between_hosts:
@@ -123,6 +117,22 @@ def connect(
     from .gloo import GlooCommunicator
 
     return GlooCommunicator(store, rank, size, generation)
+
+
+def _looking_into(store: Store) -> Callable[[], None]:
+    """Raises if a wait in the store does, since the rendezvous is over."""
+    look_at = time.monotonic() + _LOOK_S
+
+    def look() -> None:
+        nonlocal look_at
+        if time.monotonic() < look_at:
+            return
+        # The ranks have all that they need of the store, so they can do without it.
+        with contextlib.suppress(StoreTimeout, StoreLost):
+            store.wait(["never"], 0)
+        look_at = time.monotonic() + _LOOK_S
+
+    return look
 
 
 def _opened(root: Endpoint, generation: int) -> int:

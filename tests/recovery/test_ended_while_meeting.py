@@ -75,8 +75,10 @@ def shows_its_group_late(generation: int, folder: Path, rank: int) -> Iterator[N
     when that is told that the generation is over."""
     create = cl.Group._create_prepared
 
-    def created(one: Any, endpoints: Any, store: ActorStore, *args: Any, **kwargs: Any) -> cl.Group:
-        group = create(one, endpoints, store, *args, **kwargs)
+    def created(
+        one: Any, endpoints: Any, look: Any, store: ActorStore, *args: Any, **kwargs: Any
+    ) -> cl.Group:
+        group = create(one, endpoints, look, store, *args, **kwargs)
         if kwargs["generation"] == generation:
             (folder / f"met-{rank}").touch()
             give_up_at = time.monotonic() + 30

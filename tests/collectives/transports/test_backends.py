@@ -19,7 +19,12 @@ from typing import Any
 import pytest
 import torch
 
-from chorusline.collectives.contract.errors import CollectiveTimeout, PeerLost, UnsupportedOperation
+from chorusline.collectives.contract.errors import (
+    CollectiveTimeout,
+    GroupAborted,
+    PeerLost,
+    UnsupportedOperation,
+)
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.messages import Script, ScriptedWork
 from chorusline.collectives.shared_memory.layout import key_of, open_memory
@@ -256,7 +261,9 @@ def test_ranks_that_know_each_others_endpoints_meet_without_a_store() -> None:
 
     def meet(rank: int) -> float:
         limits = {"generation": 5, "timeout_s": 30.0}
-        with Group._create_prepared(prepared[rank], endpoints, store, rank, **limits) as group:
+        with Group._create_prepared(
+            prepared[rank], endpoints, lambda: None, store, rank, **limits
+        ) as group:
             assert (group.rank, group.size, group.generation) == (rank, 3, 5)
             ones = torch.ones(1000)
             group.all_reduce(ones).wait_on_host()
@@ -279,7 +286,7 @@ def test_a_first_rank_that_ends_while_it_is_met_is_a_lost_one(
     monkeypatch.setattr(host, "open_memory", refused)
     mine = PreparedEndpoint(2)
     with pytest.raises(PeerLost, match=r"rank 0 .*process \d+ ended") as caught:
-        mine.connect([mine.endpoint, mine.endpoint], HashStore(), 1, 5)
+        mine.connect([mine.endpoint, mine.endpoint], 1, 5, 1.0, lambda: None)
     assert caught.value.ranks == [0]
 
 
@@ -332,6 +339,17 @@ def test_a_rank_that_cannot_meet_is_named_to_the_others(monkeypatch: pytest.Monk
         host.connect(store, 0, 2, 5)
 
 
+def test_a_rank_that_waits_in_prepared_memory_leaves_it_when_the_rendezvous_is_over() -> None:
+    mine, theirs = PreparedEndpoint(2), PreparedEndpoint(2)
+
+    def look() -> None:
+        raise GroupAborted(5, [], "a newcomer has come")
+
+    with pytest.raises(GroupAborted, match="a newcomer has come"):
+        mine.connect([mine.endpoint, theirs.endpoint], 0, 5, 60.0, look)
+    theirs.close()
+
+
 def test_memory_that_has_the_descriptor_of_another_is_not_entered() -> None:
     first = PreparedEndpoint(2)
     endpoint = first.endpoint
@@ -340,6 +358,6 @@ def test_memory_that_has_the_descriptor_of_another_is_not_entered() -> None:
     assert later.endpoint.descriptor == endpoint.descriptor
     mine = PreparedEndpoint(2)
     with pytest.raises(PeerLost, match="left the rendezvous"):
-        mine.connect([endpoint, mine.endpoint], HashStore(), 1, 5)
+        mine.connect([endpoint, mine.endpoint], 1, 5, 1.0, lambda: None)
     assert key_of(later.endpoint.descriptor) == later.endpoint.key
     later.close()
