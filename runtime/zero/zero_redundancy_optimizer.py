@@ -1401,6 +1401,7 @@ class OptimizerEngine:
         """Phases (4) and (5)."""
         assert self.reducer is not None
         self.reducer.check_unchanged()
+        self._check_uncleared(agreed.outcome.agreement.used)
         # The ranks have agreed on the step with those.
         if self._option_numbers() != agreed.options:
             raise RuntimeError(
@@ -1421,6 +1422,24 @@ class OptimizerEngine:
             self.wait_for_next_generation(error)
         self.faults.reach(Instant.STEPPED)
         self._has_stepped()
+
+    def _check_uncleared(self, used: Sequence[bool]) -> None:
+        """Raise RuntimeError if the program has cleared the gradient of a parameter that the step
+        will change. used: by parameter of the model."""
+        assert self.reducer is not None
+        gradients = self.reducer.gradients
+        stepped = {id(p) for options in self.optimizer.param_groups for p in options["params"]}
+        for name, parameter, is_used in zip(
+            gradients.names, gradients.parameters, used, strict=True
+        ):
+            if is_used and parameter.grad is None and id(parameter) in stepped:
+                raise RuntimeError(
+                    f"the gradient of parameter {name} was cleared between the last batch of a "
+                    "step of ctx.steps and optimizer.step(), when the ranks had agreed to step "
+                    "the parameter. Call zero_grad() after optimizer.step(). To leave a parameter "
+                    "out of a step, freeze it with requires_grad_(False) before the loop over the "
+                    "step's batches, or use a plain optimizer"
+                )
 
     # -- recovery (recovery/recovery.py) ---------------------------------------------------------
 

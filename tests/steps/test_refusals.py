@@ -233,6 +233,24 @@ def clipped_by_hand(group: cl.Group) -> None:
         optim.step()
 
 
+def cleared_behind_the_loop(group: cl.Group) -> None:
+    model, optim = made(group)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch).sum().backward()
+        model.module.bias.grad = None
+        optim.step()
+
+
+def all_cleared_behind_the_loop(group: cl.Group) -> None:
+    model, optim = made(group)
+    for step in steps_of(group):
+        for batch in step:
+            model(batch).sum().backward()
+        optim.zero_grad()
+        optim.step()
+
+
 def weighed_in_part(group: cl.Group) -> None:
     model, _ = made(group)
     for step in steps_of(group):
@@ -257,7 +275,11 @@ WRONG: dict[str, tuple[Callable[[cl.Group], None], type[Exception], str]] = {
     "no backward()": (without_backward, RuntimeError, "Call backward() on a loss"),
     "step() in the loop": (step_in_the_loop, RuntimeError, "optimizer.step() once after that loop"),
     "sharded step() in the loop": (sharded_step_in_the_loop, RuntimeError, "once after that loop"),
-    "zero_grad() in the loop": (cleared_in_the_loop, RuntimeError, "zero_grad() after that loop"),
+    "zero_grad() in the loop": (
+        cleared_in_the_loop,
+        RuntimeError,
+        "zero_grad() after optimizer.step()",
+    ),
     "zero_grad() between": (cleared_between_sums, RuntimeError, "Call zero_grad() once, after"),
     "every second step()": (stepped_every_second_time, RuntimeError, "raise global_batch_size"),
     "late step()": (stepped_from_the_second_time_on, RuntimeError, "raise global_batch_size"),
@@ -265,6 +287,12 @@ WRONG: dict[str, tuple[Callable[[cl.Group], None], type[Exception], str]] = {
     "late backward()": (backward_behind_the_loop, RuntimeError, "inside the loop over the step's"),
     "options": (options_changed, RuntimeError, "after optimizer.step()"),
     "clip_grad_norm_": (clipped_by_hand, RuntimeError, "max_norm"),
+    "grad = None": (cleared_behind_the_loop, RuntimeError, "freeze it with requires_grad_(False)"),
+    "zero_grad() before step()": (
+        all_cleared_behind_the_loop,
+        RuntimeError,
+        "after optimizer.step()",
+    ),
     "weighed in part": (weighed_in_part, RuntimeError, "1 of the 2 micro-batches"),
     "sizes": (lambda group: print(steps_of(group, part=5)), ValueError, "the part of a step"),
     "no size": (lambda group: print(steps_of(group, whole=0)), ValueError, "at least 1"),
@@ -400,3 +428,28 @@ def test_passes_outside_of_the_loop_may_lay_the_buckets_out_anew(
     assert model._reducer.gradients.order != order
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+def test_a_frozen_parameter_is_left_out_of_a_step(alone: cl.Group, sharded: bool) -> None:
+    """The mend for a program that clears the gradient of one between the loop and `step()`."""
+    model, optim = made(alone, sharded)
+    weight, bias = (p.detach().clone() for p in model.parameters())
+    for step in steps_of(alone, num=4):
+        model.module.bias.requires_grad_(False)
+        for batch in step:
+            model(batch).sum().backward()
+        optim.step()
+    assert not torch.equal(model.module.weight, weight)
+    assert torch.equal(model.module.bias, bias)
+
+
+def test_with_a_plain_optimizer_a_cleared_gradient_is_left_out_of_a_step(alone: cl.Group) -> None:
+    model, optim = made(alone, sharded=False)
+    bias = model.module.bias.detach().clone()
+    for step in steps_of(alone, num=4):
+        for batch in step:
+            model(batch).sum().backward()
+        model.module.bias.grad = None
+        optim.step()
+    assert torch.equal(model.module.bias, bias)

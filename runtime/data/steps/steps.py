@@ -481,7 +481,7 @@ class StepEnd:
                 f"no model holds a gradient on any rank at the end of step {self.plan.number}: no "
                 "backward pass has brought one, or it was cleared again. Call backward() on a loss "
                 "of the DistributedDataParallel inside the loop over the step's batches, and "
-                "zero_grad() after that loop"
+                "zero_grad() after optimizer.step()"
             )
         self.paces = seen[at:]
 
