@@ -414,7 +414,7 @@ class Checkpoints:
                 saved.collect(shard.held(), shard.kept(1), found)
                 # What is equal on all ranks is written once, by a rank whose state is current.
                 if rank == live[0]:
-                    saved.collect_leaves(optimizer.num_steps, found)
+                    saved.collect_leaves(optimizer.num_steps, optimizer.max_norm, found)
             elif kind_of(entry) == PER_RANK:
                 collect_own((entry.name, rank), state_of(entry), found)
         return found

@@ -18,7 +18,7 @@ from .format.errors import CheckpointCorrupted, CheckpointMismatch
 from .format.manifest import ManifestEntry, dtype_name, name_of
 from .format.pieces import Path
 from .format.reader import CheckpointReader
-from .sharded_state import GROUPS, NUM_STEPS, STATE, SavedOptimizer
+from .sharded_state import GROUPS, MAX_NORM, NUM_STEPS, STATE, SavedOptimizer
 
 _NAMED = 3
 """The number of differences that an error lists."""
@@ -70,9 +70,13 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
 
 def options_of(stateful: object) -> list[dict[str, Any]]:
     """The options of each parameter group that a person gives: none for what is no optimizer. The
-    learning rate is the one that a schedule has begun with."""
+    learning rate is the one that a schedule has begun with. At the end the max_norm, if it has
+    one."""
     if not isinstance(stateful, torch.optim.Optimizer):
         return []
+    of_all: list[dict[str, Any]] = []
+    if isinstance(stateful, ZeroRedundancyOptimizer):
+        of_all = [{MAX_NORM: stateful.max_norm}]
     return [
         {
             key: group.get("initial_lr", value) if key == "lr" else value
@@ -80,14 +84,18 @@ def options_of(stateful: object) -> list[dict[str, Any]]:
             if key != "initial_lr" and isinstance(value, bool | int | float | tuple)
         }
         for group in stateful.param_groups
-    ]
+    ] + of_all
 
 
 def changes_in_words(given: list[dict[str, Any]], loaded: list[dict[str, Any]]) -> tuple[str, str]:
     """For example `lr 0.1, not 0.01`, and the line that undoes the first of these changes; both
     empty if no option has another value. Pure."""
     changes = {
-        f"{key} {after[key]}, not {value}": f"param_groups[{number}][{key!r}] = {value!r}"
+        f"{key} {after[key]}, not {value}": (
+            f"{key} = {value!r}"
+            if key == MAX_NORM
+            else f"param_groups[{number}][{key!r}] = {value!r}"
+        )
         for number, (before, after) in enumerate(zip(given, loaded, strict=False))
         for key, value in before.items()
         if key in after and after[key] != value
@@ -169,6 +177,12 @@ def _restore_sharded(
         if type(num_steps) is not int or num_steps < 0:
             raise _unlike(reader, steps)
         optimizer.num_steps = num_steps
+    norm = reader.find((name, MAX_NORM))
+    if norm is not None:
+        try:
+            optimizer.max_norm = reader.value(norm)
+        except (TypeError, ValueError):
+            raise _unlike(reader, norm) from None
     for mine, saved in zip(optimizer.param_groups, groups, strict=True):
         mine.update({key: value for key, value in saved.items() if key != "params"})
 

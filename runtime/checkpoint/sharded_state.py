@@ -3,6 +3,7 @@
     name/state/<parameter>/<tensor>    a tensor of the optimizer's plain state, by parameter name
     name/state/<parameter>/master      the float32 copy of a parameter in half precision
     name/param_groups, name/num_steps  leaves
+    name/max_norm                      a leaf, which older checkpoints do not have
 
 torch.distributed.checkpoint also uses names, not numbers, for the parameters of optimizers.
 """
@@ -25,7 +26,7 @@ from .format.manifest import ManifestEntry, name_of
 from .format.pieces import Contents, Path, TensorRange
 from .format.reader import CheckpointReader
 
-STATE, GROUPS, NUM_STEPS = "state", "param_groups", "num_steps"
+STATE, GROUPS, NUM_STEPS, MAX_NORM = "state", "param_groups", "num_steps", "max_norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +87,11 @@ class SavedOptimizer:
                 for key, value in described.whole.items() if described and start == 0 else ():
                     add_leaf(self._path(number, key), value, found)
 
-    def collect_leaves(self, num_steps: int, found: Contents) -> None:
-        """Add the parameter groups and the step count, which are equal on all ranks."""
-        found.leaves[self.name, GROUPS] = leaf_of((self.name, GROUPS), self.groups)
-        found.leaves[self.name, NUM_STEPS] = leaf_of((self.name, NUM_STEPS), num_steps)
+    def collect_leaves(self, num_steps: int, max_norm: float | None, found: Contents) -> None:
+        """Add the parameter groups, step count and max_norm, which are equal on all ranks."""
+        leaves = {GROUPS: self.groups, NUM_STEPS: num_steps, MAX_NORM: max_norm}
+        for key, value in leaves.items():
+            found.leaves[self.name, key] = leaf_of((self.name, key), value)
 
     def read(
         self, reader: CheckpointReader, ranges: Sequence[Range], saved_names: Mapping[str, str]

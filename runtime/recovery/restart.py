@@ -39,13 +39,14 @@ from .plain_optimizer_steps import StepCount
 
 @dataclass(frozen=True, slots=True)
 class RetainedOptimizer:
-    """The kept state of a sharded optimizer. held: this rank's part of the state. num_steps and
-    options are equal on all ranks."""
+    """The kept state of a sharded optimizer. held: this rank's part of the state. num_steps,
+    options and max_norm are equal on all ranks."""
 
     held: ShardState
     progress: OptimizerProgress
     num_steps: int
     options: list[dict[str, Any]]
+    max_norm: float | None  # None: it does not clip
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class RestartState:
                     sharded.progress,
                     made.num_steps,
                     copied_options(made.param_groups),
+                    made.max_norm,
                 )
             elif fully_sharded.is_sharded(made):
                 retained.states[entry.name] = fully_sharded.kept(made)
@@ -191,8 +193,11 @@ class RestartState:
         group: Group,
     ) -> int:
         mine = self.optimizers.get(name)
-        own = (mine.progress, mine.num_steps, mine.options) if mine else None
-        progress, num_steps, options = broadcast_object(group, own, leader_of(summaries), pickled)
+        own = (mine.progress, mine.num_steps, mine.options, mine.max_norm) if mine else None
+        progress, num_steps, options, max_norm = broadcast_object(
+            group, own, leader_of(summaries), pickled
+        )
+        optimizer.max_norm = max_norm
         # A copy: a loss while it moves begins all of this again, from what was kept.
         held = ShardState() if mine is None else mine.held.copy()
         inventories = [one.held.get(name, Inventory()) for one in summaries]

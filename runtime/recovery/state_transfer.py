@@ -41,17 +41,19 @@ from .live_objects import LiveObjects, RunningCall
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    """The applied steps of a sharded optimizer, and the options of its groups."""
+    """The applied steps of a sharded optimizer, the options of its groups, and its max_norm."""
 
     num_steps: int
     groups: list[dict[str, Any]]
+    max_norm: float | None  # None: it does not clip
 
     @classmethod
     def of(cls, optimizer: ZeroRedundancyOptimizer) -> OptimizerOptions:
-        return cls(optimizer.num_steps, copied_options(optimizer.param_groups))
+        groups = copied_options(optimizer.param_groups)
+        return cls(optimizer.num_steps, groups, optimizer.max_norm)
 
     def load(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        optimizer.num_steps = self.num_steps
+        optimizer.num_steps, optimizer.max_norm = self.num_steps, self.max_norm
         for ours, theirs in zip(optimizer.param_groups, self.groups, strict=True):
             ours.update(theirs)
 

@@ -249,6 +249,37 @@ def test_a_plain_optimizer_goes_on_from_a_sharded_one_and_the_other_way_round(
         assert told["average"]["n_averaged"] == 4
 
 
+def _clips_by(group: cl.Group, config, given: float | None, then: float | None) -> float | None:
+    """The max_norm with which a run begins. then: what its body sets."""
+
+    def train(ctx: cl.Context) -> float | None:
+        model = ctx.register("model", cl.DistributedDataParallel(make_model()))
+        optim = ctx.register(
+            "optimizer", cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, max_norm=given)
+        )
+        before, optim.max_norm = optim.max_norm, then
+        model(torch.ones(3, 7)).square().mean().backward()
+        optim.step()
+        ctx.save().wait()
+        return before
+
+    return in_run(group, train, config)
+
+
+def test_a_limit_of_the_gradient_that_the_body_has_set_is_saved(ranks_of, tmp_path):
+    config = cl.CheckpointConfig(tmp_path)
+    limits = [(1.0, 0.25), (1.0, None), (1.0, 0.5)]
+    assert [ranks_of(2).run(_clips_by, config, *one)[0] for one in limits] == [1.0, 0.25, None]
+
+
+def test_a_checkpoint_without_a_limit_of_the_gradient_leaves_the_one_that_is_given(
+    ranks_of, tmp_path
+):
+    config = cl.CheckpointConfig(tmp_path)
+    ranks_of(2).run(_train_plainly, config, False)
+    assert ranks_of(2).run(_clips_by, config, 2.0, None) == [2.0, 2.0]
+
+
 def _train_on_gpus(rank: Rank, place: str) -> Any:
     return run_train(rank.group(), cl.CheckpointConfig(place), {"until": 2, "save_at": 2})
 

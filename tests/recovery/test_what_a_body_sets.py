@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import chorusline as cl
+from chorusline.collectives.objects.blocking import all_gather_object
 from chorusline.runtime.data_parallel.buffers import Buffers
+from chorusline.runtime.process.registry import Registered
 from chorusline.runtime.program.context import call_of
+from chorusline.runtime.recovery.restart import RestartState
 from chorusline.runtime.recovery.state_transfer import transfer_state
 from tests.harness.stand_in_gpu.runs import in_run
 from tests.references.plain_runs import Count
@@ -112,6 +115,42 @@ async def test_what_the_body_sets_is_there_when_the_function_runs_again(
         assert one["batches"] == NUM_STEPS
 
 
+def made(max_norm: float | None = None) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = cl.DistributedDataParallel(Cooling())
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=max_norm)
+    return {"model": model, "optim": optim}
+
+
+def begin_again(ctx: cl.Context) -> dict[str, Any]:
+    """Keeps what it has after a step, makes its objects again, and gives it to them."""
+    first = made(max_norm=2.0)
+    model, optim = first["model"], first["optim"]
+    for name, one in first.items():
+        ctx.register(name, one)
+    model(torch.randn(3, 4)).square().mean().backward()
+    optim.step()
+    # Of the ranks the first leads, and the other one may not have come to this.
+    if ctx.rank == 0:
+        optim.max_norm = 0.25
+    call = call_of(ctx)
+    kept = RestartState.of(call.registry, (0, 0), {})
+    summaries = all_gather_object(ctx.group, kept.summary(True, None))
+    again = made(max_norm=1.0)
+    for name, one in again.items():
+        kept.restore(Registered(name, one, per_rank=False), summaries, ctx.group)
+    return {"max_norm": again["optim"].max_norm}
+
+
+def _begins_again(group: Any) -> Any:
+    return in_run(group, begin_again, goes_on=True)
+
+
+def test_objects_that_are_made_again_have_what_the_body_has_set(ranks_of: Any) -> None:
+    for one in ranks_of(2).run(_begins_again):
+        assert one["max_norm"] == 0.25
+
+
 # -- for a worker that comes ----------------------------------------------------------------------
 
 
@@ -141,11 +180,12 @@ def transfer(ctx: cl.Context) -> dict[str, Any]:
             optim.zero_grad()
             if step.number == 1 and not is_new:
                 module.temperature.mul_(0.5)
+                optim.max_norm = 0.25
             if step.number == 1:
                 steps = recovery.arrivals.steps
                 assert steps is not None
                 transfer_state(recovery._objects, steps, 0, ctx.group, is_new=is_new)
-    return {"temperature": float(module.temperature)}
+    return {"temperature": float(module.temperature), "max_norm": optim.max_norm}
 
 
 def _transfers(group: Any) -> Any:
@@ -155,3 +195,4 @@ def _transfers(group: Any) -> Any:
 def test_a_worker_that_comes_has_what_the_body_of_the_others_has_set(ranks_of: Any) -> None:
     for one in ranks_of(2).run(_transfers):
         assert one["temperature"] == 0.5
+        assert one["max_norm"] == 0.25

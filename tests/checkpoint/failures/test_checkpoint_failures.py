@@ -174,7 +174,9 @@ def test_resume_takes_a_path_or_starts_afresh(ranks_of, tmp_path):
     )
 
 
-def _train_with(group: cl.Group, config: cl.CheckpointConfig, lr: float, wd: float) -> list[str]:
+def _train_with(
+    group: cl.Group, config: cl.CheckpointConfig, lr: float, wd: float, max_norm: float = 1.0
+) -> list[str]:
     """What is said at the beginning of a run of one step."""
     heard: list[str] = []
 
@@ -184,7 +186,9 @@ def _train_with(group: cl.Group, config: cl.CheckpointConfig, lr: float, wd: flo
 
     def train(ctx: cl.Context) -> None:
         model = cl.DistributedDataParallel(make_model())
-        optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=lr, weight_decay=wd)
+        optim = cl.ZeroRedundancyOptimizer(
+            model, torch.optim.AdamW, lr=lr, weight_decay=wd, max_norm=max_norm
+        )
         ctx.register("optim", optim)
         schedule = torch.optim.lr_scheduler.StepLR(optim, 1, 0.5)
         ctx.register("schedule", schedule)
@@ -215,6 +219,9 @@ def test_a_resume_is_told_with_its_step_and_the_options_that_are_not_those_given
     assert "'optim' resumes with the options of the checkpoint" in changed
     assert "lr 0.1, not 0.2; weight_decay 0.0, not 0.01. To use yours instead" in changed
     assert others == []
+    (_, changed), _ = ranks_of(2).run(_train_with, config, 0.1, 0.0, 0.5)
+    assert "max_norm 1.0, not 0.5. To use yours instead" in changed
+    assert "as in optimizer.max_norm = 0.5;" in changed
 
 
 def _begins_with(group: cl.Group, place: Path, kind: str, takes_line: bool) -> list[float]:
