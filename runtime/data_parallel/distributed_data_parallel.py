@@ -71,7 +71,6 @@ _INSTEAD = {
     "device_ids": "write group.device: a rank owns one device",
     "output_device": "write group.device: a rank owns one device",
     "device_type": "write group.device.type",
-    "require_backward_grad_sync": "write `with model.no_sync():`",
     "find_unused_parameters": "unused parameters need no flag",
     "static_graph": "write DistributedDataParallel(module, static_graph=True)",
     "_set_static_graph": "write DistributedDataParallel(module, static_graph=True)",
@@ -388,18 +387,28 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
 
         Raises RuntimeError inside a Join with your own joinables, unless Join gets groups=[…].
         """
-        if self._join is not None and self._join.takes_forward_for_step:
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward pass reduces gradients; `no_sync` sets it to False, and so may a
+        program, which then sets it to True for the last pass of a step."""
+        return self._reducer.is_syncing
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, requires: bool) -> None:
+        if not requires and self._join is not None and self._join.takes_forward_for_step:
             raise RuntimeError(
                 "no_sync() does not work in a Join with your own joinables, because a rank "
                 "without data counts each forward pass as a step. Give Join a group to follow, "
                 "groups=[…]; then each joinable's part of a step is announced"
             )
-        before = self._reducer.is_syncing
-        self._reducer.is_syncing = False
-        try:
-            yield
-        finally:
-            self._reducer.is_syncing = before
+        self._reducer.is_syncing = bool(requires)
 
     @_disable_dynamo
     def weigh(self, loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:

@@ -49,24 +49,32 @@ def test_gradients_are_the_mean_over_all_ranks(ranks_of, dtype):
         assert all(torch.equal(a, b) for a, b in zip(mine, results[0], strict=True))
 
 
-def accumulate(group):
+def accumulate(group, sets_flag):
     model = cl.DistributedDataParallel(make_model(torch.float64), group)
     first, second = batches_of(group.rank, 2, torch.float64)
     before = group.statistics.snapshot()
-    with model.no_sync():
+    if sets_flag:  # As nanoGPT does.
+        assert model.require_backward_grad_sync
+        model.require_backward_grad_sync = False
         loss_of(model, first).backward()
+        model.require_backward_grad_sync = True
+    else:
+        with model.no_sync():
+            assert not model.require_backward_grad_sync
+            loss_of(model, first).backward()
     silent = group.statistics.since(before).total_operations() == 0
     loss_of(model, second).backward()
     return [parameter.grad.clone() for parameter in model.parameters()], silent
 
 
-def test_no_sync_accumulates_and_the_next_pass_sends_the_sum(ranks_of):
+@pytest.mark.parametrize("sets_flag", [False, True])
+def test_no_sync_accumulates_and_the_next_pass_sends_the_sum(ranks_of, sets_flag):
     model = make_model(torch.float64)
     for rank in range(2):
         for batch in batches_of(rank, 2, torch.float64):
             (loss_of(model, batch) / 2).backward()
     expected = [parameter.grad for parameter in model.parameters()]
-    for mine, silent in ranks_of(2).run(accumulate):
+    for mine, silent in ranks_of(2).run(accumulate, sets_flag):
         assert silent
         assert largest_difference(mine, expected) < 1e-15
 
@@ -296,6 +304,7 @@ def test_completion_shows_torchs_names_and_the_public_ones_only() -> None:
             "broadcast_buffers",
             "mixed_precision",
             "no_sync",
+            "require_backward_grad_sync",
             "join",
             "weigh",
             "statistics",

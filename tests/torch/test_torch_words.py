@@ -147,10 +147,6 @@ TYPED = {
     "attribute process_group": (lambda h: h.model.process_group, "'process_group': write group"),
     "join_process_group of a model": (lambda h: h.model.join_process_group, "write join_group"),
     "device of a model": (lambda h: h.model.device, "write group.device"),
-    "require_backward_grad_sync": (
-        lambda h: h.model.require_backward_grad_sync,
-        "`with model.no_sync():`",
-    ),
     "_set_static_graph": (lambda h: h.model._set_static_graph(), "static_graph=True"),
     "logging data": (lambda h: h.model._get_ddp_logging_data(), "write statistics()"),
     "builtin hook": (
