@@ -470,16 +470,25 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         Raises RuntimeError on a rank to which nothing was consolidated; ValueError if by_name is
         set and a parameter has no name.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         if self._engine.consolidated is None:
             raise RuntimeError(
                 "Optimizer state has not been consolidated on this rank. Please call "
                 f"`consolidate_state_dict(to={self.group.rank})` on all ranks beforehand if you "
                 "meant to save the global state."
             )
+        # A hook may change what it gets, and the next call begins from what was consolidated.
+        state_dict: dict[str, Any] = {
+            "state": {key: {**state} for key, state in self._engine.consolidated["state"].items()},
+            "param_groups": [{**options} for options in self._engine.consolidated["param_groups"]],
+        }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state_dict = result if (result := after(self, state_dict)) is not None else state_dict
         if not by_name:
-            return self._engine.consolidated
+            return state_dict
         names, given = self._names(), [p for g in self.param_groups for p in g["params"]]
-        return with_names(self._engine.consolidated, [parameter_name(p, names) for p in given])
+        return with_names(state_dict, [parameter_name(p, names) for p in given])
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -492,12 +501,17 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         Raises ValueError, on all ranks and before anything is loaded, if groups, parameters or
         shapes differ; the text names the parameter.
         """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = result if (result := before(self, state_dict)) is not None else state_dict
         saved, options = match_state(state_dict, self.param_groups, self._names())
         self._engine.shard.check_fits(saved)
         for ours, theirs in zip(self.param_groups, options, strict=True):
             ours.update(theirs)
         self._engine.shard.load_state(saved, self.param_groups)
         self._engine.state_changes.loaded()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _names(self) -> dict[int, str]:
         """The known names of the parameters, by id() of the parameter; each has one of its own."""

@@ -449,3 +449,55 @@ def test_parameters_of_two_models_with_the_same_names_keep_their_own_states(alon
     resumed = in_run(alone, train, config, gradient=None)
     assert [float(one.flatten()[0]) for one in saved] == [1, 1, 2, 2, 3, 3]
     assert all(torch.equal(a, b) for a, b in zip(saved, resumed, strict=True))
+
+
+def hooked(optimizer, told):
+    def renames(_, state_dict):
+        told.append("load pre")
+        return {key: state_dict[f"our {key}"] for key in ("state", "param_groups")}
+
+    def packs(_, state_dict):
+        told.append("save post")
+        for state in state_dict["state"].values():
+            state["momentum_buffer"] = state["momentum_buffer"] * 2
+        return {f"our {key}": value for key, value in state_dict.items()}
+
+    def notes(text):
+        return lambda *_: told.append(text)
+
+    optimizer.register_state_dict_pre_hook(notes("save pre"))
+    optimizer.register_state_dict_post_hook(packs)
+    optimizer.register_load_state_dict_pre_hook(renames)
+    optimizer.register_load_state_dict_post_hook(notes("load post"))
+    return optimizer
+
+
+def test_hooks_of_state_dictionaries_run_as_with_the_plain_optimizer(alone):
+    told = []
+
+    def saved_and_loaded(module, model, optimizer):
+        (batch,) = batches_of(0, 1, torch.float64)
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(2):  # The hooks change what they get: once each time.
+            if isinstance(optimizer, cl.ZeroRedundancyOptimizer):
+                optimizer.consolidate_state_dict()
+                optimizer.state_dict()
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(saved)
+        assert [*saved] == ["our state", "our param_groups"]
+        loss_of(model, batch).backward()
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+    module, options = make_model(torch.float64), {"lr": 0.1, "momentum": 0.9}
+    plain = hooked(torch.optim.SGD(module.parameters(), **options), told)
+    expected, in_torch = saved_and_loaded(module, module, plain), [*told]
+    told.clear()
+    model = cl.DistributedDataParallel(make_model(torch.float64), alone)
+    ours = hooked(cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, **options), told)
+    found = saved_and_loaded(model.module, model, ours)
+    assert in_torch == ["save pre", "save post", "load pre", "load post"] * 2
+    assert told == ["save pre", "save post", *in_torch[:4]] * 2
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
