@@ -25,6 +25,7 @@ from chorusline.actors.parcels.pickling import pickled
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
+from ..checkpoint.contents import is_dense
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..data_parallel.gradients.held_gradients import ClearPattern
 from ..data_parallel.same_model import broadcast_tensors
@@ -79,6 +80,7 @@ class RestartState:
     buffers: of each model, those with which the code after this step began.
     patterns: of each model, what its steps usually are.
     states: of all other objects.
+    beside: of each module, what its state_dict() has beside its tensors (state_beside).
     place, steps_taken, shard: as in Summary; steps_taken None: not known yet.
     """
 
@@ -88,6 +90,7 @@ class RestartState:
     buffers: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     patterns: dict[str, tuple[PassPattern | None, ClearPattern]] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
+    beside: dict[str, dict[str, Any]] = field(default_factory=dict)
     place: StepCount = (0, 0)
     steps_taken: int | None = None
     shard: int = 0
@@ -120,6 +123,7 @@ class RestartState:
                 retained.states[entry.name] = fully_sharded.kept(made)
             elif isinstance(made, torch.nn.Module):
                 retained.tensors[entry.name] = _tensors_of(made, committed=True)
+                retained.beside[entry.name] = copy.deepcopy(state_beside(made))
                 if isinstance(made, DistributedDataParallel):
                     engine = engine_of(made)
                     retained.synced[entry.name] = engine.buffers.synced_step
@@ -169,6 +173,10 @@ class RestartState:
                 if name in kept:  # A module may have grown; what is new is the leader's own.
                     tensor.copy_(kept[name])
             broadcast_tensors(list(here.values()), leader, group)
+            beside = self.beside.get(entry.name)
+            if not entry.per_rank:
+                beside = broadcast_object(group, beside, leader, pickled)
+            load_beside(made, beside or {})
             if isinstance(made, DistributedDataParallel):
                 # A rank without data takes part in the first steps as the others do.
                 patterns = broadcast_object(group, self.patterns.get(entry.name), leader)
@@ -215,6 +223,29 @@ def up_to_date(summaries: Sequence[Summary]) -> list[Summary]:
     """The summaries of ranks that have the leader's step; the data of others is one step older."""
     last = summaries[leader_of(summaries)].place[0]
     return [one for one in summaries if one.was_there and one.place[0] == last]
+
+
+def state_beside(module: torch.nn.Module) -> dict[str, Any]:
+    """What a module's state_dict() has beside its parameters and buffers, by key: what
+    get_extra_state() gives, and what a class adds itself, as metrics of torchmetrics do."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    # By memory: a hook of the module may have given its tensors other names there.
+    own = {tensor.data_ptr() for tensor in (*inner.parameters(), *inner.buffers())}
+    names = {name for name, _ in inner.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in inner.named_buffers(remove_duplicate=False)}
+    return {
+        key: value
+        for key, value in inner.state_dict().items()
+        if key not in names and not (is_dense(value) and value.data_ptr() in own)
+    }
+
+
+def load_beside(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Load what `state_beside` has given; the tensors stay."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    # Copies: set_extra_state() may keep what it is given, and a loss begins all of this again.
+    if state:
+        inner.load_state_dict(copy.deepcopy(dict(state)), strict=False)
 
 
 @torch.no_grad()

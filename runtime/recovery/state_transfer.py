@@ -37,6 +37,7 @@ from ..process.registry import Registered
 from ..process.step_boundary import boundary
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .live_objects import LiveObjects, RunningCall
+from .restart import load_beside, state_beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,8 @@ class StateTransfer:
     """number, rest, paces: of the pass over steps that the ranks are in. position: in all passes.
     taken: steps of the run. data: of the call. checkpoints: as Checkpoints.place. generators: the
     state of the random generators. optimizers: by number. passes, synced: of the models, by number,
-    as in RankReport (in_place.py). states: of registered objects, by name."""
+    as in RankReport (in_place.py). states: of registered objects, by name. beside: of registered
+    modules, by name, what they have beside their tensors."""
 
     number: int
     rest: Remainder
@@ -162,6 +164,7 @@ class StateTransfer:
     passes: Mapping[int, int]
     synced: Mapping[int, int]
     states: Mapping[str, Any]
+    beside: Mapping[str, dict[str, Any]]
 
 
 def _transfer_of(objects: LiveObjects, steps: Steps) -> StateTransfer:
@@ -182,6 +185,11 @@ def _transfer_of(objects: LiveObjects, steps: Steps) -> StateTransfer:
         {number: model.reducer.num_passes for number, model in models.items()},
         {number: model.buffers.synced_step for number, model in models.items()},
         _plain_states(call),
+        {
+            entry.name: state_beside(entry.object)
+            for entry in call.registry
+            if isinstance(entry.object, torch.nn.Module) and not entry.per_rank
+        },
     )
 
 
@@ -229,6 +237,8 @@ def _take(transfer: StateTransfer, objects: LiveObjects, steps: Steps) -> None:
     for entry in call.registry:
         if entry.name in transfer.states:
             entry.object.load_state_dict(copy.deepcopy(transfer.states[entry.name]))
+        if isinstance(entry.object, torch.nn.Module) and entry.name in transfer.beside:
+            load_beside(entry.object, transfer.beside[entry.name])
 
 
 def _tensors_beside(objects: LiveObjects) -> list[torch.Tensor]:

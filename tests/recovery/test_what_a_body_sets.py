@@ -30,10 +30,31 @@ class Cooling(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(4)
         self.linear = torch.nn.Linear(4, 2)
         self.register_buffer("temperature", torch.ones(()))
+        self.seen = {"batches": 0}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs: torch.Tensor = self.linear(self.norm(inputs)) / self.temperature
         return outputs
+
+
+class Metric(torch.nn.Module):
+    """As those of torchmetrics: its state_dict() has what is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "total"] = self.total
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        self.total = state_dict[prefix + "total"]
 
 
 # -- after a loss --------------------------------------------------------------------------------
@@ -95,8 +116,10 @@ def train(ctx: cl.Context, folder: Path, sharded: bool) -> dict[str, Any]:
             optim.step()
             optim.zero_grad()
             module.temperature.mul_(0.5)
+            module.seen["batches"] += 1
             count.step()
     return {
+        "seen": module.seen["batches"],
         "temperature": float(module.temperature),
         "batches": int(module.norm.num_batches_tracked),
     }
@@ -112,14 +135,14 @@ async def test_what_the_body_sets_is_there_when_the_function_runs_again(
     assert (tmp_path / "died").exists()
     for one in told:
         assert one["temperature"] == 0.5**NUM_STEPS
-        assert one["batches"] == NUM_STEPS
+        assert one["batches"] == one["seen"] == NUM_STEPS
 
 
 def made(max_norm: float | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     model = cl.DistributedDataParallel(Cooling())
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=max_norm)
-    return {"model": model, "optim": optim}
+    return {"model": model, "optim": optim, "metric": Metric()}
 
 
 def begin_again(ctx: cl.Context) -> dict[str, Any]:
@@ -133,13 +156,20 @@ def begin_again(ctx: cl.Context) -> dict[str, Any]:
     # Of the ranks the first leads, and the other one may not have come to this.
     if ctx.rank == 0:
         optim.max_norm = 0.25
+        model.module.seen["batches"] = 7
+        first["metric"].total += 3.0
     call = call_of(ctx)
     kept = RestartState.of(call.registry, (0, 0), {})
     summaries = all_gather_object(ctx.group, kept.summary(True, None))
     again = made(max_norm=1.0)
     for name, one in again.items():
         kept.restore(Registered(name, one, per_rank=False), summaries, ctx.group)
-    return {"max_norm": again["optim"].max_norm}
+    model.module.seen["batches"] = 8
+    return {
+        "max_norm": again["optim"].max_norm,
+        "seen": again["model"].module.seen["batches"],
+        "metric": float(again["metric"].total),
+    }
 
 
 def _begins_again(group: Any) -> Any:
@@ -148,7 +178,7 @@ def _begins_again(group: Any) -> Any:
 
 def test_objects_that_are_made_again_have_what_the_body_has_set(ranks_of: Any) -> None:
     for one in ranks_of(2).run(_begins_again):
-        assert one["max_norm"] == 0.25
+        assert one == {"max_norm": 0.25, "seen": 7, "metric": 3.0}
 
 
 # -- for a worker that comes ----------------------------------------------------------------------
@@ -181,11 +211,16 @@ def transfer(ctx: cl.Context) -> dict[str, Any]:
             if step.number == 1 and not is_new:
                 module.temperature.mul_(0.5)
                 optim.max_norm = 0.25
+                module.seen["batches"] = 7
             if step.number == 1:
                 steps = recovery.arrivals.steps
                 assert steps is not None
                 transfer_state(recovery._objects, steps, 0, ctx.group, is_new=is_new)
-    return {"temperature": float(module.temperature), "max_norm": optim.max_norm}
+    return {
+        "temperature": float(module.temperature),
+        "max_norm": optim.max_norm,
+        "seen": module.seen["batches"],
+    }
 
 
 def _transfers(group: Any) -> Any:
@@ -194,5 +229,4 @@ def _transfers(group: Any) -> Any:
 
 def test_a_worker_that_comes_has_what_the_body_of_the_others_has_set(ranks_of: Any) -> None:
     for one in ranks_of(2).run(_transfers):
-        assert one["temperature"] == 0.5
-        assert one["max_norm"] == 0.25
+        assert one == {"temperature": 0.5, "max_norm": 0.25, "seen": 7}
