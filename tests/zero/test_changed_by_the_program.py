@@ -309,3 +309,29 @@ def test_ranks_that_write_other_parameters_are_told_so_once(ranks_of: Any, has_m
     assert others == [] and len(told) == int(not has_mean)
     if not has_mean:
         assert "parameter 5.bias differs between rank 0 and rank 1 in step 1" in told[0], told
+
+
+@pytest.mark.parametrize("freezes", [False, True], ids=["cleared", "frozen"])
+def test_the_norm_leaves_out_what_is_frozen_and_counts_what_is_cleared_after_the_pass(
+    alone: cl.Group, freezes: bool
+) -> None:
+    """Cleared, it has been sent; it is not stepped either way (docs/zero.md)."""
+    (batch,) = batches_of(0, 1, torch.float64)
+    plain = make_model()
+    plain(batch).square().mean().backward()
+    of_all = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    plain[-1].weight.grad = None
+    of_rest = torch.nn.utils.get_total_norm(
+        [p.grad for p in plain.parameters() if p.grad is not None]
+    )
+    model = cl.DistributedDataParallel(make_model(), alone)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=1e-3)
+    weight = model.module[-1].weight
+    before = weight.detach().clone()
+    weight.requires_grad_(not freezes)
+    model(batch).square().mean().backward()
+    weight.grad = None
+    optimizer.step()
+    assert torch.equal(weight, before)
+    assert optimizer.grad_norm == pytest.approx(float(of_rest if freezes else of_all), rel=1e-12)
+    assert of_rest < 0.95 * of_all
