@@ -88,18 +88,26 @@ class DetachedClient:
         client = cls(name, host)
         try:
             await client._tell_until_up(host.started.remote())
+            await client.status()
+            client._stay()
         except ActorGone as gone:
             raise StartupError(
                 f"the session actor of {name!r} did not start", gone.detail
             ) from None
         # Even after a cancellation: a session that nobody has got must not keep workers.
         except BaseException:
-            ray.kill(host)
-            detached.forget()
+            await asyncio.shield(cls._undo(detached, host))
             raise
-        await client.status()
-        client._stay()
         return client
+
+    @staticmethod
+    async def _undo(detached: DetachedActors, host: Actor) -> None:
+        """End a session host, and what it has started or asked for: its placement groups outlive
+        it."""
+        ray.kill(host)
+        # Else what is there may be another program's, which has got the name.
+        if await _until_gone(detached.name):
+            await asyncio.to_thread(detached.clear)
 
     @staticmethod
     async def _make_room(name: str, host: Actor) -> None:

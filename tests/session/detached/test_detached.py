@@ -188,6 +188,42 @@ async def test_a_cluster_that_ends_with_the_program_and_a_session_that_is_not_th
         await session.results()
 
 
+def groups_of(name: str) -> list[str]:
+    """The states of a session's placement groups."""
+    groups = placement_group_table().values()
+    return [one["state"] for one in groups if one["name"].startswith(f"chorusline/{name}/")]
+
+
+async def test_a_start_that_is_cancelled_while_it_waits_for_room_leaves_no_placement_group(
+    name: str,
+) -> None:
+    only_one_fits = {"CPU": ray.cluster_resources()["CPU"] - 1}
+    options = cl.Session(2, resources_per_worker=only_one_fits)._options
+    start = asyncio.create_task(DetachedClient.started(name, options, 1.0))
+    async with asyncio.timeout(50):
+        while "PENDING" not in groups_of(name):
+            await asyncio.sleep(0.1)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert set(groups_of(name)) == {"REMOVED"}
+
+
+async def test_a_start_that_fails_after_its_workers_are_there_leaves_none_of_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(client: DetachedClient) -> None:
+        raise RuntimeError("the session actor did not answer")
+
+    monkeypatch.setattr(DetachedClient, "status", silent)
+    options = cl.Session(1, resources_per_worker={"CPU": 0.2})._options
+    with pytest.raises(RuntimeError, match="did not answer"):
+        await DetachedClient.started(name, options, 60.0)
+    detached = DetachedActors(name)
+    assert detached.host() is None and not detached.workers() and not detached.drivers()
+    assert set(groups_of(name)) == {"REMOVED"}
+
+
 def instants(kind: str) -> Iterator[float]:
     draw = random.Random(kind)
     return iter([draw.uniform(0.0, 4.0) for _ in range(2)])
