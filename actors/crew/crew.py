@@ -16,6 +16,8 @@ from typing import Any
 
 import ray
 
+from chorusline.collectives.contract.errors import GroupAborted
+
 from ..driver.driver import GRACE_S, Unfit, driver_class
 from ..errors import DriverLost, HeadLost, StartupError
 from ..forking.command import forked
@@ -54,6 +56,7 @@ _PROVEN_S = 5.0
 
 _DRIVER_START_S = 30.0
 
+CLOSED = "the session was closed"
 _IF_SLOW = ". If nodes are only slow to start processes, raise startup_timeout_s"
 _LOOK_S = 0.5
 _LOOK_AFTER_S = 2.0
@@ -112,6 +115,7 @@ class Crew:
         self.is_assembled = False
         """Whether the last run left all actors as they were, so that the next one just begins."""
         self._was_assembled = False  # Ever.
+        self._is_dismissed = False
 
     @property
     def num_workers(self) -> int:
@@ -130,7 +134,7 @@ class Crew:
         3. Start workers in the empty seats; they have `timeout_s` to answer.
 
         A driver that dies meanwhile is replaced by another. While all is well nothing is asked, so
-        that a run costs no questions. Raises StartupError.
+        that a run costs no questions. Raises StartupError; GroupAborted after `dismiss`.
         """
         for left in reversed(range(_DRIVERS_IN_A_ROW)):
             try:
@@ -212,6 +216,7 @@ class Crew:
         """Seats without a worker that there is room for. Waits until the fewest can be had."""
         give_up_at = time.monotonic() + timeout_s
         while True:
+            self._check_not_dismissed()
             placed = await asyncio.to_thread(self._seats.placed)
             empty = [seat for seat in placed if seat not in self._workers]
             num_workers = len(self._workers) + len(empty)
@@ -241,6 +246,7 @@ class Crew:
             raise StartupError("the driver actor did not start", why) from None
 
     async def _try_to_start_driver(self, place: Mapping[str, Any], timeout_s: float) -> Actor:
+        self._check_not_dismissed()
         self._incarnation += 1
         # Other processes find the session by this name, which dies with the actor.
         name = {"name": f"{self.name}{INCARNATION}{self._incarnation}", "namespace": NAMESPACE}
@@ -452,9 +458,9 @@ class Crew:
 
     async def dismiss(self) -> None:
         """End everything: close the groups, kill the actors, and wait until they are dead."""
-        self.is_assembled = False
+        self.is_assembled, self._is_dismissed = False, True
         try:
-            await self._stop_workers("the session was closed")
+            await self._stop_workers(CLOSED)
         finally:
             # Even if a worker did not stop in time, or this was cancelled: no actor outlives its
             # session.
@@ -489,6 +495,7 @@ class Crew:
         await answers(calls, _ANSWER_S)
 
     def _living_driver(self) -> Actor:
+        self._check_not_dismissed()
         if self._driver is None:
             raise DriverLost(self._incarnation, "it was found dead before")
         return self._driver
@@ -501,7 +508,13 @@ class Crew:
         self._starting.add(seat)
         return worker
 
+    def _check_not_dismissed(self) -> None:
+        """Before anything is started: nobody would end it."""
+        if self._is_dismissed:
+            raise GroupAborted(0, [], CLOSED)
+
     def _made(self, seat: int, is_spare: bool = False) -> Actor:
+        self._check_not_dismissed()
         options = {**self._seats.options(seat), **self._workers_environment}
         # The first ones import at the same time, in processes that Ray may have waiting for them.
         if self._was_assembled and self._modules and self._seats.is_here(seat):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ray
 
-from chorusline.actors.crew.crew import STEP_S, Crew
+from chorusline.actors.crew.crew import CLOSED, STEP_S, Crew
 from chorusline.actors.driver.driver import GRACE_S
 from chorusline.actors.errors import DriverLost
 from chorusline.actors.messages.messages import (
@@ -93,7 +93,8 @@ class LocalSession:
                     may_grow=not is_local,
                     survives_loss=options.max_failures != 0,
                 )
-            self._seats = PlacedSeats(first, needs, options.most, options.spares)
+                # Here: a cancellation may come on leaving the block, and `close` gives them back.
+                self._seats = PlacedSeats(first, needs, options.most, options.spares)
             self.crew = self._crew_of(self._seats)
             await self.crew.assemble(wait_s)
 
@@ -132,7 +133,7 @@ class LocalSession:
             # A function that runs is aborted, and not killed: its caller gets the reason.
             if crew is not None:
                 if self._is_running:
-                    await crew.cancel(self._next_run - 1, "the session was closed")
+                    await crew.cancel(self._next_run - 1, CLOSED)
                 await crew.dismiss()
         finally:
             if seats is not None and ray.is_initialized():
