@@ -33,7 +33,7 @@ async def _run(script: PlainScript, options: argparse.Namespace) -> int:
     of_script = {"max_failures": 0, "spares": options.spares, "progress": False}
     session = await session_of(options, **of_script).start()
     # A cluster that the first session has started stays for the others.
-    is_ours = connecting.connect(options.address)
+    connection = connecting.connect(options.address)
     try:
         for restarts in range(options.max_restarts + 1):
             try:
@@ -50,8 +50,7 @@ async def _run(script: PlainScript, options: argparse.Namespace) -> int:
                 session = await session_of(options, **of_script).start()
     finally:
         await session.close()
-        if is_ours:
-            connecting.leave()
+        connection.leave()
     return 0
 
 

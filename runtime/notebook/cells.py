@@ -36,6 +36,11 @@ async def close_earlier_session(session: Closable) -> None:
             await old.close()
 
 
+def forget_session(session: Closable) -> None:
+    """Its start has failed."""
+    _started[:] = [entry for entry in _started if entry[0]() is not session]
+
+
 def open_sessions() -> list[tuple[str, Any]]:
     """The sessions of this process that have workers, each with the notebook's variable that holds
     it; an empty text outside of a notebook."""
@@ -59,7 +64,7 @@ def hint_at_other_sessions(error: Error) -> Error:
 
 
 def latest_session() -> Any:
-    """The last started session that still exists, closed or not; None without one."""
+    """The session that was started last and still exists, closed or not; None without one."""
     return next((found for ref, _, _ in reversed(_started) if (found := ref())), None)
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,9 +34,38 @@ _num_users = 0
 """Sessions that use this cluster. The last one stops it."""
 
 
-def connect(address: str | None, log_to_driver: bool = True, *, may_start: bool = True) -> bool:
-    """Connect this process to Ray; return True if that is a local cluster that sessions of this
-    process have started: the caller must `leave` it.
+@dataclass(frozen=True)
+class Connection:
+    """This process's connection to Ray, as a session has found or made it.
+
+    is_local: to a cluster that sessions of this process have started; its users must `leave` it.
+    """
+
+    node: Any
+    is_local: bool
+
+    @property
+    def is_alive(self) -> bool:
+        """False after `ray.shutdown()`, though this process may have another connection since."""
+        return ray.is_initialized() and self.node is _node()
+
+    def leave(self) -> None:
+        """Stop the local cluster, unless another session of this process uses it, or the program
+        itself has stopped it."""
+        global _our_node, _num_users
+        with _one_at_a_time:
+            if not self.is_local or not self.is_alive or self.node is not _our_node:
+                return
+            _num_users -= 1
+            if not _num_users:
+                _our_node = None
+                ray.shutdown()
+
+
+def connect(
+    address: str | None, log_to_driver: bool = True, *, may_start: bool = True
+) -> Connection:
+    """Connect this process to Ray.
 
     An existing connection is used first; else `address`; else RAY_ADDRESS (set in each Ray job);
     else a new cluster on this machine, or, without may_start, the one that runs here.
@@ -52,23 +82,10 @@ def connect(address: str | None, log_to_driver: bool = True, *, may_start: bool 
             is_ours = _our_node is not None and _our_node is _node()
             _num_users += is_ours
             rays_notices.leave_out()
-            return is_ours
+            return Connection(_node(), is_ours)
         finally:
             _restore_sigterm(before)
             show_in_one_line()
-
-
-def leave() -> None:
-    """Stop the local cluster, unless another session of this process uses it, or the program itself
-    has stopped it."""
-    global _our_node, _num_users
-    with _one_at_a_time:
-        if _our_node is None or _our_node is not _node():
-            return
-        _num_users -= 1
-        if not _num_users:
-            _our_node = None
-            ray.shutdown()
 
 
 def _node() -> Any:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import ray
 from ray import cloudpickle
 
 from chorusline.actors.messages.messages import Report, RunFailed
@@ -28,6 +27,7 @@ from ..tracking.tracker import Tracker
 from ..tracking.tracker_names import checked_trackers
 from ..tracking.tracking import Tracking
 from . import connecting
+from .connecting import Connection
 from .detached.client import DetachedClient
 from .detached.status import IDLE_TIMEOUT_S, check_name
 from .holding.local_session import LocalSession
@@ -169,7 +169,7 @@ class Session:
         self._log_to_driver = log_to_driver
         self._detached_name = name or ""
         self._kind = SessionKind.DETACHED if detached else SessionKind.OWN
-        self._is_local = False  # True: sessions of this process have started the cluster.
+        self._connection: Connection | None = None  # None: before the start, and after the end
         # Has the actors, or asks the host that has them while a detached session is open.
         self._holder: LocalSession | DetachedClient = LocalSession(self._options)
         self._state = SessionState.NEW
@@ -218,7 +218,7 @@ class Session:
             with Starting(self._shown_progress) as starting:
                 may_start = self._kind is SessionKind.OWN
                 starting.phase(connecting.what_it_does(self._address, may_start=may_start))
-                self._is_local = connecting.connect(
+                self._connection = connecting.connect(
                     self._address, self._log_to_driver, may_start=may_start
                 )
                 # Its host starts the actors, and has what this process would hold.
@@ -229,12 +229,13 @@ class Session:
                 assert isinstance(self._holder, LocalSession)
                 forks_workers = connecting.has_started_node()
                 await self._holder.start(
-                    starting, is_local=self._is_local, forks_workers=forks_workers
+                    starting, is_local=self._connection.is_local, forks_workers=forks_workers
                 )
             if notebook.in_kernel():
                 await self._holder.ask_workers(_ASK_S)  # _repr_html_ shows the answers.
         except BaseException as error:
             await self.close()  # Even after a cancellation: nothing may be left over.
+            notebook.forget_session(self)
             notebook.show_once(notebook.hint_at_other_sessions(error))
             raise
         self._state = SessionState.READY
@@ -266,13 +267,17 @@ class Session:
         holder = self._holder
         if isinstance(holder, DetachedClient):
             self._holder = LocalSession(self._options)
+        connection, self._connection = self._connection, None
+        # After a ray.shutdown() of the user there is nothing left to end, and this process may be
+        # connected to another cluster, with sessions of its own.
+        if isinstance(holder, LocalSession) and connection and not connection.is_alive:
+            return
         try:
             await holder.close()
         finally:
             # Last: the actors are ended by calls to the cluster.
-            is_local, self._is_local = self._is_local, False
-            if is_local:
-                connecting.leave()
+            if connection is not None:
+                connection.leave()
 
     def __enter__(self) -> NoReturn:
         raise TypeError(
@@ -366,7 +371,7 @@ class Session:
 
     def _why_not_ready(self) -> str:
         """The reason why `run` would raise, and the remedy; empty if the session is ready."""
-        if self._state is SessionState.READY and not ray.is_initialized():
+        if self._connection is not None and not self._connection.is_alive:
             return (
                 "the session is gone: this process is no longer connected to Ray (ray.shutdown() "
                 "was called, or another session that had started the cluster was closed); close "
@@ -402,11 +407,26 @@ class Session:
             if self._state is SessionState.RUNNING:  # `close` may have been called meanwhile.
                 self._state = SessionState.READY
             # Even of a failed run: the last reports say how far it was.
-            await audience.finish(error)
+            await self._finish(audience, error)
             if error is not None:
                 is_interrupt = isinstance(error, asyncio.CancelledError)
                 notebook.show_once(error, holder.how_interrupted() if is_interrupt else None)
         return [cloudpickle.loads(result) for result in outcome.results]
+
+    async def _finish(self, audience: Audience, error: BaseException | None) -> None:
+        """Bring the view and the trackers to their end. Who does not want to wait for them still
+        gets the results of a run that has ended."""
+        try:
+            await audience.finish(error)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if error is not None or task is None:
+                raise
+            task.uncancel()
+            _log.warning(
+                "interrupted while the last reports were written: the run had ended, and its "
+                "results are returned; a tracker may lack its last lines"
+            )
 
     async def _last_step(self, failed: RunFailed) -> int:
         """How many optimizer steps a run had taken that has lost a worker; 0 if nobody knows."""

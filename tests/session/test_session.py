@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,11 +15,13 @@ import pytest
 import ray
 import torch
 
+import chorusline as cl
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import Report, WorkerSnapshot
 from chorusline.collectives.contract.errors import CollectiveError, GroupAborted
 from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
+from chorusline.runtime.notebook import cells
 from chorusline.runtime.process.running import current, current_group
 from chorusline.runtime.program.context import Context, call_of
 from chorusline.runtime.session.one_run import run
@@ -398,6 +401,89 @@ async def test_closing_ends_a_run_in_progress(cluster: None) -> None:
     await session.close()
     with pytest.raises(GroupAborted, match="the session was closed"):
         await running
+
+
+async def test_closing_ends_a_run_that_still_replaces_a_worker_and_starts_nothing(
+    cluster: None,
+) -> None:
+    session = await Session(num_workers=2).start()
+    name = session.name
+    first = await session.run(lambda ctx: os.getpid())
+    crew = session._holder.crew
+    assert crew is not None
+    os.kill(first[0], signal.SIGKILL)
+    running = asyncio.create_task(session.run(lambda ctx: os.getpid()))
+    give_up_at = time.monotonic() + 30
+    while not crew._starting and time.monotonic() < give_up_at:
+        await asyncio.sleep(0.005)
+    began_at = time.monotonic()
+    await session.close()
+    with pytest.raises(GroupAborted, match="the session was closed"):
+        await running
+    assert time.monotonic() - began_at < WITHIN_S
+    named = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+    assert not any(one.startswith(name) for one in named), named
+
+
+class EndsLate(cl.Tracker):
+    """Waits at its end."""
+
+    def __init__(self) -> None:
+        self.ending, self.gate = threading.Event(), threading.Event()
+
+    def end(self, status: str, error: str) -> None:
+        self.ending.set()
+        self.gate.wait(30)
+
+
+async def test_an_interrupt_while_a_tracker_writes_its_end_keeps_the_results(
+    cluster: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = EndsLate()
+    async with Session(num_workers=2, trackers=[tracker]) as session:
+        running = asyncio.create_task(session.run(lambda ctx: ctx.rank))
+        assert await asyncio.to_thread(tracker.ending.wait, 60)
+        running.cancel()
+        assert await running == [0, 1]
+        assert "the run had ended, and its results are returned" in caplog.text
+        tracker.gate.set()
+        assert await session.run(lambda ctx: ctx.rank) == [0, 1]
+
+
+async def test_a_session_whose_start_has_failed_is_not_the_latest_one(cluster: None) -> None:
+    async with Session(num_workers=1) as session:
+        few = {"CPU": 0.1, "none_has_it": 1.0}
+        with pytest.raises(StartupError):
+            await Session(1, resources_per_worker=few, startup_timeout_s=1).start()
+        assert cells.latest_session() is session
+
+
+@pytest.mark.promise("the end of a session")
+def test_a_session_of_a_cluster_that_is_gone_leaves_the_next_one_alone() -> None:
+    script = """
+import asyncio
+import ray
+import chorusline as cl
+
+async def main():
+    first = await cl.Session(1, progress=False).start()
+    ray.shutdown()
+    second = await cl.Session(1, progress=False).start()
+    try:
+        await first.run(lambda ctx: ctx.rank)
+    except RuntimeError as error:
+        assert "no longer connected to Ray" in str(error), error
+    else:
+        raise AssertionError("it has run")
+    await first.close()
+    assert await second.run(lambda ctx: ctx.rank) == [0]
+    await second.close()
+    assert not ray.is_initialized()
+    print("both closed")
+
+asyncio.run(main())
+"""
+    assert "both closed" in output_of("-c", script, timeout_s=90)
 
 
 @pytest.mark.promise("the end of a session")
