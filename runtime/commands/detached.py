@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from chorusline.actors.errors import NoCluster
-from chorusline.collectives.contract.errors import ChoruslineError
+from chorusline.actors.messages.outcomes import RemoteTraceback
 
 from ..session import connecting
 from ..session.detached.status import check_name
@@ -21,7 +21,7 @@ from ..session.session import Session, attach
 from ..session.showing.progress import Progress
 from ..session.showing.rank_output import label
 from .arguments import WrongUsage
-from .script import INTERRUPTED
+from .script import INTERRUPTED, print_error
 
 AFTER_RUN_S = 60.0
 """Seconds that a session stays after the one run that it was begun for, if nobody is attached."""
@@ -115,13 +115,12 @@ def _at(name: str, address: str | None, act: Callable[[Session], Awaitable[None]
     except NoCluster as error:
         print(error, file=sys.stderr)
         return 1
-    except (ChoruslineError, ConnectionError, RuntimeError, ValueError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except Exception as error:  # Of the user's function.
-        print(f"the run has failed: {type(error).__name__}: {error}", file=sys.stderr)
-        for note in getattr(error, "__notes__", ()):
-            print(note, file=sys.stderr)
+    except Exception as error:
+        # How the run has ended, with what is known beside it. Anything else is of this program.
+        if isinstance(error.__cause__, RemoteTraceback) or hasattr(error, "__notes__"):
+            print_error(error, None)
+        else:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
 
 

@@ -28,7 +28,7 @@ def exit_code(script: Path, act: Callable[[], int]) -> int:
     except WrongUsage:
         raise
     except Exception as error:
-        _print_error(error, _below(script, error.__traceback__))
+        print_error(error, _below(script, error.__traceback__))
         return 1
 
 
@@ -54,7 +54,7 @@ def on_ranks(act: Callable[[], int]) -> int:
         raise
 
 
-def _print_error(error: BaseException, trace: TracebackType | None) -> None:
+def print_error(error: BaseException, trace: TracebackType | None) -> None:
     """Print the error and its causes; a NoCluster in one line.
 
     trace: the frames of the user's code; None: there are none."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import chorusline as cl
+from chorusline.actors.messages.messages import Loss, RunFailed, WorkerInfo
+from chorusline.actors.messages.outcomes import failure, raise_failure
 from chorusline.actors.ray_calls.detached_actors import SESSION_HOST, names_of
+from chorusline.runtime.commands import detached
 from chorusline.runtime.commands.command_line import main
 from tests.harness.programs import completed
 
@@ -105,6 +111,70 @@ def test_a_run_that_cannot_begin_leaves_no_session(
             environment=on_cluster,
         )
     assert "unsendable" not in names_of(SESSION_HOST)
+
+
+WORKERS = tuple(WorkerInfo(f"w{seat}", seat, "n", "vm", 10 + seat, "cpu", 1.0) for seat in range(2))
+
+
+def of_rank_1(error: Exception) -> RunFailed:
+    try:
+        raise error
+    except Exception as raised:
+        return RunFailed(3, failure(1, raised), WORKERS, (), ())
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        (
+            of_rank_1(ValueError("no good")),
+            ["in of_rank_1", "ValueError: no good", "raised by rank 1 of 2 in generation 3"],
+        ),
+        (of_rank_1(KeyError("no good")), ["in of_rank_1", "KeyError: 'no good'", "by rank 1"]),
+        (
+            RunFailed(3, Loss(1, WORKERS[1], "killed"), WORKERS, (0,), ()),
+            ["WorkerLost: ", "rank 0 had returned from the function by then"],
+        ),
+    ],
+)
+def test_one_who_attaches_reads_of_a_failure_what_one_who_waits_for_the_run_reads(
+    ending: RunFailed,
+    said: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def results() -> None:
+        raise_failure(ending)
+
+    shown = attached(results, capsys, monkeypatch)
+    assert all(words in shown for words in said), shown
+    assert "show_attached" not in shown, "no frame of the command"
+
+
+def test_an_error_of_the_one_who_attaches_is_not_told_as_the_end_of_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def results() -> None:
+        raise OSError("no space left")
+
+    assert attached(results, capsys, monkeypatch) == "OSError: no space left\n"
+
+
+def attached(
+    results: Callable[[], Awaitable[None]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> str:
+    """What `chorusline attach` prints on stderr of a session with these results."""
+
+    @contextlib.asynccontextmanager
+    async def attach(name: str, **_: object) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(results=results)
+
+    monkeypatch.setattr(detached, "attach", attach)
+    monkeypatch.setattr(detached.connecting, "connected", lambda _: contextlib.nullcontext())
+    assert detached.show_attached("night", None) == 1
+    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
