@@ -212,6 +212,8 @@ class FunctionCall:
         them when the loop's body has ended."""
         for epoch in self.cursor.epochs(num_epochs):
             place = self.cursor.place
+            if self.recovery is not None:
+                self.recovery.from_the_top.set_flags()
             with self.recovery.arrivals.in_body() if self.recovery else contextlib.nullcontext():
                 yield epoch
             # Another loop may have run inside this one: then the checkpoint has the place of that.
@@ -311,6 +313,7 @@ class FunctionCall:
         self._boundaries += 1
         # It may leave the function here, which then saves nothing: it is about to go back.
         if self.recovery is not None:
+            self.recovery.note_flags()
             self.recovery.pass_boundary()
         if self.checkpoints is not None:
             self.checkpoints.save_if_due(self.step)
@@ -318,9 +321,11 @@ class FunctionCall:
         if self.recovery is not None and boundary().status.batches_left:
             self.recovery.before_step()
 
-    def save_at_first_batch(self) -> None:
+    def at_first_batch(self) -> None:
         """The function runs again from the top. It may have been left right after a step, before
         the boundary at which that step is saved; or the save was given up, as a rank was lost."""
+        if self.recovery is not None:  # Of a function without ctx.epochs.
+            self.recovery.from_the_top.set_flags()
         if self.checkpoints is not None and len(self.registry):
             self.checkpoints.save_if_due(self.step)
 

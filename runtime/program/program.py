@@ -206,7 +206,7 @@ class FunctionRun:
         with running(call), call.checkpoints, entered(self._status):
             self._seed(call)
             if self._runs_again:
-                boundary().at_first_batch = call.save_at_first_batch
+                boundary().at_first_batch = call.at_first_batch
             try:
                 yield call
             except Exception as error:

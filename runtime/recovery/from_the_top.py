@@ -58,6 +58,7 @@ class FromTheTop:
     def begin_call(self) -> None:
         """The function makes its objects again."""
         self._on_the_way = {}
+        self._retained.to_set.clear()
 
     def keep_on_the_way(self, held: Mapping[int, ShardState]) -> None:
         """held: by number of an optimizer, the state that attempts to continue in place brought."""
@@ -77,6 +78,7 @@ class FromTheTop:
                 self._on_the_way,
                 call.rank % self._lifeline.replica_size,
             )
+            self._retained.flags = self._objects.flags.by_name()
             self._data = call.data_state(committed=True)
             if facts.is_worth_saving:
                 self._saveable = Saveable.of(call.registry, self._retained, call.step)
@@ -139,6 +141,12 @@ class FromTheTop:
         sent_bytes = self._retained.restore(entry, self._summaries, group, size)
         self._state.bytes_moved += sent_bytes or 0
         return sent_bytes is not None
+
+    def set_flags(self) -> None:
+        """(d) for what its body has set of modules: before that begins, and may set it again."""
+        for module, flags in self._retained.to_set:
+            flags.set(module)
+        self._retained.to_set.clear()
 
     def save_last(self, group: Group, config: CheckpointConfig) -> CollectiveError:
         """The run is given up: save the kept state in a checkpoint. Returns the error for the last

@@ -24,6 +24,7 @@ from ..process.sharded_tensors import has_shards, sharded_parameters
 from ..process.step_boundary import boundary
 from ..zero.zero_redundancy_optimizer import OptimizerEngine
 from .fully_sharded import why_not_in_replicas
+from .module_flags import NotedFlags
 from .plain_optimizer_steps import OnTaken, PlainSteps
 from .rank_state import Facts
 
@@ -67,6 +68,7 @@ class LiveObjects:
         """The optimizer whose step ended last on this rank; None before the first. Other ranks may
         still be in that step, and need this rank's state, even after the function has returned.
         When another step has ended here, they have left it."""
+        self.flags = NotedFlags()
         self.makes_model = False
         """Whether the function has begun to make a model."""
         self._call: RunningCall | None = None  # None: before the first call
@@ -82,6 +84,7 @@ class LiveObjects:
         self._call, self._began_at = call, time.time()
         self.made_optimizers, self.made_models = [], []
         self.stepped_last, self.makes_model = None, False
+        self.flags = NotedFlags()
 
     @property
     def call(self) -> RunningCall:

@@ -116,6 +116,10 @@ class Recovery:
             return self.arrivals.restore(entry)
         return self.from_the_top.restore(entry, group)
 
+    def note_flags(self) -> None:
+        """Called between two batches."""
+        self._objects.flags.note(self._objects.call.registry)
+
     @property
     def has_gone_on(self) -> bool:
         """Whether this is a later generation than the one in which the run began; equal on all

@@ -35,6 +35,7 @@ from ..process.registry import Registered, Registry
 from ..zero.shards.shard_state import Inventory, ShardState
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from . import fully_sharded
+from .module_flags import ModuleFlags
 from .plain_optimizer_steps import StepCount
 
 
@@ -80,7 +81,9 @@ class RestartState:
     buffers: of each model, those with which the code after this step began.
     patterns: of each model, what its steps usually are.
     states: of all other objects.
+    flags: of modules, as module_flags.py has noted them last.
     beside: of each module, what its state_dict() has beside its tensors (state_beside).
+    to_set: modules that were made again, with the flags that they get when all objects are.
     place, steps_taken, shard: as in Summary; steps_taken None: not known yet.
     """
 
@@ -91,6 +94,8 @@ class RestartState:
     patterns: dict[str, tuple[PassPattern | None, ClearPattern]] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
     beside: dict[str, dict[str, Any]] = field(default_factory=dict)
+    flags: dict[str, ModuleFlags] = field(default_factory=dict)
+    to_set: list[tuple[torch.nn.Module, ModuleFlags]] = field(default_factory=list)
     place: StepCount = (0, 0)
     steps_taken: int | None = None
     shard: int = 0
@@ -177,6 +182,10 @@ class RestartState:
             if not entry.per_rank:
                 beside = broadcast_object(group, beside, leader, pickled)
             load_beside(made, beside or {})
+            flags = broadcast_object(group, self.flags.get(entry.name), leader)
+            # An optimizer that is made next has to get the same parameters as the one before.
+            if flags is not None:
+                self.to_set.append((made, flags))
             if isinstance(made, DistributedDataParallel):
                 # A rank without data takes part in the first steps as the others do.
                 patterns = broadcast_object(group, self.patterns.get(entry.name), leader)

@@ -37,6 +37,7 @@ from ..process.registry import Registered
 from ..process.step_boundary import boundary
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .live_objects import LiveObjects, RunningCall
+from .module_flags import ModuleFlags, flags_of
 from .restart import load_beside, state_beside
 
 
@@ -150,7 +151,7 @@ class StateTransfer:
     taken: steps of the run. data: of the call. checkpoints: as Checkpoints.place. generators: the
     state of the random generators. optimizers: by number. passes, synced: of the models, by number,
     as in RankReport (in_place.py). states: of registered objects, by name. beside: of registered
-    modules, by name, what they have beside their tensors."""
+    modules, by name, what they have beside their tensors. flags: of the same, as ModuleFlags."""
 
     number: int
     rest: Remainder
@@ -165,6 +166,7 @@ class StateTransfer:
     synced: Mapping[int, int]
     states: Mapping[str, Any]
     beside: Mapping[str, dict[str, Any]]
+    flags: Mapping[str, ModuleFlags]
 
 
 def _transfer_of(objects: LiveObjects, steps: Steps) -> StateTransfer:
@@ -190,6 +192,7 @@ def _transfer_of(objects: LiveObjects, steps: Steps) -> StateTransfer:
             for entry in call.registry
             if isinstance(entry.object, torch.nn.Module) and not entry.per_rank
         },
+        flags_of(call.registry),
     )
 
 
@@ -239,6 +242,8 @@ def _take(transfer: StateTransfer, objects: LiveObjects, steps: Steps) -> None:
             entry.object.load_state_dict(copy.deepcopy(transfer.states[entry.name]))
         if isinstance(entry.object, torch.nn.Module) and entry.name in transfer.beside:
             load_beside(entry.object, transfer.beside[entry.name])
+            if entry.name in transfer.flags:
+                transfer.flags[entry.name].set(entry.object)
 
 
 def _tensors_beside(objects: LiveObjects) -> list[torch.Tensor]:
