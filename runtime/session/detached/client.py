@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import uuid
+import weakref
 from typing import Any
 
 import ray
@@ -148,14 +149,18 @@ class DetachedClient:
         return client
 
     def _stay(self) -> None:
-        """Be attached until `close`, even while this process's loop is busy with other things."""
+        """Be attached until `close`, or until nobody has this client any more, even while this
+        process's loop is busy with other things."""
+        host, its_id, is_away = self._host, self._id, self._is_away  # A thread holds what it names.
 
         def say() -> None:
-            while not self._is_away.wait(_HERE_S):
+            # Ray would start or join a cluster for a call after a ray.shutdown().
+            while not is_away.wait(_HERE_S) and ray.is_initialized():
                 with contextlib.suppress(Exception):
-                    self._host.here.remote(self._id)
+                    host.here.remote(its_id)
 
-        self._host.here.remote(self._id)
+        host.here.remote(its_id)
+        weakref.finalize(self, is_away.set)
         threading.Thread(target=say, name=f"attached-{self.name}", daemon=True).start()
 
     async def close(self) -> None:
@@ -173,9 +178,11 @@ class DetachedClient:
         """Call the session host, again if it dies meanwhile: Ray starts another one."""
         give_up_at: float | None = None
         while True:
+            self._check_connected()
             try:
                 return await answer(getattr(self._host, method).remote(*arguments), timeout_s)
             except ActorGone as gone:
+                self._check_connected()
                 # Ray has the name as long as it means to start the session host again.
                 is_there = await asyncio.to_thread(DetachedActors(self.name).host) is not None
                 give_up_at = give_up_at or time.monotonic() + _RESTART_S
@@ -197,6 +204,16 @@ class DetachedClient:
                     f"the session actor of the detached session {self.name!r} {silent.detail}; "
                     "its head node may be busy: try again"
                 ) from None
+
+    def _check_connected(self) -> None:
+        """Raise RuntimeError after a ray.shutdown(): Ray would start or join a cluster for a call,
+        and say nothing."""
+        if not ray.is_initialized():
+            raise RuntimeError(
+                "this process is no longer connected to Ray (ray.shutdown() was called, or another "
+                "session that had started the cluster was closed). If the cluster is there still, "
+                f"cl.attach({self.name!r}) attaches to the session again"
+            )
 
     async def status(self) -> DetachedStatus:
         self.last = await self._ask("status")
@@ -223,6 +240,7 @@ class DetachedClient:
 
     async def begin(self, program: Parcel) -> int:
         """Begin a run; return its number. Raises RuntimeError if the session rejects it."""
+        self._check_connected()
         token = uuid.uuid4().hex
         parcel = ray.put(program)  # Once, however often it has to be sent.
         reply = await self._ask("begin", token, parcel, get_debug_level(), timeout_s=None)
@@ -287,6 +305,7 @@ class DetachedClient:
         return bool(await self._ask("interrupt", why, timeout_s=None))
 
     async def stop(self) -> None:
+        self._check_connected()
         with contextlib.suppress(RuntimeError):  # It had ended already.
             await self._ask("stop", timeout_s=60.0)
         self._is_over = True
