@@ -441,8 +441,15 @@ class Session:
     @says(**{TOO_MANY: ARGUMENTS_BY_NAME})
     async def submit(self, train: Callable[..., Any], /, **kwargs: Any) -> int:
         """Begin `train(ctx, **kwargs)` on every rank of a detached session, without waiting for its
-        end; return the number of the run. `results()` waits, here or where it is attached."""
-        return await self._detached_client().begin(self._packed(train, kwargs))
+        end; return the number of the run. `results()` waits, here or where it is attached. Raises
+        ValueError if the session has trackers."""
+        client = self._detached_client()
+        if self._trackers:
+            raise ValueError(
+                "trackers record in the program that waits for the run, and submit() does not "
+                "wait; write `await session.run(train, ...)`, or leave trackers= out"
+            )
+        return await client.begin(self._packed(train, kwargs))
 
     async def results(self) -> list[Any]:
         """The results of a detached session's run that is in progress, or else of the last one.

@@ -176,6 +176,16 @@ def test_wrong_names_are_told_with_the_mend_before_anything_starts() -> None:
         cl.Session(name="night", detached=True, idle_timeout_s=0)
 
 
+async def test_a_run_that_its_program_does_not_wait_for_is_refused_where_trackers_want_to_record_it(
+    tmp_path: Path,
+) -> None:
+    recorded = [f"jsonl:{tmp_path / 'runs'}"]
+    session = cl.Session(name="night", detached=True, trackers=recorded)
+    session._holder = DetachedClient("night", None)
+    with pytest.raises(ValueError, match=r"submit\(\) does not wait.*session\.run.*leave trackers"):
+        await session.submit(lambda ctx: None)
+
+
 async def test_a_cluster_that_ends_with_the_program_and_a_session_that_is_not_there_are_refused(
     cluster: None,
 ) -> None:
