@@ -207,15 +207,22 @@ def groups_of(name: str) -> list[str]:
 async def test_a_start_that_is_cancelled_while_it_waits_for_room_leaves_no_placement_group(
     name: str,
 ) -> None:
-    only_one_fits = {"CPU": ray.cluster_resources()["CPU"] - 1}
-    options = cl.Session(2, resources_per_worker=only_one_fits)._options
+    # All CPUs, of which another program has a share: the wait is no hopeless one.
+    others = placement_group([{"CPU": 0.01}])
+    assert await asyncio.to_thread(others.wait, 30)
+    all_of_them = {"CPU": ray.cluster_resources()["CPU"]}
+    options = cl.Session(resources_per_worker=all_of_them)._options
     start = asyncio.create_task(DetachedClient.started(name, options, 1.0))
-    async with asyncio.timeout(50):
-        while "PENDING" not in groups_of(name):
-            await asyncio.sleep(0.1)
-    start.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await start
+    try:
+        async with asyncio.timeout(50):
+            while "PENDING" not in groups_of(name):
+                assert not start.done(), start.result()
+                await asyncio.sleep(0.1)
+    finally:
+        start.cancel()
+        await asyncio.wait([start])
+        remove_placement_group(others)
+    assert start.cancelled()
     assert set(groups_of(name)) == {"REMOVED"}
 
 
