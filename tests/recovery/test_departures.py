@@ -192,7 +192,6 @@ assert signal.getitimer(signal.ITIMER_REAL) == (0, 0), "it does not end by itsel
 """
 
 
-@pytest.mark.slow
 def told_by_the_worker_that_comes(ctx: cl.Context, folder: Path) -> int:
     """Rank 1 is lost. The first worker that comes tells rank 0 to end when it has made its
     optimizer, and before it has any state of it."""
@@ -214,6 +213,7 @@ def told_by_the_worker_that_comes(ctx: cl.Context, folder: Path) -> int:
                     die()
                 if is_alive(last):
                     time.sleep(0.1)
+                (folder / f"latest of {os.getpid()}").write_text(str(int(numbers)))
                 model(numbers.float()[:, None]).sum().backward()
                 optim.step()
                 optim.zero_grad()
@@ -221,14 +221,19 @@ def told_by_the_worker_that_comes(ctx: cl.Context, folder: Path) -> int:
     return os.getpid()
 
 
+@pytest.mark.slow
 async def test_the_last_worker_with_state_leaves_only_when_another_one_has_it(
     cluster: None, tmp_path: Path
 ) -> None:
     async with cl.Session((1, 2), resources_per_worker=FEW) as session:
         pids = await session.run(told_by_the_worker_that_comes, folder=tmp_path)
-    assert int((tmp_path / "last").read_text()) not in pids
+    last = int((tmp_path / "last").read_text())
+    assert last not in pids
     taken = [int(path.name.split()[1]) for path in tmp_path.glob("sample *")]
-    assert sorted(taken) == [*range(300)]
+    # The last step of the worker that leaves may count; what the body does after it is not run.
+    left_in = {int((tmp_path / f"latest of {last}").read_text())}
+    assert len(set(taken)) == len(taken)
+    assert {*range(300)} - left_in <= {*taken} <= {*range(300)}
 
 
 def test_sigterm_is_heard_by_the_process_and_ends_those_that_it_has_forked() -> None:
