@@ -59,17 +59,20 @@ class NotedFlags:
 
     def __init__(self) -> None:
         self._parts: dict[str, _NotedModule] = {}
-        self._num_registrations = -1
+        self._listed: tuple[int, list[str]] = (-1, [])
 
     def note(self, registry: Iterable[Registered]) -> None:
-        modules = {one.name: module for one in registry if (module := _module_of(one)) is not None}
-        num_registrations = between_runs().num_registrations
-        if num_registrations == self._num_registrations and modules.keys() == self._parts.keys():
-            for parts in self._parts.values():
-                parts.note()
-            return
-        self._num_registrations = num_registrations
-        self._parts = {name: _NotedModule(module) for name, module in modules.items()}
+        # Once for each batch, so modules are looked through only when one has come or grown.
+        listed = between_runs().num_registrations, [one.name for one in registry]
+        if listed != self._listed:
+            self._listed = listed
+            self._parts = {
+                one.name: _NotedModule(module)
+                for one in registry
+                if (module := _module_of(one)) is not None
+            }
+        for parts in self._parts.values():
+            parts.note()
 
     def by_name(self) -> dict[str, ModuleFlags]:
         """By name of the module; empty before the second batch."""
