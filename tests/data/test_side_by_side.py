@@ -207,12 +207,11 @@ def cycled(shard: Shard) -> Iterator[list[int]]:
         yield from shard
 
 
-@pytest.mark.parametrize("loop", ["zip", "zip of a map", "by hand", "generator", "two epochs"])
-def test_only_the_end_of_the_body_is_a_boundary_of_iterations_side_by_side(loop: str) -> None:
+def watched(*sizes: int) -> tuple[list[Shard], list[tuple[int, ...]]]:
+    """Shards of these sizes, in batches of one, and what each has given at the boundaries."""
     cursor, dealer, at_boundaries = Cursor(), Dealer(0, 1), []
-
-    def shard(size: int) -> Shard:
-        return Shard(
+    shards = [
+        Shard(
             list(range(size)),
             1,
             rank=0,
@@ -222,9 +221,14 @@ def test_only_the_end_of_the_body_is_a_boundary_of_iterations_side_by_side(loop:
             collate_fn=list,
             at_boundary=lambda: at_boundaries.append(tuple(one.num_given for one in shards)),
         )
+        for size in sizes
+    ]
+    return shards, at_boundaries
 
-    shards = [shard(6), shard(12 if loop == "two epochs" else 6)]
-    first, second = shards
+
+@pytest.mark.parametrize("loop", ["zip", "zip of a map", "by hand", "generator", "two epochs"])
+def test_only_the_end_of_the_body_is_a_boundary_of_iterations_side_by_side(loop: str) -> None:
+    (first, second), at_boundaries = watched(6, 12 if loop == "two epochs" else 6)
     if loop == "zip":
         bodies: Any = zip(first, second, strict=True)
     elif loop == "zip of a map":
@@ -241,21 +245,7 @@ def test_only_the_end_of_the_body_is_a_boundary_of_iterations_side_by_side(loop:
 
 
 def test_what_is_left_of_the_longer_one_has_boundaries_of_its_own() -> None:
-    cursor, dealer, at_boundaries = Cursor(), Dealer(0, 1), []
-
-    def shard(size: int) -> Shard:
-        return Shard(
-            list(range(size)),
-            1,
-            rank=0,
-            world_size=1,
-            dealer=dealer,
-            cursor=cursor,
-            collate_fn=list,
-            at_boundary=lambda: at_boundaries.append(tuple(one.num_given for one in shards)),
-        )
-
-    shards = [shard(2), shard(4)]
+    shards, at_boundaries = watched(2, 4)
     assert sum(1 for _ in itertools.zip_longest(*shards)) == 4
     assert at_boundaries == [(1, 1), (2, 2), (2, 3), (2, 4)]
 
