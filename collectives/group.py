@@ -89,7 +89,7 @@ from .diagnosis.profiling import RecordedSpan, nvtx_is_recorded
 from .diagnosis.statistics import Statistics
 from .group_family import Family
 from .kept_results import KeepingCommunicator, KeptResults
-from .meeting import WatchedStore, meet, meet_prepared, ranks_of_keys
+from .meeting import WatchedStore, meet, own_part, ranks_of_keys
 from .objects.blocking import (
     BytesGroup,
     all_gather_bytes,
@@ -312,22 +312,18 @@ class Group:
         *,
         generation: int,
         timeout_s: float,
-        name: str = "default",
     ) -> Self:
         """As `create`, on a CPU, of ranks on one host that know each other's endpoints. look: as in
         PreparedEndpoint.connect."""
-        met = meet_prepared(
-            prepared,
-            endpoints,
-            look,
-            signed(store),
-            rank,
+        name = "default"
+        communicator = prepared.connect(endpoints, rank, generation, timeout_s, look)
+        own = own_part(signed(store), name, generation, 0, timeout_s)
+        return cls._of_met(
+            *(communicator, own, None),
             generation=generation,
             timeout_s=timeout_s,
             name=name,
-        )
-        return cls._of_met(
-            *met, generation=generation, timeout_s=timeout_s, name=name, backend=None
+            backend=None,
         )
 
     @classmethod

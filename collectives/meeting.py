@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from .contract.communicator import Communicator
 from .contract.deadlines import Seconds
-from .contract.endpoint import Endpoint
 from .contract.errors import SecretMismatch, StoreTimeout, listed, name_ranks
 from .stores.signed_store import Seal, looks_signed, new_nonce
 from .stores.store import Data, PrefixStore, Store
 from .transports.backends import Backend
-
-if TYPE_CHECKING:
-    from .transports.host import PreparedEndpoint
 
 _SLICE_S = 0.2  # a wait in the store is split into slices, with a check for given_up between them
 
@@ -145,8 +141,7 @@ def meet(
             _compare_secrets(place, rank, size, error)
             raise
         # From here on no rank gives up, so the store is no longer watched.
-        own = PrefixStore(f"{attempts}/{number}", store)
-        own.set_timeout(timeout_s)
+        own = own_part(store, name, generation, number, timeout_s)
         seal = None
         if store.secret is not None and size > 1 and communicator.backend != "shared-memory":
             # Every rank has connected, so every rank has posted its number.
@@ -155,24 +150,14 @@ def meet(
         return communicator, own, seal
 
 
-def meet_prepared(
-    prepared: PreparedEndpoint,
-    endpoints: Sequence[Endpoint],
-    look: Callable[[], None],
-    store: Store,
-    rank: int,
-    *,
-    generation: int,
-    timeout_s: float,
-    name: str,
-) -> tuple[Communicator, PrefixStore, Seal | None]:
-    """As `meet`, where a driver has told the ranks of one host each other's endpoints: they need
-    no store for it, and there is one attempt in a generation. look: as in
-    PreparedEndpoint.connect."""
-    communicator = prepared.connect(endpoints, rank, generation, timeout_s, look)
-    own = PrefixStore(f"group/{name}/{generation}/0", store)
+def own_part(
+    store: Store, name: str, generation: int, number: int, timeout_s: float
+) -> PrefixStore:
+    """The part of `store` that only a group uses. number: of the attempt in which its ranks have
+    met, from 1 on; 0: they have met without a store, in the only attempt of the generation."""
+    own = PrefixStore(f"group/{name}/{generation}/{number}", store)
     own.set_timeout(timeout_s)
-    return communicator, own, None
+    return own
 
 
 def _compare_secrets(place: PrefixStore, rank: int, size: int, error: Exception) -> None:

@@ -559,17 +559,13 @@ class Membership:
         """Of the ranks of the next generation, by rank; empty if one has none, or they are not all
         on one host, or there is no room for all of them in the memory of the first."""
         frozen, comes = run.round.frozen, self._arrivals.by_id
-        found = [
-            frozen[before].endpoint
-            if before >= 0
-            else comes[member.info.worker_id].endpoint
-            if member.info.worker_id in comes
-            else None
+        reports = [
+            frozen[before] if before >= 0 else comes.get(member.info.worker_id)
             for member, before in zip(plan.members, plan.former, strict=True)
         ]
-        endpoints = tuple(endpoint for endpoint in found if endpoint is not None)
+        endpoints = tuple(one.endpoint for one in reports if one and one.endpoint)
         are_here = len({endpoint.host for endpoint in endpoints}) == 1
-        if len(endpoints) < len(found) or not are_here or endpoints[0].size < len(found):
+        if len(endpoints) < len(reports) or not are_here or endpoints[0].size < len(reports):
             return ()
         return endpoints
 

@@ -17,6 +17,6 @@ class Endpoint:
 
     host: str
     pid: int
-    descriptor: int = -1
-    key: int = 0
-    size: int = 0
+    descriptor: int
+    key: int
+    size: int

@@ -44,7 +44,7 @@ class PreparedEndpoint:
 
     def __init__(self, size: int) -> None:
         """Raises OSError."""
-        host = host_identity()  # First: it may raise, and nothing else here does with the memory.
+        host = host_identity()  # First, as it may raise: the memory would stay open.
         self._descriptor = make_memory(size, SLOT_BYTES) if size else -1
         key = key_of(self._descriptor) if size else 0
         self.endpoint = Endpoint(host, os.getpid(), self._descriptor, key, size)
