@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from chorusline.collectives.contract.endpoint import Endpoint
 from chorusline.collectives.contract.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -245,10 +248,9 @@ def test_who_gives_up_first_is_not_blamed_by_those_who_do_so_next() -> None:
 def never_connect(rank: Rank) -> Any:
     """The last rank says its name and comes no further."""
     if rank.rank == rank.size - 1:
-        rank.store.set(
-            f"group/default/0/1/card/{rank.rank}",
-            f'{{"host": "elsewhere", "pid": {os.getpid()}}}',
-        )
+        endpoint = Endpoint("elsewhere", os.getpid(), -1, 0, 0)
+        card = json.dumps(asdict(endpoint))
+        rank.store.set(f"group/default/0/1/card/{rank.rank}", card)
         time.sleep(600)
     try:
         rank.group(timeout_s=2)
