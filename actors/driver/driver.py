@@ -187,7 +187,8 @@ class Driver(StoreActor):
             elif isinstance(reply, NoAnswer):
                 ray.kill(workers[seat])
                 silent.append((seat, str(workers[seat]._actor_id.hex())))
-        # The run has begun on no worker, or all that knew of it are gone (Crew._nobody_is_in).
+        # The run has begun on no worker, or all that knew of it are gone
+        # (WorkerGroup._nobody_is_in).
         if not places:
             return None
         taken = events.RunTakenOver(request, tuple(places))

@@ -659,7 +659,8 @@ class Membership:
                 self._formed = ()  # Some rank's operation waits for peers that have left.
             results = tuple(ending.result for ending in endings)
             return [instructions.EndRun(messages.RunSucceeded(self._generation, results))]
-        # They did not stop within the grace: the session kills them before the next run (Crew).
+        # They did not stop within the grace: the session kills them before the next run
+        # (WorkerGroup).
         for rank in run.running:
             run.members[rank].state = MemberState.STUCK
         return [instructions.EndRun(failed_run(run, self._generation))]

@@ -1,7 +1,7 @@
 """Reports on their way from the training thread to the control loop, where the session pulls them.
 
 `ctx.report` appends to the ReportBuffer of its worker. The session pulls from all control loops
-(crew/news.py) and says how many reports it has, and the worker drops those.
+(worker_group/news.py) and says how many reports it has, and the worker drops those.
 """
 
 from __future__ import annotations

@@ -461,7 +461,7 @@ class Worker:
         if group is not None:
             await asyncio.to_thread(group.close)
 
-    # ── Control loop: a spare worker takes a seat (crew/spare_workers.py) ─────────────────────────
+    # ── Control loop: a spare worker takes a seat (worker_group/spare_workers.py) ─────────────
 
     @ray.method(concurrency_group="control")
     async def prepare(self, program: Parcel) -> None:

@@ -19,12 +19,12 @@ from ..join.engine import JoinEngine
 from ..process.between_runs import between_runs
 from ..process.step_boundary import boundary
 from .cursor import Cursor
-from .dealer import Counts, Dealer, Dealt
+from .dealer import Counts, Dealer, ShardIteration
 from .dealing import Remainder
 from .fetching.on_device import ToDevice
 
 
-class Batches(Dealt):
+class Batches(ShardIteration):
     """One rank's batches of an epoch. It can be iterated more than once.
 
     Inside `Join` the iteration of a rank that is out of batches continues, without giving any,

@@ -24,7 +24,7 @@ import torch
 from chorusline.actors.errors import StreamLost
 
 from ..process.step_boundary import boundary
-from .dealer import Dealt
+from .dealer import ShardIteration
 from .dealing import Remainder
 from .number_set import MOST, NumberSet
 
@@ -74,7 +74,7 @@ class Cursor:
         self._rests: dict[str, Remainder] = {}
         """By name (`_name`), what was left of iterations when the run resumed inside them; and
         those outside all loops that are over."""
-        self._begun: dict[str, Dealt] = {}
+        self._begun: dict[str, ShardIteration] = {}
         """The iterations that have begun since; a copy where the object counts again."""
         self._seen: dict[str, int] = {}
         """By key, with the place outside all loops as in a name, how many have begun."""
@@ -151,7 +151,7 @@ class Cursor:
     def _outside(self) -> str:
         return f"{_OUTSIDE}{self._loop}" if self.epoch_under_way is None else ""
 
-    def begin(self, key: str, shard: Dealt) -> None:
+    def begin(self, key: str, shard: ShardIteration) -> None:
         """`shard` begins to count. Each iteration of an epoch over the same data is recorded, but
         for evaluations.
 
@@ -357,7 +357,12 @@ def _with_present_keys(iterations: dict[str, Any]) -> dict[str, Any]:
 
 
 def _state(
-    shard: Dealt | None, rest: Remainder, used: Used, by_id: bool, *, is_within: bool = False
+    shard: ShardIteration | None,
+    rest: Remainder,
+    used: Used,
+    by_id: bool,
+    *,
+    is_within: bool = False,
 ) -> dict[str, Any]:
     """An iteration as plain data. shard: None if it has not begun since the resume. rest: what was
     left when it began. by_id: tell the sample numbers, since hands were dealt again when ranks were

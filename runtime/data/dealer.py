@@ -170,7 +170,7 @@ def cuts_of(
     return cuts
 
 
-class Dealt(ABC):
+class ShardIteration(ABC):
     """One iteration over a shard, as its Dealer and a Cursor see it.
 
     counts: the Dealer makes new ones when the iteration begins. They stay when it is left: an error
@@ -257,7 +257,7 @@ class Dealer:
     lost: set[int] = field(default_factory=set)
     stragglers: Stragglers = field(default_factory=Stragglers)
     _last_begun: int = 0
-    _active: list[Dealt] = field(default_factory=list)
+    _active: list[ShardIteration] = field(default_factory=list)
     _early: dict[int, list[Cut]] = field(default_factory=dict)
     """The cuts of iterations that this rank has yet to begin, by the iteration's number."""
 
@@ -269,7 +269,7 @@ class Dealer:
         """Of this call so far, those that are gone included."""
         return len(self.holders) + len(self.lost)
 
-    def begin(self, shard: Dealt) -> None:
+    def begin(self, shard: ShardIteration) -> None:
         """Begin an iteration over `shard`."""
         self.end(shard)  # Beginning a shard again ends its last iteration.
         leading = [one.beside for one in self._active if one.leads]
@@ -307,7 +307,7 @@ class Dealer:
                 "possible at a time. End one first: after a `break`, call close() of its iterator"
             )
 
-    def ends_body(self, shard: Dealt) -> bool:
+    def ends_body(self, shard: ShardIteration) -> bool:
         """Whether a loop's body has ended now that `shard` is asked for a batch: called for each
         one, the first too. Where an iteration is asked in the body of another loop, as by the zip
         that has taken a batch of another one just now, its ranks are in the middle of a step."""
@@ -329,7 +329,7 @@ class Dealer:
                 one.leads = False
         return bool(shard.leads)
 
-    def end(self, shard: Dealt) -> None:
+    def end(self, shard: ShardIteration) -> None:
         if any(one is shard for one in self._active):
             shard.beside.append(shard.counts.number)
         shard.is_in_progress = False
@@ -361,7 +361,7 @@ class Dealer:
                 committed = tuple(of_rank[place] for of_rank in cursors)
                 one.counts.record(committed, is_settled=is_settled)
 
-    def num_settled(self, shard: Dealt) -> int:
+    def num_settled(self, shard: ShardIteration) -> int:
         """How many of this rank's samples belong to steps that count whichever rank is lost now.
         These samples are never dealt again."""
         settled = shard.counts.settled
@@ -371,7 +371,7 @@ class Dealer:
         inside = {one.counts.number: replace(one.counts) for one in self._active}
         return DataPosition(self.call_key, frozenset(self.lost), self._last_begun, inside)
 
-    def take_position(self, shard: Dealt, number: int, position: DataPosition) -> None:
+    def take_position(self, shard: ShardIteration, number: int, position: DataPosition) -> None:
         """This rank has come to the others: `shard` is the iteration `number` in which they are.
         `redeal` follows, as on all ranks. position: of one of the others."""
         shard.counts = replace(position.inside[number])

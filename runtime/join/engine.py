@@ -17,7 +17,7 @@ from chorusline.collectives.group import Group
 from chorusline.collectives.operations.host_reads import device_numbers
 
 from ..process.agreement import Agreement, Note
-from ..process.running import Survival
+from ..process.running import RecoveryInterface
 from ..process.step_boundary import boundary
 from .conductor import Conductor
 from .error_notes import (
@@ -186,7 +186,12 @@ class GroupJoinable(Joinable):
         return agreement.weight or self.group.size
 
     def _step_agreed(
-        self, agreement: Agreement, recovery: Survival | None, *, ends_step: bool, counts: bool
+        self,
+        agreement: Agreement,
+        recovery: RecoveryInterface | None,
+        *,
+        ends_step: bool,
+        counts: bool,
     ) -> None:
         """All ranks have agreed on a step of this joinable. All that note steps learn it here.
 

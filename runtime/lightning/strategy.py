@@ -39,7 +39,7 @@ from ..averaging.post_local_sgd import PostLocalSGDState
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..data_parallel.same_model import broadcast_tensors
 from ..data_parallel.sync_batch_norm import SyncBatchNorm
-from ..process.running import Running, current
+from ..process.running import RunningContext, current
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from .epochs import Epochs
 
@@ -61,7 +61,7 @@ _INSTEAD = {
 class ChoruslineEnvironment(ClusterEnvironment):
     """The ranks of a running train function, for Lightning."""
 
-    def __init__(self, context: Running) -> None:
+    def __init__(self, context: RunningContext) -> None:
         self._context = context
 
     @property

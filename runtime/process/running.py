@@ -18,7 +18,7 @@ from chorusline.collectives.group import Group
 T = TypeVar("T")
 
 
-class Survival(Protocol):
+class RecoveryInterface(Protocol):
     """What models and optimizers ask of recovery (recovery.py), which takes them into the next
     generation. `model` and `optimizer` are the engines of a DistributedDataParallel and of a
     ZeroRedundancyOptimizer."""
@@ -58,7 +58,7 @@ class Survival(Protocol):
         whose step waits."""
 
 
-class Running(Protocol):
+class RunningContext(Protocol):
     """What models and Lightning ask of the context of a train function."""
 
     rank: int
@@ -70,7 +70,7 @@ class Running(Protocol):
     group: Group
 
     @property
-    def recovery(self) -> Survival | None: ...
+    def recovery(self) -> RecoveryInterface | None: ...
 
     def broadcast(self, value: T, root: int = 0) -> T: ...
 
@@ -79,11 +79,11 @@ class Running(Protocol):
 
 
 # A global, not a context variable: autograd's threads have no context variables.
-_current: Running | None = None
+_current: RunningContext | None = None
 
 
 @contextlib.contextmanager
-def running(context: Running) -> Iterator[None]:
+def running(context: RunningContext) -> Iterator[None]:
     """Make `context` the process's current one for the length of a with-block."""
     global _current
     before, _current = _current, context
@@ -98,7 +98,7 @@ def is_running() -> bool:
     return _current is not None
 
 
-def current() -> Running:
+def current() -> RunningContext:
     """The context of the train function that runs in this process."""
     if _current is None:
         raise RuntimeError(
@@ -118,7 +118,7 @@ def current_group() -> Group:
     return _current.group
 
 
-def recovery_of(group: Group) -> Survival | None:
+def recovery_of(group: Group) -> RecoveryInterface | None:
     """The recovery that takes objects of `group` into the next generation. None if the run ends
     with the first loss, and for groups that the user made."""
     return _current.recovery if _current is not None and _current.group is group else None

@@ -31,7 +31,7 @@ from chorusline.collectives.torch_backend.options import Options
 from chorusline.collectives.torch_backend.registration import NAME
 
 from .between_runs import World, between_runs
-from .running import Running
+from .running import RunningContext
 
 _OF_ACCELERATE = "ACCELERATE_TORCH_DEVICE"
 _ON_CPU = "ACCELERATE_USE_CPU"
@@ -44,7 +44,7 @@ _OF_TORCHRUN = (None, "env://")
 """The init_method of a script that is started by torchrun."""
 
 
-def initialise(running: Running, timeout_s: Seconds | None) -> None:
+def initialise(running: RunningContext, timeout_s: Seconds | None) -> None:
     """`Context.init_torch_distributed`."""
     group, ours = running.group, between_runs().world
     if ours is not None and (ours.group is not group or not dist.is_initialized()):
@@ -77,7 +77,7 @@ def initialise(running: Running, timeout_s: Seconds | None) -> None:
     between_runs().world = World(dist.group.WORLD, group, store, set_environment(variables))
 
 
-def _variables(running: Running) -> dict[str, str | None]:
+def _variables(running: RunningContext) -> dict[str, str | None]:
     """What torchrun would set. Collective over the group."""
     group = running.group
     address, port = broadcast_object(group, _place() if group.rank == 0 else None)
@@ -104,7 +104,7 @@ def of_device(device: torch.device, environment: Mapping[str, str]) -> dict[str,
 
 
 @contextlib.contextmanager
-def like_torchrun(running: Running, run_id: str, num_restarts: int) -> Iterator[None]:
+def like_torchrun(running: RunningContext, run_id: str, num_restarts: int) -> Iterator[None]:
     """Inside a with-block the process looks as if torchrun had started it: its variables are set,
     and `init_process_group`, with any of torch's own backends, gives the ranks of the run, with the
     backend "chorusline". All ranks enter it together.
@@ -133,7 +133,7 @@ def like_torchrun(running: Running, run_id: str, num_restarts: int) -> Iterator[
         set_environment(before)
 
 
-def _patched(original: Callable[..., None], running: Running) -> Callable[..., None]:
+def _patched(original: Callable[..., None], running: RunningContext) -> Callable[..., None]:
     """torch's `init_process_group`, but for the calls that torchrun's scripts make."""
 
     @functools.wraps(original)

@@ -71,7 +71,7 @@ from ..process.agreement import Agreement, Note, Vote, digest_of
 from ..process.between_runs import between_runs
 from ..process.leftovers import LeftoverVote
 from ..process.option_numbers import float_of, numbers_of, set_numbers, texts_of, told_apart
-from ..process.running import Survival, current_group, recovery_of
+from ..process.running import RecoveryInterface, current_group, recovery_of
 from ..process.step_boundary import boundary
 from .ballot import (
     GROWTH,
@@ -654,7 +654,8 @@ class OptimizerEngine:
         self._summed: SummedStep | None = None
         """The step of `ctx.steps` that all ranks have agreed on and `step()` has not taken; None:
         there is none."""
-        self._recovery: Survival | None = None  # None: the run ends with a loss, or is over
+        # None: the run ends with a loss, or is over.
+        self._recovery: RecoveryInterface | None = None
         self.faults = Faults()
         given = [p for options in optimizer.param_groups for p in options["params"]]
         if model is not None and shard.elementwise:

@@ -6,10 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from chorusline.actors.crew.recruiting import Recruiter
-from chorusline.actors.crew.spare_workers import SpareWorkers
 from chorusline.actors.driver.driver import Unfit
 from chorusline.actors.messages.messages import RunRequest
+from chorusline.actors.worker_group.recruiting import Recruiter
+from chorusline.actors.worker_group.spare_workers import SpareWorkers
 
 AFTER_A_DRIVER: list[list[Any]] = [[(1, "worker-1")], []]
 """What a driver that has taken over says of lost workers: one, and then that the run is over."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from chorusline.actors.crew.replacing import Leavers
 from chorusline.actors.messages.messages import WorkerInfo, WorkerSnapshot, WorkerState
 from chorusline.actors.messages.run_status import RunStatus
+from chorusline.actors.worker_group.replacing import Leavers
 
 
 def word(seat: int, is_straggler: bool = False, incarnation: int = 0) -> WorkerSnapshot:

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from chorusline.actors.crew import retry as persisting
-from chorusline.actors.crew.retry import persist
 from chorusline.actors.ray_calls.calls import ActorGone
+from chorusline.actors.worker_group import retry as persisting
+from chorusline.actors.worker_group.retry import persist
 
 
 async def test_an_error_is_told_and_tried_again(

@@ -20,7 +20,7 @@ import chorusline as cl
 from chorusline.runtime.checkpoint.format.manifest import MANIFEST
 from chorusline.runtime.data.cursor import Cursor, Used
 from chorusline.runtime.data.dataset_batches import Shard
-from chorusline.runtime.data.dealer import Counts, Dealt
+from chorusline.runtime.data.dealer import Counts, ShardIteration
 from chorusline.runtime.data.dealing import Hands, Remainder, deal
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train, same
 
@@ -199,7 +199,7 @@ def test_what_was_given_in_earlier_worlds_is_not_dealt_again():
         assert [*map(list, Remainder((), None).dealt(whole, 2))] == [[], []]
 
 
-class _Pass(Dealt):
+class _Pass(ShardIteration):
     """What a cursor sees of a Shard."""
 
     def __init__(

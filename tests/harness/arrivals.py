@@ -58,8 +58,8 @@ async def at_full_size(
 
 
 async def pids_of_spares(session: cl.Session) -> set[int]:
-    assert session._holder.crew is not None
-    workers = session._holder.crew._spares._workers
+    assert session._holder.worker_group is not None
+    workers = session._holder.worker_group._spares._workers
     said = await answers({seat: one.snapshot.remote() for seat, one in workers.items()}, 60)
     return {word.info.pid for word in said.values() if isinstance(word, WorkerSnapshot)}
 

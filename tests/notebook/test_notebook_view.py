@@ -8,7 +8,6 @@ import sys
 import pytest
 from hypothesis import given, strategies as st
 
-from chorusline.actors.crew.news import News
 from chorusline.actors.messages.messages import (
     Report,
     RunPause,
@@ -17,6 +16,7 @@ from chorusline.actors.messages.messages import (
     WorkerState,
 )
 from chorusline.actors.messages.run_status import RunStatus
+from chorusline.actors.worker_group.news import News
 from chorusline.runtime.notebook.history import History
 from chorusline.runtime.notebook.plots import COLORS, Line, chart, ticks, with_ends
 from chorusline.runtime.notebook.view import LiveView, ranks_as_html, run_as_html

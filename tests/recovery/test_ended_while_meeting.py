@@ -17,8 +17,8 @@ import ray
 import torch
 
 import chorusline as cl
-from chorusline.actors.crew.spare_workers import SpareWorkers
 from chorusline.actors.ray_calls.actor_store import ActorStore
+from chorusline.actors.worker_group.spare_workers import SpareWorkers
 from chorusline.collectives.stores.store import Data, encoded, key_of_rank
 from tests.harness.arrivals import FEW, ready, spares_ready
 

@@ -88,10 +88,10 @@ async def test_a_driver_that_dies_when_ranks_meet_for_the_first_time_costs_nothi
     with pytest.warns(UserWarning, match="injects faults"):
         session = cl.Session((1, 3), resources_per_worker={"CPU": 0.1}, timeout_s=15)
     async with session:
-        assert session._holder.crew is not None
-        driver = session._holder.crew._driver
+        assert session._holder.worker_group is not None
+        driver = session._holder.worker_group._driver
         told = await session.run(train, fault=None)
-        assert session._holder.crew._driver is not driver, "the order was carried out"
+        assert session._holder.worker_group._driver is not driver, "the order was carried out"
     assert all(8 <= steps <= 24 for _, steps, _ in told)  # By three ranks, and by one.
     assert all(parameters == told[0][2] for _, _, parameters in told)
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from chorusline.runtime.data.dealer import Cut, Dealer, Dealt, Left
+from chorusline.runtime.data.dealer import Cut, Dealer, Left, ShardIteration
 from chorusline.runtime.process.agreement import (
     MAX_ITERATIONS,
     Note,
@@ -149,7 +149,7 @@ def test_after_a_loss_all_go_on_at_the_step_of_the_leader() -> None:
     assert steps.place == (5, 5) and not taken
 
 
-class Rows(Dealt):
+class Rows(ShardIteration):
     """An iteration that a dealer deals for."""
 
     @property

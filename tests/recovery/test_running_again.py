@@ -23,9 +23,9 @@ from rich.console import Console
 
 import chorusline as cl
 from benchmarks.faults.chaos_training import loss_of, network
-from chorusline.actors.crew.recruiting import Recruiter
 from chorusline.actors.errors import StateLost, WorkerLost
 from chorusline.actors.messages.messages import Report
+from chorusline.actors.worker_group.recruiting import Recruiter
 from chorusline.runtime.checkpoint.format.catalog import listing
 from chorusline.runtime.checkpoint.format.manifest import read_manifest
 from chorusline.runtime.checkpoint.format.storage import Folder

@@ -32,10 +32,10 @@ async def test_variables_and_labels_reach_the_workers_and_the_driver(cluster: No
             lambda ctx: (os.environ["OF_THE_SESSION"], os.environ["OF_RAY"])
         )
         assert results == [("yes", "too")] * 2
-        assert session._holder.crew is not None
-        look = session._holder.crew._driver.__ray_call__
+        assert session._holder.worker_group is not None
+        look = session._holder.worker_group._driver.__ray_call__
         assert await look.remote(repr) == f"driver of {session.name}"
-        of_seat_1 = session._holder.crew._workers[1].__ray_call__
+        of_seat_1 = session._holder.worker_group._workers[1].__ray_call__
         assert await of_seat_1.remote(repr) == f"worker in seat 1 of {session.name}"
         assert await look.remote(lambda _: os.environ["OF_THE_SESSION"]) == "yes"
         assert session._holder._new_request(session._audience()).pause_s == 7

@@ -409,12 +409,12 @@ async def test_closing_ends_a_run_that_still_replaces_a_worker_and_starts_nothin
     session = await Session(num_workers=2).start()
     name = session.name
     first = await session.run(lambda ctx: os.getpid())
-    crew = session._holder.crew
-    assert crew is not None
+    worker_group = session._holder.worker_group
+    assert worker_group is not None
     os.kill(first[0], signal.SIGKILL)
     running = asyncio.create_task(session.run(lambda ctx: os.getpid()))
     give_up_at = time.monotonic() + 30
-    while not crew._starting and time.monotonic() < give_up_at:
+    while not worker_group._starting and time.monotonic() < give_up_at:
         await asyncio.sleep(0.005)
     began_at = time.monotonic()
     await session.close()
@@ -530,8 +530,8 @@ async def test_a_worker_that_ray_starts_has_one_thread_for_one_cpu_and_its_drive
 ) -> None:
     async with Session(1, env_vars=STARTED_BY_RAY) as session:
         assert await session.run(lambda ctx: torch.get_num_threads()) == [1]
-        assert session._holder.crew is not None
-        look = session._holder.crew._driver.__ray_call__
+        assert session._holder.worker_group is not None
+        look = session._holder.worker_group._driver.__ray_call__
         assert not await look.remote(lambda _: "torch" in sys.modules), "it starts slowly with it"
 
 

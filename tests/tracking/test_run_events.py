@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from chorusline.actors.crew.news import News
 from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
 from chorusline.actors.ray_calls.calls import ENDED, FOR_MEMORY, KILLED
+from chorusline.actors.worker_group.news import News
 from chorusline.runtime.session.detached.history import RunHistory
 from chorusline.runtime.session.showing.news_pump import Audience
 from chorusline.runtime.session.showing.progress import Progress

@@ -37,7 +37,7 @@ from ...process.micro_batches import StepPlan, SummableModel, in_common
 from ...process.random_state import mixed, seed_all
 from ...process.step_boundary import boundary
 from ..cursor import Cursor
-from ..dealer import Counts, Cut, DataPosition, Dealer, Dealt, Left
+from ..dealer import Counts, Cut, DataPosition, Dealer, Left, ShardIteration
 from ..dealing import Remainder
 from ..fetching.on_device import ToDevice
 from ..stragglers import LONG_S, slowness
@@ -107,7 +107,7 @@ class AdmissionPoint(Protocol):
         """Between two steps: admit the worker, if all ranks have agreed to."""
 
 
-class Steps(Dealt):
+class Steps(ShardIteration):
     """The steps of one epoch, made by `ctx.steps`. It can be iterated more than once.
 
         steps = ctx.steps(dataset, global_batch_size=64, micro_batch_size=16)

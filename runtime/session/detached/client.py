@@ -17,12 +17,12 @@ from typing import Any
 
 import ray
 
-from chorusline.actors.crew.news import News
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import Report, RunFailed, RunSucceeded, WorkerSnapshot
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.calls import Actor, ActorGone, NoAnswer, answer
 from chorusline.actors.ray_calls.detached_actors import SESSION_HOST, DetachedActors, names_of
+from chorusline.actors.worker_group.news import News
 from chorusline.collectives.diagnosis.debug import get_debug_level
 
 from ..holding.options import SessionOptions
@@ -46,7 +46,7 @@ _log = logging.getLogger("chorusline")
 
 
 class DetachedClient:
-    """A session host, asked by this process. knows_all: as of a Listener (crew/news.py)."""
+    """A session host, asked by this process. knows_all: as of a Listener (worker_group/news.py)."""
 
     knows_all = True
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from chorusline.actors.crew.news import News
 from chorusline.actors.messages.messages import Report, RunPause
 from chorusline.actors.messages.run_status import GenerationChange, RunStatus
 from chorusline.actors.reporting.worker_logs import Printed
+from chorusline.actors.worker_group.news import News
 
 from ...notebook.history import Thinned
 

@@ -25,7 +25,6 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from chorusline.actors.crew.news import News
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import (
     Report,
@@ -38,6 +37,7 @@ from chorusline.actors.messages.whereabouts import Whereabouts
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.calls import GONE, end_with_parent
 from chorusline.actors.ray_calls.detached_actors import DetachedActors
+from chorusline.actors.worker_group.news import News
 from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 
@@ -194,9 +194,9 @@ class SessionHost:
                 run.is_over.set()
 
     async def _read_again(self, history: RunHistory, run: int) -> None:
-        has_more, crew = True, self._local.crew
-        while has_more and crew is not None:
-            news = await crew.listener.pull(run, LAST_PULL_S)
+        has_more, worker_group = True, self._local.worker_group
+        while has_more and worker_group is not None:
+            news = await worker_group.listener.pull(run, LAST_PULL_S)
             history.add(news)
             has_more = news.has_more
 
@@ -395,7 +395,7 @@ class SessionHost:
         if run is not None:
             ran_s = run.took_s if run.is_over.is_set() else time.time() - run.began
         self._forget_clients()
-        crew = self._local.crew
+        worker_group = self._local.worker_group
         is_idle = not (self._clients or self._is_running or self._ended)
         return DetachedStatus(
             self._name,
@@ -403,7 +403,7 @@ class SessionHost:
             self._is_running,
             ran_s,
             seen,
-            crew.num_spares if crew is not None else 0,
+            worker_group.num_spares if worker_group is not None else 0,
             len(self._clients),
             self._idle_s if is_idle else None,
             self._idle_timeout_s,

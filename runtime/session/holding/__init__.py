@@ -1,1 +1,1 @@
-"""How a session starts, uses and ends its actors, and with which options. Knows the crew."""
+"""How a session starts, uses and ends its actors, and with which options."""

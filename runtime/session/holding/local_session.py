@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ray
 
-from chorusline.actors.crew.crew import CLOSED, STEP_S, Crew
 from chorusline.actors.driver.driver import GRACE_S
 from chorusline.actors.errors import DriverLost
 from chorusline.actors.messages.messages import (
@@ -18,6 +17,7 @@ from chorusline.actors.messages.whereabouts import Whereabouts
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.calls import HEAD_ANSWER_S, head_stays_gone
 from chorusline.actors.ray_calls.detached_actors import DetachedActors
+from chorusline.actors.worker_group.worker_group import CLOSED, STEP_S, WorkerGroup
 from chorusline.collectives.diagnosis.debug import get_debug_level
 
 from ..placing import placement
@@ -52,7 +52,8 @@ class LocalSession:
     sessions."""
 
     def __init__(self, options: SessionOptions, detached: DetachedActors | None = None) -> None:
-        self.crew: Crew | None = None  # None before there is room for the workers, and at the end.
+        # None before there is room for the workers, and at the end.
+        self.worker_group: WorkerGroup | None = None
         self.seen: tuple[WorkerSnapshot | str, ...] = ()  # the workers' last answers, by seat
         self._options = options
         self._detached = detached
@@ -71,7 +72,7 @@ class LocalSession:
         options, detached = self._options, self._detached
         wait_s = options.startup_timeout_s
         limit = f"gives up after {wait_s:g} s, startup_timeout_s"
-        async with telling(starting, lambda: awaited(self.crew, options.fewest), limit):
+        async with telling(starting, lambda: awaited(self.worker_group, options.fewest), limit):
             bundle = placement.bundle_of_worker(
                 options.most + options.spares,
                 use_gpu=options.use_gpu,
@@ -95,13 +96,13 @@ class LocalSession:
                 )
                 # Here: a cancellation may come on leaving the block, and `close` gives them back.
                 self._seats = PlacedSeats(first, needs, options.most, options.spares)
-            self.crew = self._crew_of(self._seats)
-            await self.crew.assemble(wait_s)
+            self.worker_group = self._worker_group_of(self._seats)
+            await self.worker_group.assemble(wait_s)
 
-    def _crew_of(self, seats: PlacedSeats) -> Crew:
+    def _worker_group_of(self, seats: PlacedSeats) -> WorkerGroup:
         if (detached := self._detached) is not None:
             seats.whenever_changed(lambda: detached.save("seats", seats.state()))
-        return Crew(
+        return WorkerGroup(
             seats,
             self._options.fewest,
             use_gpu=self._options.use_gpu,
@@ -117,43 +118,43 @@ class LocalSession:
         # Numbers of runs do not repeat: workers, and the listener, know a run by its number.
         self._next_run = next_run
         self._seats = PlacedSeats.recalled(self._detached.saved("seats"))
-        self.crew = self._crew_of(self._seats)
-        await self.crew.find()
+        self.worker_group = self._worker_group_of(self._seats)
+        await self.worker_group.find()
 
     async def close(self) -> None:
         """End the actors, even of a start that has failed; may be called more than once."""
-        crew, self.crew = self.crew, None
+        worker_group, self.worker_group = self.worker_group, None
         seats, self._seats = self._seats, None
         # After a ray.shutdown() of the user there is nothing left to end; and where the head has
         # gone, Ray's calls would wait for it for a minute, and end this process.
-        if not ray.is_initialized() or (crew and await head_stays_gone(HEAD_ANSWER_S)):
+        if not ray.is_initialized() or (worker_group and await head_stays_gone(HEAD_ANSWER_S)):
             return
         # First the actors, then their resources, even if ending the actors fails.
         try:
             # A function that runs is aborted, and not killed: its caller gets the reason.
-            if crew is not None:
+            if worker_group is not None:
                 if self._is_running:
-                    await crew.cancel(self._next_run - 1, CLOSED)
-                await crew.dismiss()
+                    await worker_group.cancel(self._next_run - 1, CLOSED)
+                await worker_group.dismiss()
         finally:
             if seats is not None and ray.is_initialized():
                 await seats.give_back()
 
     @property
     def num_workers(self) -> int:
-        return self.crew.num_workers if self.crew is not None else self._options.most
+        return self.worker_group.num_workers if self.worker_group else self._options.most
 
     @property
     def num_spares(self) -> int:
-        return self.crew.num_spares if self.crew is not None else 0
+        return self.worker_group.num_spares if self.worker_group else 0
 
     @property
     def name(self) -> str:
-        return self.crew.name if self.crew is not None else ""
+        return self.worker_group.name if self.worker_group else ""
 
     def how_interrupted(self) -> str:
         """A text for the user who interrupted a cell: what happened to the run."""
-        if self.crew is not None and self.crew.is_assembled:
+        if self.worker_group is not None and self.worker_group.is_assembled:
             where = "all ranks stopped between the same two steps"
         else:
             where = (
@@ -168,20 +169,20 @@ class LocalSession:
     async def snapshots(
         self, timeout_s: float
     ) -> tuple[DriverSnapshot | None, tuple[WorkerSnapshot | str, ...]]:
-        if self.crew is None:
+        if self.worker_group is None:
             return None, ()
-        driver, self.seen = await self.crew.snapshots(timeout_s)
+        driver, self.seen = await self.worker_group.snapshots(timeout_s)
         return driver, self.seen
 
     async def ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
-        if self.crew is not None:
-            self.seen = await self.crew.workers_seen(timeout_s)
+        if self.worker_group is not None:
+            self.seen = await self.worker_group.workers_seen(timeout_s)
         return self.seen
 
     async def whereabouts(
         self, timeout_s: float
     ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]:
-        return await self.crew.whereabouts(timeout_s) if self.crew is not None else {}
+        return await self.worker_group.whereabouts(timeout_s) if self.worker_group else {}
 
     async def run(
         self, program: Parcel | None, audience: Audience, begun: RunRequest | None = None
@@ -204,18 +205,18 @@ class LocalSession:
         meanwhile; if the run failed before any worker began, repeat from 1.
 
         begun: without 1."""
-        crew = self.crew
-        assert crew is not None
+        worker_group = self.worker_group
+        assert worker_group is not None
         payload = ray.put(program)  # Now: later the caller may change what it has passed.
         for left in reversed(range(_BEGINNINGS)):
             request = begun or self._new_request(audience)
             if begun is None:
-                await crew.assemble(self._options.startup_timeout_s)  # 1.
+                await worker_group.assemble(self._options.startup_timeout_s)  # 1.
             try:  # 2.
-                async with delivered_news(crew.listener, request.run, audience):
+                async with delivered_news(worker_group.listener, request.run, audience):
                     if begun is not None:
-                        return await crew.resume_run(request)
-                    outcome = await crew.run(request, payload)
+                        return await worker_group.resume_run(request)
+                    outcome = await worker_group.run(request, payload)
             except DriverLost as lost:
                 # No function was called, so that to begin again repeats nothing.
                 if lost.nobody_began and left and begun is None:

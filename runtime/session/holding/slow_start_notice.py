@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from chorusline.actors.crew.crew import Crew
+from chorusline.actors.worker_group.worker_group import WorkerGroup
 
 from ..showing.starting import Starting
 
@@ -39,13 +39,13 @@ async def telling(starting: Starting, what: Callable[[], str], limit: str) -> As
         yield
 
 
-def awaited(crew: Crew | None, fewest: int) -> str:
-    """What a session's start waits for now. crew: None before there is room."""
-    if crew is None:
+def awaited(worker_group: WorkerGroup | None, fewest: int) -> str:
+    """What a session's start waits for now. worker_group: None before there is room."""
+    if worker_group is None:
         return f"waiting for room in the cluster for {_workers(fewest)}"
-    if not crew.num_workers:
+    if not worker_group.num_workers:
         return "starting the driver actor"
-    return f"starting {_workers(crew.num_workers)}, importing torch"
+    return f"starting {_workers(worker_group.num_workers)}, importing torch"
 
 
 def _workers(count: int) -> str:

@@ -309,7 +309,7 @@ def options_of_bundle(
 
 def options_of_driver() -> dict[str, Any]:
     """Ray's actor options for the driver: it runs on the session's node, which the session cannot
-    survive either. If that node takes no actors, the crew does without these options.
+    survive either. If that node takes no actors, the worker group does without these options.
 
     The affinity is a hard one: for an actor that asks for no resources, Ray takes a soft affinity
     for none, and picks a node at random."""

@@ -45,7 +45,7 @@ class Borrowed:
 
 
 class PlacedSeats:
-    """The implementation of `chorusline.actors.crew.seats.Seats` by placement groups.
+    """The implementation of `chorusline.actors.worker_group.seats.Seats` by placement groups.
 
     first: the groups of the first seats, already placed: one of all, or one of each; or bundles of
         another's group.

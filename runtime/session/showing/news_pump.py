@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from chorusline.actors.crew.news import News
 from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import RunStatus
+from chorusline.actors.worker_group.news import News
 
 from ... import notebook
 from ...tracking.run_events import RunEvents

@@ -98,8 +98,8 @@ async def test_the_driver_dies_before_a_save_of_a_later_run(cluster: None, tmp_p
         run = asyncio.create_task(session.run(train, dies=False, sharded=True, folder=folder))
         while len(list(folder.glob("waits-*"))) < 2:
             await asyncio.sleep(0.05)
-        assert session._holder.crew is not None
-        ray.kill(session._holder.crew._driver)
+        assert session._holder.worker_group is not None
+        ray.kill(session._holder.worker_group._driver)
         (folder / "go on").touch()
         told = await run
     assert [taken for _, taken, _ in told] == [list(range(STEPS))] * 2, "in one call"

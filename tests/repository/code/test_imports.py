@@ -41,7 +41,7 @@ ORDER = {
         "driver",
         "worker",
         "forking",
-        "crew",
+        "worker_group",
         ("__init__",),
     ],
     "runtime": [
@@ -129,7 +129,7 @@ def test_an_upward_import_is_found_wherever_it_hides() -> None:
     ]
     assert offences("runtime", Path("join.py"), "from .session import Session\n") == []
     text = "from chorusline import runtime\nimport chorusline\n"
-    assert len(offences("actors", Path("crew.py"), text)) == 2
+    assert len(offences("actors", Path("worker_group.py"), text)) == 2
 
 
 # -- inside a package ------------------------------------------------------------------------------

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from chorusline.actors.crew.news import News
 from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
 from chorusline.actors.ray_calls.calls import ENDED, KILLED
 from chorusline.actors.reporting.worker_logs import OUT, Position, Printed, PrintedPiece
+from chorusline.actors.worker_group.news import News
 from chorusline.runtime.session.detached import history as module
 from chorusline.runtime.session.detached.history import Bookmark, RunHistory
 from chorusline.runtime.tracking.run_events import RunEvents

@@ -11,10 +11,10 @@ import ray
 from ray import cloudpickle
 
 import chorusline as cl
-from chorusline.actors.crew.news import Listener, News
 from chorusline.actors.messages.messages import RunRequest, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.reporting.report_buffer import Pulled, ReportBuffer
+from chorusline.actors.worker_group.news import Listener, News
 from chorusline.collectives.diagnosis.debug import DebugLevel
 from chorusline.runtime.session.detached import session_host
 from chorusline.runtime.session.detached.session_host import SessionHost
@@ -117,10 +117,10 @@ async def test_a_session_host_restarted_after_a_run_hears_that_run_and_the_next_
 
     memory = Memory(run=ended, request=last)
     local: Any = LocalSession(cl.Session()._options, memory)  # type: ignore[arg-type]
-    crew = SimpleNamespace(
+    worker_group = SimpleNamespace(
         find=nothing, assemble=nothing, run=run, listener=Listener({0: worker}, ())
     )
-    local._crew_of = lambda seats: crew
+    local._worker_group_of = lambda seats: worker_group
     host = host_of(local, memory)
     await host._wake(0)
     assert [one.values["loss"] for one in await host.reports()] == [0.5, 0.25]

@@ -23,11 +23,11 @@ FEW = {"CPU": 0.2}
 
 def processes(session: cl.Session) -> dict[str, int]:
     """Pids of the session's actors: of the driver, and of the workers by seat."""
-    assert session._holder.crew is not None
-    workers = {str(seat): worker for seat, worker in session._holder.crew._workers.items()}
+    assert session._holder.worker_group is not None
+    workers = {str(seat): worker for seat, worker in session._holder.worker_group._workers.items()}
     return {
         name: ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
-        for name, actor in {"driver": session._holder.crew._driver, **workers}.items()
+        for name, actor in {"driver": session._holder.worker_group._driver, **workers}.items()
     }
 
 
@@ -107,8 +107,8 @@ async def test_a_worker_that_starts_while_the_driver_dies_gets_into_the_run(
         while len(list(tmp_path.iterdir())) < 2:
             await asyncio.sleep(0.05)
         os.kill(pids["1"], signal.SIGKILL)
-        assert session._holder.crew is not None
-        while not session._holder.crew._starting:  # Another one, in its place.
+        assert session._holder.worker_group is not None
+        while not session._holder.worker_group._starting:  # Another one, in its place.
             await asyncio.sleep(0.01)
         os.kill(pids["driver"], signal.SIGKILL)
         async with asyncio.timeout(40):
@@ -163,10 +163,11 @@ async def test_a_worker_that_dies_before_it_has_a_rank_is_replaced_and_no_loss(
 ) -> None:
     async def newcomer(but: int = 0) -> int:
         """The pid of the worker that waits for a rank. but: of another one."""
-        assert session._holder.crew is not None and session._holder.crew._driver is not None
+        worker_group = session._holder.worker_group
+        assert worker_group is not None and worker_group._driver is not None
         while True:
             assert not running.done()
-            members = (await session._holder.crew._driver.snapshot.remote()).members
+            members = (await worker_group._driver.snapshot.remote()).members
             for one, state in members:
                 if state is MemberState.READY and one.pid != but:
                     return one.pid
@@ -208,15 +209,15 @@ async def test_drivers_that_die_during_saves_cost_neither_the_run_nor_the_checkp
     config = cl.CheckpointConfig(tmp_path, every_n_steps=1, num_to_keep=2)
     async with cl.Session(2, resources_per_worker=FEW, timeout_s=20, checkpoint=config) as session:
         running = asyncio.create_task(session.run(save_often))
-        crew, killed = session._holder.crew, set()
-        assert crew is not None
+        worker_group, killed = session._holder.worker_group, set()
+        assert worker_group is not None
         while not list(tmp_path.glob("step-*")):
             await asyncio.sleep(0.1)
         while not running.done() and len(killed) < 3:
             await asyncio.sleep(1.5)
-            if crew._driver is not None and crew._driver not in killed:
-                killed.add(crew._driver)
-                ray.kill(crew._driver)
+            if worker_group._driver is not None and worker_group._driver not in killed:
+                killed.add(worker_group._driver)
+                ray.kill(worker_group._driver)
         assert await running == [60, 60]
         assert len(killed) == 3
     newest = max(tmp_path.glob("step-*"))

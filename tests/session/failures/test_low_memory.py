@@ -39,7 +39,7 @@ def started_at() -> int:
 async def test_the_driver_is_older_than_the_workers_as_ray_ends_the_youngest(cluster: None) -> None:
     async with cl.Session(2, resources_per_worker={"CPU": 0.1}) as session:
         assert isinstance(session._holder, LocalSession)
-        driver = session._holder.crew._driver
+        driver = session._holder.worker_group._driver
         assert driver is not None
         of_driver = await driver.__ray_call__.remote(lambda _: started_at())
         of_workers = await session.run(lambda ctx: started_at())

@@ -211,9 +211,9 @@ async def test_a_killed_driver_is_replaced_and_training_does_not_stop(session: S
     before = await session.run(lambda ctx: (os.getpid(), ctx.generation))
     running = asyncio.create_task(session.run(loop_until_told, seconds=4.0))
     await asyncio.sleep(1.0)
-    assert session._holder.crew is not None
+    assert session._holder.worker_group is not None
     for _ in range(2):
-        ray.kill(session._holder.crew._driver)
+        ray.kill(session._holder.worker_group._driver)
         await asyncio.sleep(1.0)
     results = await running
     assert [pid for pid, _, _ in results] == [pid for pid, _ in before]
@@ -227,10 +227,10 @@ async def test_a_killed_driver_is_replaced_and_training_does_not_stop(session: S
 
 async def test_a_driver_that_dies_between_two_runs_costs_nothing(session: Session) -> None:
     before = await session.run(lambda ctx: os.getpid())
-    assert session._holder.crew is not None
+    assert session._holder.worker_group is not None
     for is_assembled in (True, False):
-        ray.kill(session._holder.crew._driver)
-        session._holder.crew.is_assembled = (
+        ray.kill(session._holder.worker_group._driver)
+        session._holder.worker_group.is_assembled = (
             is_assembled  # Not, where a worker was lost in the last run.
         )
         assert await session.run(lambda ctx: os.getpid()) == before

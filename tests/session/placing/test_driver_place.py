@@ -29,13 +29,13 @@ async def main():
     here = ray.get_runtime_context().get_node_id()
     drivers = []
     async with cl.Session(1, address=cluster.address, timeout_s=20) as session:
-        crew = session._holder.crew
+        worker_group = session._holder.worker_group
         for _ in range(3):
             await session.run(lambda ctx: None)
-            drivers.append(await node_of(crew._driver) == here)
-            crew._kill_driver()
+            drivers.append(await node_of(worker_group._driver) == here)
+            worker_group._kill_driver()
         gone = NodeAffinitySchedulingStrategy("ab" * 28, soft=False)
-        crew._driver_options = {"scheduling_strategy": gone}
+        worker_group._driver_options = {"scheduling_strategy": gone}
         anywhere = await session.run(lambda ctx: "it ran")
     readers = []
     for _ in range(3):

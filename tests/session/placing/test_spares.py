@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.actors.crew.spare_workers import SpareWorkers
 from chorusline.actors.driver.driver import Driver
 from chorusline.actors.ray_calls.actor_store import STORE_CONCURRENCY
 from chorusline.actors.ray_calls.calls import actor_class, answers
+from chorusline.actors.worker_group.spare_workers import SpareWorkers
 from tests.harness.arrivals import (
     FEW,
     at_full_size,
@@ -102,7 +102,7 @@ async def test_a_lost_worker_is_replaced_where_the_question_after_losses_overtoo
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = actor_class(DriverThatBeginsLate, concurrency_groups=STORE_CONCURRENCY, num_cpus=0)
-    monkeypatch.setattr("chorusline.actors.crew.crew.driver_class", lambda: made)
+    monkeypatch.setattr("chorusline.actors.worker_group.worker_group.driver_class", lambda: made)
     (tmp_path / "has_spares").touch()
     async with cl.Session((2, 2), max_failures=None, resources_per_worker=FEW) as session:
         told = await session.run(train, folder=tmp_path, dies=True)

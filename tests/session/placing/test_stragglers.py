@@ -14,7 +14,7 @@ import torch
 
 import chorusline as cl
 from benchmarks.proofs.invariance_training import digest
-from chorusline.actors.crew.crew import Crew
+from chorusline.actors.worker_group.worker_group import WorkerGroup
 from chorusline.runtime.data import stragglers
 from tests.harness.arrivals import FEW
 
@@ -81,18 +81,18 @@ async def test_a_straggler_leaves_and_another_worker_has_its_seat(
 async def test_a_straggler_is_replaced_although_the_driver_that_dismissed_it_is_killed(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take, killed = Crew._take_spare, []
+    take, killed = WorkerGroup._take_spare, []
 
-    async def killed_before(crew: Crew, seat: int) -> Any:
+    async def killed_before(worker_group: WorkerGroup, seat: int) -> Any:
         """The straggler's seat is about to be filled when the driver is killed."""
         if not killed and (tmp_path / "slow").exists():
             await asyncio.sleep(1.0)  # By then it is idle: nothing says that it has left.
-            killed.append(crew._driver)
-            ray.kill(crew._driver)
+            killed.append(worker_group._driver)
+            ray.kill(worker_group._driver)
             await asyncio.sleep(60)  # It is cancelled, since the driver is gone.
-        return await take(crew, seat)
+        return await take(worker_group, seat)
 
-    monkeypatch.setattr(Crew, "_take_spare", killed_before)
+    monkeypatch.setattr(WorkerGroup, "_take_spare", killed_before)
     async with cl.Session(
         2, spares=1, max_failures=None, replace_stragglers=True, resources_per_worker=FEW
     ) as session:

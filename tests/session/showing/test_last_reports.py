@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 import chorusline as cl
-from chorusline.actors.crew.news import Listener, News
 from chorusline.actors.reporting import worker_logs
 from chorusline.actors.reporting.report_buffer import Pulled, ReportBuffer
 from chorusline.actors.reporting.worker_logs import Output, Position, Printed
 from chorusline.actors.worker.worker import Worker
+from chorusline.actors.worker_group.news import Listener, News
 from chorusline.runtime.session.showing import news_pump
 from chorusline.runtime.session.showing.news_pump import Audience, delivered_news
 from chorusline.runtime.tracking.tracking import Tracking

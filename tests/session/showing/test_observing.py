@@ -279,13 +279,13 @@ async def test_ranks_take_steps_while_the_drivers_process_is_stopped(session: Se
     before = await session.snapshot()
     assert before.driver is not None
     running = asyncio.create_task(session.run(take_steps, count=250, pause_s=0.02))
-    assert session._holder.crew is not None
-    driver = await session._holder.crew._driver.__ray_call__.remote(lambda _: os.getpid())
+    assert session._holder.worker_group is not None
+    driver = await session._holder.worker_group._driver.__ray_call__.remote(lambda _: os.getpid())
     deadline = time.monotonic() + 60
 
     async def steps_taken() -> int:
-        assert session._holder.crew is not None
-        seen = await session._holder.crew.workers_seen(5)
+        assert session._holder.worker_group is not None
+        seen = await session._holder.worker_group.workers_seen(5)
         assert not running.done() and time.monotonic() < deadline
         # One that is not in the run yet tells of the run before.
         begun = [word for word in seen if not isinstance(word, str) and word.rank is not None]
@@ -326,8 +326,8 @@ def take_steps_and_count(ctx: Context, count: int, driver: Any) -> tuple[list[st
 
 @pytest.mark.promise("a step without a failure")
 async def test_a_step_sends_no_message_to_the_driver_or_any_actor(session: Session) -> None:
-    assert session._holder.crew is not None
-    driver = session._holder.crew._driver
+    assert session._holder.worker_group is not None
+    driver = session._holder.worker_group._driver
     for during, all_of_them in await session.run(take_steps_and_count, count=50, driver=driver):
         assert during == []
         assert all_of_them == ["snapshot"]
@@ -347,10 +347,10 @@ def test_workers_with_other_versions_are_told_apart_by_what_matters() -> None:
 
 
 async def test_a_driver_refuses_workers_whose_torch_is_not_the_callers(session: Session) -> None:
-    crew = session._holder.crew
-    assert crew is not None
+    worker_group = session._holder.worker_group
+    assert worker_group is not None
     theirs = versions_here() | {"torch": "1.0.0"}
-    unfit = await crew._driver.adopt.remote(crew._workers, 5.0, theirs)
+    unfit = await worker_group._driver.adopt.remote(worker_group._workers, 5.0, theirs)
     assert [one.seat for one in unfit] == [0, 1]
     assert f"runs torch {torch.__version__} (the caller has 1.0.0)" in unfit[0].reason
     assert ray.is_initialized()

@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 
 import chorusline as cl
-from chorusline.actors.crew import recruiting
 from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import RunStatus
+from chorusline.actors.worker_group import recruiting
 from chorusline.runtime.commands.status import drawn, survey
 from chorusline.runtime.session.showing.progress import Progress
 from chorusline.runtime.session.showing.progress_model import (

@@ -61,8 +61,8 @@ class News:
 class Listener:
     """It gets every report of a run once, in order for each rank, and every byte that was printed.
 
-    workers: by seat. It is the crew's own mapping, since a run may continue with other workers than
-    it began with.
+    workers: by seat. It is the worker group's own mapping, since a run may continue with other
+    workers than it began with.
     starting: seats whose workers have not answered yet. They say nothing yet, and whoever waited
     for them would keep waiting what the others say.
     """

@@ -69,7 +69,7 @@ class _DriverGone(StartupError):
     """The driver died while it met the workers; another one can do that."""
 
 
-class Crew:
+class WorkerGroup:
     """The driver and the workers. `assemble` comes before each run, `dismiss` once, at the end.
 
     fewest: the smallest number of workers with which a run begins.

@@ -41,11 +41,11 @@ _STOP_S, _LOOK_S = 10.0, 0.1
 class Recruiter:
     """Fills the seats of one run, as long as one driver carries it out.
 
-    workers: by seat; the crew's own mapping, as it changes.
+    workers: by seat; the worker group's own mapping, as it changes.
     start: makes a worker in a seat, in the place of the one that was there.
-    spares: the crew's spare workers.
+    spares: the worker group's spare workers.
     take: gives one of them a seat, if there is one.
-    starting: seats whose workers have not answered yet; the crew's own set.
+    starting: seats whose workers have not answered yet; the worker group's own set.
     program: a reference to the run's Parcel.
     listener: takes sentences for whoever looks at the run, and its pauses.
     """

@@ -1,4 +1,4 @@
-"""What a crew needs of the places of its workers; runtime/session/placing/seats.py has them."""
+"""What a worker group needs of the places of its workers (runtime/session/placing/seats.py)."""
 
 from __future__ import annotations
 
