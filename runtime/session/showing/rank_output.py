@@ -9,6 +9,9 @@ from chorusline.actors.reporting.worker_logs import ERR, FIGURE, Printed, Printe
 _OF_RAY = (":actor_name:", ":task_name:", ":job_id:")
 """Beginnings of lines that Ray writes into the files for itself."""
 
+_LONGEST_HELD = 1 << 20
+"""Bytes of a line that are held until its end comes. A longer line is shown in parts."""
+
 
 class RankLines:
     """Makes lines of what arrives.
@@ -45,7 +48,11 @@ class RankLines:
         *lines, rest = ((begun.data if begun else b"") + piece.data).split(b"\n")
         for line in lines:
             self._show(seat, PrintedPiece(piece.kind, line, piece.rank))
-        if rest:
+        # A progress bar may print for days without an end of line: only its last state is held.
+        rest = _last_state(rest)
+        if len(rest) > _LONGEST_HELD:
+            self._show(seat, PrintedPiece(piece.kind, rest, piece.rank))
+        elif rest:
             self._begun[seat, piece.kind] = PrintedPiece(piece.kind, rest, piece.rank)
 
     def end(self) -> None:
@@ -55,13 +62,17 @@ class RankLines:
             self._show(seat, piece)
 
     def _show(self, seat: int, piece: PrintedPiece) -> None:
-        text = piece.data.decode(errors="replace")
+        text = _last_state(piece.data).rstrip(b"\r").decode(errors="replace")
         if not text.startswith(_OF_RAY):
-            # As on a terminal, a carriage return begins the line again: of a progress bar this
-            # shows the last state.
-            text = text.rstrip("\r").rpartition("\r")[2]
             who = f"[worker in seat {seat}]" if piece.rank is None else label(piece.rank)
             self._show_line(f"{who} {text}", piece.kind == ERR)
+
+
+def _last_state(line: bytes) -> bytes:
+    """What a terminal shows of a line, where a carriage return begins it again. One at the end is
+    kept: it does so when more comes."""
+    text = line.rstrip(b"\r")
+    return line[text.rfind(b"\r") + 1 : len(text) + 1]
 
 
 def label(rank: int) -> str:

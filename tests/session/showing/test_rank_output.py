@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,40 @@ def test_two_streams_are_shown_in_the_order_in_which_they_were_written() -> None
         "[rank 0] five",
     ]
     assert [piece.kind for piece in pieces] == [OUT, ERR, OUT, FIGURE, ERR, OUT]
+
+
+def printed(data: bytes) -> Printed:
+    return Printed((PrintedPiece(ERR, data, 0),), Position(), 0, False, ("", ""), "")
+
+
+def test_of_a_progress_bar_that_never_ends_its_line_only_the_last_state_is_held() -> None:
+    lines: list[str] = []
+    shown = RankLines(lambda line, is_error: lines.append(line), lambda *_: None)
+    tracemalloc.start()
+    try:
+        for number in range(200):  # 20 MB
+            shown.take(0, printed(b"".join(b"\r%d %98d" % (number, n) for n in range(1000))))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 100_000 and lines == []
+    shown.take(0, printed(b"\rdone\r"))
+    shown.take(0, printed(b"\r\nnext"))  # The end of a line as Windows writes it, in two parts.
+    shown.take(0, printed(b"\r"))
+    shown.take(0, printed(b"last"))
+    shown.end()
+    assert lines == ["[rank 0] done", "[rank 0] last"]
+
+
+def test_a_line_of_megabytes_is_shown_in_parts_of_which_none_is_lost() -> None:
+    lines: list[str] = []
+    shown = RankLines(lambda line, is_error: lines.append(line), lambda *_: None)
+    for letter in b"abcdefgh":
+        shown.take(0, printed(bytes([letter]) * 300_000))
+    shown.take(0, printed(b"\nshort\n"))
+    *parts, short = (line.removeprefix("[rank 0] ") for line in lines)
+    assert "".join(parts) == "".join(letter * 300_000 for letter in "abcdefgh")
+    assert len(parts) == 2 + 1 and short == "short"
 
 
 def test_what_is_read_in_parts_stops_at_a_mark_that_is_not_reached() -> None:
