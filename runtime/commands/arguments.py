@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from chorusline.collectives.contract.argument_kinds import MOST_RANKS
+from chorusline.collectives.contract.deadlines import checked_seconds
+
 
 class WrongUsage(Exception):
     """The command line is wrong; the text is a sentence."""
@@ -56,6 +59,8 @@ def workers(text: str) -> int | tuple[int, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is too few; at least 1 worker is needed")
     if most < fewest:
         raise argparse.ArgumentTypeError(f"{text!r} is not ascending; write {most}..{fewest}")
+    if most > MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is too many; write at most {MOST_RANKS}")
     return (fewest, most) if found[2] else fewest
 
 
@@ -71,6 +76,31 @@ def count_or_zero(text: str) -> int:
     if not re.fullmatch(r"\d+", text.strip()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number; write 3, or 0")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """The value of `0.5`; above 0, and at most a year."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds; write 60, or 0.5"
+        ) from None
+    try:
+        return checked_seconds(number, "the number of seconds")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def detached_name(text: str) -> str:
+    """The text, if a detached session can have that name."""
+    from ..session.detached.status import check_name  # Not above: `--help` answers at once.
+
+    try:
+        check_name(text, True)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def variable(text: str) -> tuple[str, str]:

@@ -73,7 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Aborts the run in progress, ends the workers, and frees their resources.",
     )
     for one in (attach, stop):
-        one.add_argument("session", help="name of the session, as listed by `chorusline status`")
+        one.add_argument(
+            "session",
+            type=arguments.detached_name,
+            help="name of the session, as listed by `chorusline status`",
+        )
         one.add_argument("--address", default=None, help=of_cluster)
     commands.add_parser(
         "doctor",

@@ -50,16 +50,21 @@ def name_for(script: Path, given: str | None) -> str:
 
 
 def session_of(options: argparse.Namespace, **more: Any) -> Session:
-    """The session that the flags of a run ask for. more: arguments that one kind of run has."""
-    return Session(
-        options.workers,
-        use_gpu=options.gpu,
-        timeout_s=options.timeout,
-        startup_timeout_s=options.startup_timeout,
-        address=options.address,
-        env_vars=dict(options.env),
-        **more,
-    )
+    """The session that the flags of a run ask for. more: arguments that one kind of run has.
+
+    Raises WrongUsage for what no session takes."""
+    try:
+        return Session(
+            options.workers,
+            use_gpu=options.gpu,
+            timeout_s=options.timeout,
+            startup_timeout_s=options.startup_timeout,
+            address=options.address,
+            env_vars=dict(options.env),
+            **more,
+        )
+    except (TypeError, ValueError) as error:
+        raise WrongUsage(str(error)) from None
 
 
 async def begin(

@@ -81,12 +81,15 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
 def _checkpoints(options: argparse.Namespace) -> CheckpointConfig | None:
     if options.checkpoint is None:
         return None
-    return CheckpointConfig(
-        options.checkpoint,
-        num_to_keep=options.keep,
-        every_n_steps=options.save_every,
-        resume=NEVER if options.fresh else options.resume or AUTO,
-    )
+    try:
+        return CheckpointConfig(
+            options.checkpoint,
+            num_to_keep=options.keep,
+            every_n_steps=options.save_every,
+            resume=NEVER if options.fresh else options.resume or AUTO,
+        )
+    except (TypeError, ValueError) as error:
+        raise WrongUsage(f"--checkpoint: {error}") from None
 
 
 async def _run(

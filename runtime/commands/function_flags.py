@@ -73,7 +73,7 @@ def _add_workers(flags: argparse.ArgumentParser, *, timeout_s: float) -> None:
     )
     workers.add_argument(
         "--timeout",
-        type=float,
+        type=arguments.seconds,
         default=timeout_s,
         metavar="S",
         help="seconds that a collective waits for all ranks (default: 60; for a script on every "
@@ -81,7 +81,7 @@ def _add_workers(flags: argparse.ArgumentParser, *, timeout_s: float) -> None:
     )
     workers.add_argument(
         "--startup-timeout",
-        type=float,
+        type=arguments.seconds,
         default=60.0,
         metavar="S",
         help=(

@@ -94,6 +94,7 @@ def test_workers_are_a_number_or_a_range() -> None:
         ("2-8", "'2-8' is not a number of workers"),
         ("0", "'0' is too few; at least 1 worker"),
         ("8..2", "'8..2' is not ascending; write 2..8"),
+        ("1..99999999", "'1..99999999' is too many; write at most 65536"),
     ],
 )
 def test_a_worker_count_that_is_none_is_told_how_to_be_written(text: str, sentence: str) -> None:
@@ -239,6 +240,15 @@ def script(tmp_path: Path) -> str:
         ((":train", "--workers", "8..2"), "'8..2' is not ascending; write 2..8"),
         ((":train", "--lr", "1"), "unrecognized arguments: --lr 1; write the function's own after"),
         ((":train", "--", "--speed", "1"), "the function has no parameter 'speed'"),
+        (
+            (":train", "--timeout", "-1"),
+            "--timeout: the number of seconds must be positive, got -1",
+        ),
+        ((":train", "--timeout", "soon"), "--timeout: 'soon' is not a number of seconds; write 60"),
+        ((":train", "--startup-timeout", "0"), "--startup-timeout: the number of seconds must be"),
+        ((":train", "--workers", "99999999"), "--workers: '99999999' is too many"),
+        ((":train", "--env", "A=\udcff", "--", "--lr", "1"), "env_vars['A'] has '\\udcff' in it"),
+        ((":train", "--checkpoint", "", "--", "--lr", "1"), "--checkpoint: storage_path must be"),
     ],
 )
 def test_wrong_usage_of_a_function_costs_no_cluster_and_exits_with_2(

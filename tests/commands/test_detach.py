@@ -200,3 +200,14 @@ def test_flags_that_do_not_go_together_are_refused_with_the_mend(
         main(["run", f"{script}:train", *flags])
     assert exit.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["attach", "stop"])
+@pytest.mark.parametrize("name", ["a/b", ""])
+def test_a_name_that_no_session_can_have_costs_no_cluster_and_exits_with_2(
+    command: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main([command, name])
+    assert exited.value.code == 2
+    assert "argument session: name must be of letters, digits" in capsys.readouterr().err

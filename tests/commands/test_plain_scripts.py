@@ -143,6 +143,11 @@ def test_only_torchs_own_backends_are_replaced_by_ours() -> None:
         (["--workers", "2", "--name", "night", "x.py"], "write --detach"),
         (["--detach", "--max-restarts", "1", "x.py"], "leave one of them out"),
         (["--detach", "--name", "a/b", __file__], "--name: name must be of letters"),
+        (["--timeout", "nan", __file__], "--timeout: the number of seconds must be positive"),
+        (
+            ["--max-restarts", "1", "--spares", "99999999", __file__],
+            "spares must be a number of workers, 0 to 65536, got 99999999",
+        ),
     ],
 )
 def test_wrong_usage_of_a_script_on_ranks_costs_no_cluster_and_exits_with_2(
