@@ -94,10 +94,10 @@ def seconds(text: str) -> float:
 
 def detached_name(text: str) -> str:
     """The text, if a detached session can have that name."""
-    from ..session.detached.status import check_name  # Not above: `--help` answers at once.
+    from ..session.detached.status import check_attachable  # Not above: `--help` answers at once.
 
     try:
-        check_name(text, True)
+        check_attachable(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         one.add_argument(
             "session",
             type=arguments.detached_name,
-            help="name of the session, as listed by `chorusline status`",
+            help="name of a detached session; others, session-…, end with their program",
         )
         one.add_argument("--address", default=None, help=of_cluster)
     commands.add_parser(

@@ -29,7 +29,7 @@ from ..tracking.tracking import Tracking
 from . import connecting
 from .connecting import Connection
 from .detached.client import DetachedClient
-from .detached.status import IDLE_TIMEOUT_S, check_name
+from .detached.status import IDLE_TIMEOUT_S, check_attachable, check_name
 from .holding.local_session import LocalSession
 from .holding.options import DEFAULT, Default, SessionOptions, checked_progress
 from .placing import placement
@@ -509,6 +509,7 @@ def attach(
     `async with cl.attach("night") as night:` attaches, and detaches at the end;
     `await cl.attach("night")` only attaches. Both raise StartupError if there is no such session.
     """
+    check_attachable(name)
     session = Session(
         address=address,
         on_report=on_report,

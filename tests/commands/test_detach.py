@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -203,11 +204,24 @@ def test_flags_that_do_not_go_together_are_refused_with_the_mend(
 
 
 @pytest.mark.parametrize("command", ["attach", "stop"])
-@pytest.mark.parametrize("name", ["a/b", ""])
-def test_a_name_that_no_session_can_have_costs_no_cluster_and_exits_with_2(
-    command: str, name: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("a/b", "name must be of letters, digits"),
+        ("", "name must be of letters, digits"),
+        (
+            "session-ba26d1e3",
+            "'session-ba26d1e3' is a session that belongs to the program which has started it, and "
+            "ends with it; only detached sessions can be attached to and stopped",
+        ),
+    ],
+)
+def test_a_name_that_no_detached_session_can_have_costs_no_cluster_and_exits_with_2(
+    command: str, name: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exited:
         main([command, name])
     assert exited.value.code == 2
-    assert "argument session: name must be of letters, digits" in capsys.readouterr().err
+    assert f"argument session: {sentence}" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        cl.attach(name)

@@ -17,6 +17,10 @@ RESULTS_KEPT_S = 24 * 3600.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
+_OF_OTHERS = "session-"
+"""Beginning of the names that sessions have which are not detached."""
+
+
 @dataclass(frozen=True, slots=True)
 class DetachedStatus:
     """A detached session as its session host sees it.
@@ -105,11 +109,21 @@ def check_name(name: object, detached: bool) -> None:
         )
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {type(name).__name__}")
-    if not _NAME.fullmatch(name) or name.startswith("session-"):
+    if not _NAME.fullmatch(name) or name.startswith(_OF_OTHERS):
         raise ValueError(
             f"name must be of letters, digits, '.', '_' and '-', at most 64, and not begin with "
-            f"'session-', as other sessions do; got {name!r}"
+            f"{_OF_OTHERS!r}, as other sessions do; got {name!r}"
         )
+
+
+def check_attachable(name: object) -> None:
+    """Raise as `check_name`, and ValueError for the name of a session that is not detached."""
+    if isinstance(name, str) and name.startswith(_OF_OTHERS):
+        raise ValueError(
+            f"{name!r} is a session that belongs to the program which has started it, and ends "
+            "with it; only detached sessions can be attached to and stopped"
+        )
+    check_name(name, True)
 
 
 def taken(name: str, status: DetachedStatus | None) -> StartupError:
