@@ -156,7 +156,8 @@ def _raise_differences(reader: CheckpointReader, differences: list[str], what: s
 def _restore_sharded(
     name: str, optimizer: ZeroRedundancyOptimizer, reader: CheckpointReader, *, by_number: bool
 ) -> None:
-    """1. Compare the groups. 2. Read this rank's ranges, and hand them to its optimizer.
+    """1. Compare the groups. 2. Lay out parameters that are frozen here, and have saved state.
+    3. Read this rank's ranges, and hand them to its optimizer.
 
     by_number: a plain optimizer saved the state, by the numbers of the parameters.
     """
@@ -167,10 +168,15 @@ def _restore_sharded(
         for mine, saved in zip(here.groups, groups, strict=True)
         for ours, theirs in zip(mine["params"], saved["params"], strict=True)
     }
-    shard = optimizer_engine_of(optimizer).shard
-    states = here.read(reader, shard.kept(), saved_names)  # 2
+    engine = optimizer_engine_of(optimizer)
+    have_state = {entry.path[2] for entry in reader.below(name, STATE) if len(entry.path) > 3}
+    ours = [p for group in optimizer.param_groups for p in group["params"]]
+    theirs = [key for saved in groups for key in saved["params"]]
+    engine.take_up(p for p, key in zip(ours, theirs, strict=True) if key in have_state)  # 2
+    here = SavedOptimizer.of(name, optimizer)
+    states = here.read(reader, engine.shard.kept(), saved_names)  # 3
     options = [{**mine, **saved} for mine, saved in zip(here.groups, groups, strict=True)]
-    shard.load(states, options)
+    engine.shard.load(states, options)
     steps = reader.find((name, NUM_STEPS))
     if steps is not None:
         num_steps = reader.value(steps)

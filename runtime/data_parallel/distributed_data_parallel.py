@@ -1005,8 +1005,8 @@ class ModelEngine:
     def reduce_also(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
         """Reduce the gradients of these parameters too; all ranks call it with the same ones.
 
-        parameters: of the module, with requires_grad. Those that the reducer does not have yet
-        start from rank 0's values, and their buckets are returned.
+        parameters: of the module. Those that the reducer does not have yet start from rank 0's
+        values, and their buckets are returned.
 
         Raises ValueError for a parameter that the module does not have; CollectiveMismatch, on all
         ranks, if the parameters of the ranks differ.

@@ -86,6 +86,7 @@ from .ballot import (
 from .digests.digest_checks import Correction, DigestChecks
 from .digests.digests import ordered_digest
 from .loss_scale import agreed_scale, given_scale
+from .shards.optimizer_state import check_fits
 from .shards.parameter_bucket import Gather
 from .shards.parameter_shard import ParameterShard
 from .shards.shard_state import Inventory, ShardState
@@ -505,7 +506,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = result if (result := before(self, state_dict)) is not None else state_dict
         saved, options = match_state(state_dict, self.param_groups, self._names())
-        self._engine.shard.check_fits(saved)
+        given = [p for group in self.param_groups for p in group["params"]]
+        # All of them, whichever rank owns them, before anything changes.
+        for parameter in given:
+            name, state = saved[id(parameter)]
+            check_fits(state, parameter.shape, name, self._engine.shard.verdict)
+        # From here on a frozen parameter with state is as one that was frozen later.
+        self._engine.take_up(p for p in given if saved[id(p)][1])
         for ours, theirs in zip(self.param_groups, options, strict=True):
             ours.update(theirs)
         self._engine.shard.load_state(saved, self.param_groups)
@@ -633,7 +640,8 @@ class OptimizerEngine:
         self.last_live: tuple[int, ...] = ()
         """The ranks that took the last step."""
         self._waiting: list[torch.nn.Parameter] = []
-        """Parameters in the groups that no shard holds, because they have been frozen so far."""
+        """Parameters in the groups that no shard holds, because they have been frozen so far, and
+        no state of them was loaded."""
         self._why_not = ""
         """What keeps this rank from taking the step under way; empty if nothing does."""
         self._seen = OptimizerProgress(0)
@@ -695,15 +703,19 @@ class OptimizerEngine:
     def take_up_trainable(self) -> None:
         """Cut shards of waiting parameters that are now trainable, the same ones on all ranks. A
         parameter that is frozen later keeps shard and state, and is not stepped."""
-        fresh = [
+        self.take_up(
             p
             for p in self._waiting
             # As in a plain optimizer, a gradient is enough, whatever wrote it.
             if p.requires_grad or (self.model is None and p.grad is not None)
-        ]
+        )
+
+    def take_up(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Cut shards of those of `parameters` that wait for it, the same ones on all ranks."""
+        taken = {id(p) for p in parameters}
+        fresh = [p for p in self._waiting if id(p) in taken]
         if not fresh and self.shard.num_groups == len(self.optimizer.param_groups):
             return
-        taken = {id(p) for p in fresh}
         self._waiting = [p for p in self._waiting if id(p) not in taken]
         buckets = self.model.reduce_also(fresh) if self.model is not None else []
         self._own(fresh, buckets if self.reducer is not None else None)

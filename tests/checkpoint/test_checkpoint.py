@@ -205,13 +205,18 @@ def test_the_command_lists_whole_and_torn_ones_and_says_when_there_is_none(
     assert "rank-0.distcp is torn or corrupted: it has 100 bytes of" in capsys.readouterr().out
 
 
-def _train_plainly(group: cl.Group, config: cl.CheckpointConfig, sharded: bool) -> dict:
-    """Steps with a plain or a sharded optimizer; the state of the optimizer before and after."""
+def _train_plainly(
+    group: cl.Group, config: cl.CheckpointConfig, sharded: bool, frozen: bool = False
+) -> dict:
+    """Steps with a plain or a sharded optimizer; the state of the optimizer before and after.
+    frozen: the first layer is."""
 
     def train(ctx: cl.Context) -> dict:
-        model = ctx.register("model", cl.DistributedDataParallel(make_model()))
+        module = make_model()
+        module[0].requires_grad_(not frozen)
+        model = ctx.register("model", cl.DistributedDataParallel(module))
         kind = cl.ZeroRedundancyOptimizer if sharded else _plain
-        optim = ctx.register("optimizer", kind(model, torch.optim.AdamW, lr=1e-2))
+        optim = ctx.register("optimizer", kind(model.parameters(), torch.optim.AdamW, lr=1e-2))
         average = ctx.register("average", torch.optim.swa_utils.AveragedModel(model.module))
         start = _whole_state(ctx, optim)
         for _ in range(2):
@@ -226,8 +231,8 @@ def _train_plainly(group: cl.Group, config: cl.CheckpointConfig, sharded: bool) 
     return in_run(group, train, config)
 
 
-def _plain(model, kind, **options):
-    return kind(model.parameters(), **options)
+def _plain(parameters, kind, **options):
+    return kind(parameters, **options)
 
 
 def _whole_state(ctx, optim):
@@ -237,13 +242,15 @@ def _whole_state(ctx, optim):
     return ctx.broadcast(copy.deepcopy(optim.state_dict()["state"]) if ctx.rank == 0 else None)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["out of a sharded one", "into a sharded one"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("legs", [(True, False), (False, True), (True, True)])
 def test_a_plain_optimizer_goes_on_from_a_sharded_one_and_the_other_way_round(
-    ranks_of, tmp_path, first
+    ranks_of, tmp_path, legs, frozen
 ):
+    first, second = legs
     config = cl.CheckpointConfig(tmp_path)
     saved = ranks_of(3).run(_train_plainly, config, first)
-    loaded = ranks_of(2).run(_train_plainly, config, not first)
+    loaded = ranks_of(2).run(_train_plainly, config, second, frozen)
     for told in loaded:
         assert same(told["start"], saved[0]["end"])
         assert told["average"]["n_averaged"] == 4

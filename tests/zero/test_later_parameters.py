@@ -1,6 +1,7 @@
 """Groups that come later, parameters that are frozen and unfrozen: as a plain optimizer has it."""
 
 import contextlib
+import copy
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import chorusline as cl
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.harness.combinations import combinations
 from tests.harness.reused_ranks import another_group
+from tests.references.sharded_training import assert_same_state
 from tests.references.training import (
     backward_of_all,
     batches_of,
@@ -140,6 +142,64 @@ def test_later_parameters_are_stepped_as_the_plain_optimizer_does(
     for number, theirs in expected_state["state"].items():
         for entry, value in theirs.items():
             assert torch.equal(state["state"][number][entry], value), (number, entry)
+
+
+def load_while_frozen(group, name, with_model, weights, state, size=3):
+    """`deep` was trained before, is frozen when the state is loaded, and again trained later. The
+    state as saved at once, that at the end, and the parameters. group: None for a plain run."""
+    kind, options = KINDS[name]
+    module = model = Tower()
+    module.load_state_dict(weights)
+    if group is None:
+        optimizer = kind(module.parameters(), **options)
+    else:
+        model = cl.DistributedDataParallel(module, group) if with_model else module
+        optimizer = cl.ZeroRedundancyOptimizer(
+            module.parameters(), kind, group=group, **{**options, "lr": 1.0}
+        )
+    optimizer.load_state_dict(copy.deepcopy(state))
+    states = [saved_state(optimizer)]
+    for step in range(2, NUM_STEPS):
+        if step == 4:
+            module.deep.requires_grad_(True)
+        if with_model and group is not None:
+            loss_of(model, data_of(group.rank)[step]).backward()
+        else:
+            gradients_of_all(module, step, size)
+        optimizer.step()
+        optimizer.zero_grad()
+    states.append(saved_state(optimizer))
+    return *states, [p.detach().clone() for p in module.parameters()]
+
+
+def saved_state(optimizer):
+    """None on a rank other than 0."""
+    if isinstance(optimizer, cl.ZeroRedundancyOptimizer):
+        optimizer.consolidate_state_dict()
+        if optimizer.group.rank:
+            return None
+    return copy.deepcopy(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("with_model", [True, False], ids=["model", "parameters"])
+@pytest.mark.parametrize("name", KINDS)
+def test_the_state_of_a_parameter_that_is_frozen_when_it_is_loaded_is_there(
+    ranks_of, name, with_model
+):
+    module = Tower()
+    module.deep.requires_grad_(True)
+    kind, options = KINDS[name]
+    before = kind(module.parameters(), **options)
+    for step in range(2):
+        gradients_of_all(module, step, 3)
+        before.step()
+    start = module.state_dict(), before.state_dict()
+    *expected, parameters = load_while_frozen(None, name, False, *start)
+    results = ranks_of(3).run(load_while_frozen, name, with_model, *start)
+    for *_, found in results:
+        assert all(torch.equal(a, b) for a, b in zip(found, parameters, strict=True))
+    for found, theirs in zip(results[0], expected, strict=False):
+        assert_same_state(found, theirs)
 
 
 def unfreeze_what_the_optimizer_lacks(group, in_join):

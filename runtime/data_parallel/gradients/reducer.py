@@ -1130,12 +1130,18 @@ class GradientWatch:
 
     def add(self, parameters: Sequence[torch.nn.Parameter], first: int) -> None:
         """first: the number of the first one."""
+        frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        # torch takes no hook on a frozen parameter, and keeps those of one that is frozen later.
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         for number, parameter in enumerate(parameters, start=first):
             hook = partial(self._tell, number)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         # One is enough: autograd holds it as long as the parameter lives.
         if self._keeper is None and parameters:
             self._keeper = parameters[0].register_hook(partial(_keep, self._on_gradient()))
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
     def loosen(self) -> None:
         """From now on nobody is kept alive by the hooks."""

@@ -22,7 +22,7 @@ from ...partition.buckets import BucketPlan, plan_buckets
 from ...partition.resharding import Range, kept_by
 from ...partition.shards import Piece, pieces_of, shard_numel, whole_parameter_spans
 from .exact_norm import as_reals, partial_sum
-from .optimizer_state import check_fits, gather_state
+from .optimizer_state import gather_state
 from .optimizer_trial import Shardability
 from .parameter_bucket import Gather, ParameterBucket, ShardRange, in_format_of
 from .shard_state import MASTER, Inventory, Layout, ShardState, complete, divided
@@ -494,16 +494,9 @@ class ParameterShard:
     def load_state(
         self, saved: Mapping[int, tuple[str, Mapping[str, Any]]], groups: Sequence[dict[str, Any]]
     ) -> None:
-        """Load this rank's part of the state of whole parameters, after `check_fits`. saved: by
-        id() of a parameter, its name and its state. groups: the user's, with loaded options."""
+        """Load this rank's part of the state of whole parameters, which fits them. saved: by id()
+        of a parameter, its name and its state. groups: the user's, with loaded options."""
         self.load(self._whole(saved), groups)
-
-    def check_fits(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> None:
-        """Raises ValueError for state that does not fit its parameter, whichever rank owns it.
-        saved: as in `load_state`."""
-        for parameter in self.parameters:
-            name, state = saved.get(id(parameter), ("", {}))
-            check_fits(state, parameter.shape, name, self.verdict)
 
     def _whole(self, saved: Mapping[int, tuple[str, Mapping[str, Any]]]) -> Iterator[ShardState]:
         for number, bucket in enumerate(self.buckets):

@@ -257,10 +257,12 @@ def test_names_that_were_given_with_the_parameters_are_kept(ranks_of):
 # -- half precision -------------------------------------------------------------------------------
 
 
-def half_precision_leg(group, start, steps):
-    """With gradients given, so that runs at different numbers of ranks are alike."""
+def half_precision_leg(group, start, steps, frozen=False):
+    """With gradients given, so that runs at different numbers of ranks are alike. frozen: the
+    weight is, until its state is loaded."""
     torch.manual_seed(0)
     model = torch.nn.Linear(100, 3).bfloat16()
+    model.weight.requires_grad_(not frozen or start is None)
     if start is not None:
         model.load_state_dict(start[0])
     zero = cl.ZeroRedundancyOptimizer(
@@ -268,6 +270,7 @@ def half_precision_leg(group, start, steps):
     )
     if start is not None:
         zero.load_state_dict(start[1])
+    model.weight.requires_grad_(True)
     for step in steps:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 1.0 + step)
@@ -276,11 +279,14 @@ def half_precision_leg(group, start, steps):
     return model.state_dict(), zero.state_dict() if group.rank == 0 else None
 
 
-def test_what_half_precision_rounds_away_is_saved_and_loaded_at_other_numbers_of_ranks(ranks_of):
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_what_half_precision_rounds_away_is_saved_and_loaded_at_other_numbers_of_ranks(
+    ranks_of, frozen
+):
     whole, expected = ranks_of(1).run(half_precision_leg, None, range(30))[0]
     start = None
     for size, steps in [(2, range(10)), (3, range(10, 20)), (1, range(20, 30))]:
-        start = ranks_of(size).run(half_precision_leg, start, steps)[0]
+        start = ranks_of(size).run(half_precision_leg, start, steps, frozen)[0]
     assert all(torch.equal(start[0][name], value) for name, value in whole.items())
     assert_same_state(start[1], expected)
     master = expected["state"][0]["master"]
