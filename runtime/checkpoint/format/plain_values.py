@@ -7,6 +7,10 @@ often contain them.
 
 The file that torch.save makes is a zip archive without compression. Loaders that decompress would
 make gigabytes of kilobytes, so an archive of another kind is refused before torch sees it.
+
+The checks read the archive with zipfile, and torch reads it again, with a reader of its own, miniz.
+The two differ in where they look for the directory, in upper and lower case, and in records marked
+as folders. An archive that they may read differently is refused, too: torch loads what was checked.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import io
 import pickle
 import pickletools
 import re
+import struct
 import zipfile
 from collections import deque
 from collections.abc import Iterator
@@ -93,11 +98,55 @@ def check_archive(data: bytes, max_records: int | None = None) -> zipfile.ZipFil
         raise ValueError("it is a compressed archive, and torch.save does not compress")
     if sum(one.file_size for one in records) > len(data):
         raise ValueError(f"its {len(data)} bytes claim to be more")
-    if len({one.filename for one in records}) < len(records):
+    # torch does not distinguish upper and lower case.
+    if len({one.filename.lower() for one in records}) < len(records):
         raise ValueError("it has two records of one name")
+    if not _is_at_the_end(archive, data) or any(map(_is_ambiguous, records)):
+        raise ValueError("its directory is not as torch.save writes it")
     if max_records is not None and len(records) > max_records:
         raise ValueError(f"it has {len(records)} records, too many for a tensor")
     return archive
+
+
+_END = struct.Struct("<4s28xQ8xQ4s4xQ4x4s6xH4xIH")
+"""The last bytes of an archive: the end of the directory in long numbers, a locator of these, and
+the end in short numbers. Of both ends the signature, the number of records, and where the directory
+starts; of the locator the signature, and where the long numbers are; the bytes of a comment."""
+
+
+def _is_at_the_end(archive: zipfile.ZipFile, data: bytes) -> bool:
+    """Whether the directory that zipfile has read is the one that torch reads.
+
+    zipfile takes the bytes before the end, and torch those where the end says that they are. Both
+    take the end from the long numbers if there is a locator, which only torch follows. A comment
+    could hold another end.
+    """
+    last = data[-_END.size :].rjust(_END.size)
+    long, long_count, long_start, locator, long_at, short, count, start, comment = _END.unpack(last)
+    if locator == b"PK\6\7":
+        if long != b"PK\6\6" or long_at != len(data) - _END.size:
+            return False
+        count, start = long_count, long_start
+    found = (len(archive.infolist()), archive.start_dir)
+    return short == b"PK\5\6" and comment == 0 and (count, start) == found
+
+
+def _is_ambiguous(record: zipfile.ZipInfo) -> bool:
+    """Whether torch may read another record than zipfile: of other bytes under that name."""
+    return (
+        # zipfile decodes such names, and cuts them at a zero; torch compares their bytes.
+        not record.orig_filename.isascii()
+        or record.filename != record.orig_filename
+        # torch returns memory as it is, without reading the record.
+        or record.is_dir()
+        or bool(record.external_attr & _FOLDER)
+        or record.compress_size != record.file_size
+        # Of several fields with long numbers, torch takes the first, and zipfile may take another.
+        or len(record.extra) not in (0, 4 + int.from_bytes(record.extra[2:4], "little"))
+    )
+
+
+_FOLDER = 0x10  # the attribute of a folder, as DOS has it
 
 
 def load_tensor(data: bytes) -> torch.Tensor:
@@ -117,9 +166,8 @@ def load_tensor(data: bytes) -> torch.Tensor:
 def _values_in(archive: zipfile.ZipFile) -> Iterator[tuple[str, Any]]:
     """What the pickle in an archive makes, in order: the opcode and its argument. A value that is
     named again comes again as it was."""
-    (pickled,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     known, last = {}, ("", None)
-    for opcode, argument, _ in pickletools.genops(archive.read(pickled)):
+    for opcode, argument, _ in pickletools.genops(archive.read(f"{_root(archive)}/data.pkl")):
         if opcode.name in ("BINPUT", "LONG_BINPUT"):
             known[argument] = last
             continue
@@ -129,10 +177,15 @@ def _values_in(archive: zipfile.ZipFile) -> Iterator[tuple[str, Any]]:
         yield last
 
 
+def _root(archive: zipfile.ZipFile) -> str:
+    """The folder in which torch looks for all records: that of the first one."""
+    return archive.namelist()[0].partition("/")[0]
+
+
 def _check_storages(archive: zipfile.ZipFile) -> None:
     """Raise ValueError if the storage of a tensor is not exactly a record of the archive. torch
     before 2.10 does not compare the two, and takes what lies in memory after a short record."""
-    root = archive.namelist()[0].partition("/")[0]
+    root = _root(archive)
     before: deque[tuple[str, Any]] = deque(maxlen=7)
     for value in _values_in(archive):
         if value[0] == "BINPERSID":

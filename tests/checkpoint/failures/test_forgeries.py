@@ -13,6 +13,7 @@ import json
 import re
 import resource
 import shutil
+import struct
 import tempfile
 import warnings
 import zipfile
@@ -247,31 +248,30 @@ def _replace(folder: Path, name: str, data: bytes) -> None:
     _rewrite(folder, change)
 
 
-def _deflated(value: Any) -> bytes:
+def _records(value: Any) -> dict[str, bytes]:
+    """What is in the archive of a value, by name."""
+    with zipfile.ZipFile(io.BytesIO(pickled(value))) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def _archive(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
     target = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(pickled(value))) as source,
-        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive,
-    ):
-        for one in source.infolist():
-            archive.writestr(one.filename, source.read(one))
+    with zipfile.ZipFile(target, "w", compression) as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
     return target.getvalue()
+
+
+def _deflated(value: Any) -> bytes:
+    return _archive(_records(value), zipfile.ZIP_DEFLATED)
 
 
 def _short(claimed: int, kept: int, wrap: Callable[[torch.Tensor], Any]) -> bytes:
     """An archive of a tensor of `claimed` elements whose record has `kept`, as large as a whole."""
-    target = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(pickled(wrap(torch.zeros(claimed))))) as source,
-        zipfile.ZipFile(target, "w") as archive,
-    ):
-        for one in source.infolist():
-            data = source.read(one)
-            if one.filename.endswith("/data/0"):
-                archive.writestr(one.filename.replace("data/0", "more"), data[4 * kept :])
-                data = data[: 4 * kept]
-            archive.writestr(one.filename, data)
-    return target.getvalue()
+    records = _records(wrap(torch.zeros(claimed)))
+    data = records["archive/data/0"]
+    rest = {"archive/data/0": data[: 4 * kept], "archive/more": data[4 * kept :]}
+    return _archive(records | rest)
 
 
 def _twice(value: Any) -> bytes:
@@ -283,18 +283,68 @@ def _twice(value: Any) -> bytes:
     return target.getvalue()
 
 
+def _with_another(name: str) -> bytes:
+    """An archive of a tensor, and the pickle of another one under that name."""
+    other = _records(-WEIGHT)["archive/data.pkl"]
+    return _archive(_records(WEIGHT) | {name: other})
+
+
+def _in_another_folder() -> bytes:
+    """An archive of a tensor whose pickle is not where torch looks for it, where another one is."""
+    records = _records(WEIGHT)
+    sound = records.pop("archive/data.pkl")
+    return _archive(records | {"archive/DATA.PKL": sound, "archive/other/data.pkl": sound})
+
+
+def _as_a_folder(name: str) -> bytes:
+    """An archive of a tensor with one record that is marked as a folder."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        for one, data in _records(WEIGHT).items():
+            info = zipfile.ZipInfo(one)
+            info.external_attr = 0x10 * (one == name)
+            archive.writestr(info, data)
+    return target.getvalue()
+
+
+_END_BYTES = 22  # of an archive that zipfile writes
+
+
+def _two_in_one(loaded: bytes, checked: bytes, has_locator: bool) -> bytes:
+    """An archive with two directories of one size: torch finds the first, and zipfile the second.
+
+    has_locator: the end of the archive has long numbers twice, and a locator of the first ones;
+    otherwise it has short numbers, with the start of the first directory.
+    """
+    at, before = [zipfile.ZipFile(io.BytesIO(one)).start_dir for one in (loaded, checked)]
+    # With short numbers, zipfile adds the distance of the directories to where a record is.
+    records, directory = loaded[:at] + bytes(before), loaded[at:-_END_BYTES]
+    count, size = struct.unpack_from("<HI", loaded, len(loaded) - 12)
+
+    def long_end(start: int) -> bytes:
+        numbers = (44, 45, 45, 0, 0, count, count, size, start)
+        return struct.pack("<4sQHHIIQQQQ", b"PK\6\6", *numbers)
+
+    first = records + directory + has_locator * long_end(len(records))
+    second = bytearray(checked[:-_END_BYTES])
+    position = before
+    while position < len(second):
+        lengths = struct.unpack_from("<HHH", second, position + 28)
+        (offset,) = struct.unpack_from("<I", second, position + 42)
+        offset += len(first) if has_locator else at
+        struct.pack_into("<I", second, position + 42, offset)
+        position += 46 + sum(lengths)
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, count, count, size, len(records), 0)
+    if has_locator:
+        locator = struct.pack("<4sIQI", b"PK\6\7", 0, len(records + directory), 1)
+        end = long_end(len(first) + before) + locator + end
+    return first + second + end
+
+
 def _nested(depth: int) -> bytes:
     """An archive of so many lists in each other."""
-    target = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(pickled(5))) as source,
-        zipfile.ZipFile(target, "w") as archive,
-    ):
-        for one in source.infolist():
-            is_value = one.filename.endswith("/data.pkl")
-            nested = b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
-            archive.writestr(one.filename, nested if is_value else source.read(one))
-    return target.getvalue()
+    nested = b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b"."
+    return _archive(_records(5) | {"archive/data.pkl": nested})
 
 
 def _beyond() -> torch.Tensor:
@@ -399,6 +449,18 @@ PIECES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "an empty object": ("state", lambda: b""),
     "a storage longer than its record": ("model", lambda: _short(8, 7, lambda one: one)),
     "a record of that name twice": ("model", lambda: _twice(WEIGHT)),
+    "a pickle in upper case, too": ("model", lambda: _with_another("archive/DATA.PKL")),
+    "a pickle in another folder": ("model", _in_another_folder),
+    "elements that are marked as a folder": ("model", lambda: _as_a_folder("archive/data/0")),
+    "a name beyond ASCII": ("model", lambda: _with_another("archive/dat\u00e4.pkl")),
+    "two directories": (
+        "model",
+        lambda: _two_in_one(_deflated(-WEIGHT), _archive(_records(WEIGHT)), False),
+    ),
+    "two directories and a locator": (
+        "model",
+        lambda: _two_in_one(_deflated(-WEIGHT), _archive(_records(WEIGHT)), True),
+    ),
 }
 
 
@@ -414,10 +476,14 @@ def test_a_piece_that_is_not_what_the_manifest_says_is_refused_and_hides_no_othe
     assert newest_whole(Folder(tmp_path)).folder == good.name
 
 
+@pytest.mark.parametrize("hidden_by", [None, "short numbers", "a locator"])
 @pytest.mark.parametrize("name", ["model", "state"])
-def test_a_few_bytes_do_not_become_many(tmp_path, name):
+def test_a_few_bytes_do_not_become_many(tmp_path, name, hidden_by):
     good, bad = _write(tmp_path, 1), _write(tmp_path, 2)
-    _replace(bad, name, _deflated(torch.zeros(32 << 20)))  # 128 MB
+    data = _deflated(torch.zeros(32 << 20))  # 128 MB
+    if hidden_by is not None:
+        data = _two_in_one(data, _archive(_records(WEIGHT)), hidden_by == "a locator")
+    _replace(bad, name, data)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(cl.CheckpointCorrupted):
         plain_states(CheckpointReader(Folder(tmp_path), bad.name))

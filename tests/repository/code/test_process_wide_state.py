@@ -39,6 +39,7 @@ UNCHANGEABLE = {
     "ParamSpec",
     "property",
     "range",
+    "Struct",
     "tuple",
     "TypeVar",
 }
