@@ -71,6 +71,25 @@ def check_all_gather(group: Group) -> str:
     return digest(results)
 
 
+def check_an_input_in_another_part_of_the_output(group: Group) -> None:
+    """What arrives there first must not be sent on instead of it."""
+    size, rank = group.size, group.rank
+    for numel in (3, 400_001):  # The latter in several turns of the memory between ranks.
+        wanted = torch.arange(float(size), device=group.device).repeat_interleave(numel)
+        for place in range(size):
+            whole = torch.zeros(size * numel, device=group.device)
+            mine = whole[place * numel : (place + 1) * numel].fill_(float(rank))
+            group.all_gather(whole, mine).wait_on_host()
+            assert torch.equal(whole, wanted)
+            mine.fill_(float(rank))
+            group.gather(mine, whole if rank == place else None, place).wait_on_host()
+            assert rank != place or torch.equal(whole, wanted)
+            last = size - 1
+            mine = whole[last * numel :].fill_(float(rank))
+            group.gather(mine, whole if rank == place else None, place).wait_on_host()
+            assert rank != place or torch.equal(whole, wanted)
+
+
 def check_broadcast(group: Group) -> str:
     results = []
     for numel in (*SMALL_SIZES, LARGE_SIZE):
