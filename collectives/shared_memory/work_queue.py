@@ -21,6 +21,7 @@ lane resumes it when all ranks have published the tick.
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -251,7 +252,9 @@ class DrivenQueue(ABC):
     def _let_go(self, error: CollectiveError) -> None:
         """Finish a close: wait until no thread drives; pending works fail with `error`."""
         with self.lock:
-            while self._driven:
+            # A callback of a work, or a signal handler, may close in the thread that drives. It
+            # cannot wait for itself, and finds its works ended when it gets the control back.
+            while self._driven and self._driver != threading.get_ident():
                 self._wait_for_turn()
             self._finish_all(error)
         self._call_back()
@@ -484,6 +487,9 @@ class Lane(DrivenQueue):
         operation = work.operation
         give_up_at = operation.issued_at + operation.timeout_s
         self.segment.wait(work.awaited_tick, operation, give_up_at, spin)
+        # A signal handler has closed the group in this thread meanwhile.
+        if work.done and work.failure is not None:
+            raise fresh_copy(work.failure)
         return True
 
     # --------------------------------------------------------------------------------------------
@@ -494,8 +500,10 @@ class Lane(DrivenQueue):
     def _finish_all(self, error: CollectiveError) -> None:
         super()._finish_all(error)
         for work in self._queue:
-            if work.body is not None:
-                work.body.close()
+            # A signal handler that closes the group may have interrupted the body itself.
+            body = work.body
+            if body is not None and inspect.getgeneratorstate(body) != inspect.GEN_RUNNING:
+                body.close()
         self._queue.clear()
 
     def _needs_background(self) -> bool:

@@ -4,6 +4,8 @@ cycles has run."""
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from chorusline.collectives.contract.errors import CollectiveError
+from chorusline.collectives.contract.errors import CollectiveError, GroupClosed
 from chorusline.collectives.group import Group
 from chorusline.collectives.stores.store import HashStore
 from tests.harness.open_sockets import descriptors
@@ -117,3 +119,53 @@ def test_a_tensor_that_is_kept_stays_readable_and_a_group_that_is_kept_has_no_de
     kept[:] = [one for one in kept if isinstance(one, Group)]
     del tensor
     assert held()[0] == before
+
+
+def test_a_group_is_closed_by_a_callback_of_its_own_work() -> None:
+    store = HashStore()
+    closed = threading.Event()
+
+    def first() -> None:
+        group = Group.create(store, 0, 2)
+        work = group.all_reduce(torch.ones(4))
+
+        def close() -> None:
+            group.close()
+            closed.set()
+
+        work.add_done_callback(close)
+        assert closed.wait(20)
+
+    def second() -> None:
+        with Group.create(store, 1, 2) as group:
+            time.sleep(0.2)  # The other rank drives its work by then.
+            group.all_reduce(torch.ones(4)).wait()
+            assert closed.wait(20)
+
+    with ThreadPoolExecutor(2) as ranks:
+        for one in [ranks.submit(first), ranks.submit(second)]:
+            one.result()
+
+
+@pytest.mark.parametrize("way", ["all_reduce", "recv"])
+def test_a_signal_handler_closes_the_group_that_its_thread_waits_for(way: str) -> None:
+    store = HashStore()
+    is_over = threading.Event()
+
+    def late() -> None:
+        with Group.create(store, 1, 2):
+            assert is_over.wait(20)
+
+    with ThreadPoolExecutor(1) as ranks:
+        other = ranks.submit(late)
+        group = Group.create(store, 0, 2)
+        before = signal.signal(signal.SIGALRM, lambda *_: group.close())
+        try:
+            tensor = torch.ones(4)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(GroupClosed):
+                (group.all_reduce(tensor) if way == "all_reduce" else group.recv(tensor, 1)).wait()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            is_over.set()
+        other.result()
