@@ -59,15 +59,26 @@ def seconds(timeout: Any) -> float | None:
     return total if total > 0 else None
 
 
+_OF_THE_SAME_WIDTH = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.complex32: torch.int32,
+}
+"""Seen as one of these, a tensor keeps its shape and its strides. Others have one byte."""
+
+
 def moved(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` for an operation that only moves it; as bytes if `Group` lacks its dtype.
+    """`tensor` for an operation that only moves it; as integers if `Group` lacks its dtype.
 
     By `.data`, torch's autograd does not count what is written: torch's collectives do not count as
     changes in place either, and programs reduce activations that a backward pass has kept.
     """
     # Quantized tensors are refused as Group refuses them: their scale is not in their bytes.
     moves_whole = tensor.dtype in DTYPE_INDEX or tensor.is_quantized
-    return tensor.data if moves_whole else tensor.data.view(torch.uint8)
+    if moves_whole:
+        return tensor.data
+    return tensor.data.view(_OF_THE_SAME_WIDTH.get(tensor.dtype, torch.uint8))
 
 
 def all_moved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
