@@ -9,6 +9,7 @@ tasks of one queue, in the order in which they were added.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -66,6 +67,16 @@ _threads: list[CallbackThread] = []
 _making = threading.Lock()
 
 
+def _forget_threads() -> None:
+    """In a forked child, which has none of its parent's threads."""
+    global _making
+    _threads.clear()
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
 def callback_thread(depth: int) -> CallbackThread:
     """The thread for operations issued at `depth`, for all process groups; made when needed."""
     with _making:
@@ -112,10 +123,15 @@ class _Failure:
 
 
 class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """devices: the GPUs on which the tensors of the value live."""
+    """devices: the GPUs on which the tensors of the value live.
+
+    has_its_turn: whether the thread of the callbacks has come to the end of this future. The value
+        may be there before.
+    """
 
     def __init__(self, thread: CallbackThread, devices: list[torch.device]) -> None:
         super().__init__(devices=list(devices))
+        self.has_its_turn = False
         self._callbacks = thread
         self._devices = devices
 
@@ -140,7 +156,7 @@ class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
     def _queue(self, task: Callable[[], None]) -> None:
         # A callback that adds another one to a complete future may wait for it at once. Only in
         # this thread is the same set of futures complete on all ranks.
-        if self._callbacks.is_here() and self.done():
+        if self._callbacks.is_here() and self.has_its_turn:
             task()
         else:
             self._callbacks.add(task)
@@ -159,6 +175,8 @@ class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
             else:
                 if result is not None:
                     result.set_result(value)
+            if result is not None:
+                result.has_its_turn = True
 
 
 def _report(error: BaseException) -> None:

@@ -52,9 +52,10 @@ class TorchWork(_TorchWork):
         self._finishing = threading.Lock()
         self._depth = current_depth()
         self._future: OrderedFuture | None = None  # None: unless it was asked for
-        self._is_settled = False
         self._span: Any = None
-        if profiler._is_profiler_enabled:
+        # The work of a block has a range of its own, at the block's end.
+        is_within_block = isinstance(inner, Coalesced) and inner.is_open
+        if profiler._is_profiler_enabled and not is_within_block:
             self._profile(name, outputs if shapes_of is None else shapes_of)
         _kept[id(self)] = self
         if len(_kept) > _KEPT:
@@ -69,13 +70,9 @@ class TorchWork(_TorchWork):
                 self._wait_for(limit_s)
             self._inner.wait()
             self._finish()
-            if self._future is not None and not self._future.done():
-                # torch promises that the future is complete when wait() returns. The thread that
-                # would settle it cannot wait for itself.
-                if callback_thread(self._depth).is_here():
-                    self._settle()
-                else:
-                    self._future.wait()
+            # torch promises that the future is complete when wait() returns. The thread of the
+            # callbacks would come to it only after earlier works, which may not have ended.
+            self._complete(None)
         finally:
             _kept.pop(id(self), None)
         return True
@@ -139,8 +136,7 @@ class TorchWork(_TorchWork):
     def _settle(self) -> None:
         """Complete the future; called in the callback thread."""
         future = self._future
-        if future is None or self._is_settled:
-            return
+        assert future is not None
         with future._callbacks.streams(future._devices):
             failure: BaseException | None = None
             try:
@@ -148,22 +144,34 @@ class TorchWork(_TorchWork):
                 self._finish()
             except BaseException as error:
                 failure = error
-            self._is_settled = True
-            if self._span is not None:
-                self._span.__exit__(None, None, None)
-                self._span = None  # torch records the dropping thread as the one that ended it.
+            self._complete(failure)
+            future.has_its_turn = True
+        _kept.pop(id(self), None)
+
+    def _complete(self, failure: BaseException | None) -> None:
+        """Give the future its value, once."""
+        future = self._future
+        if future is None:
+            return
+        with self._finishing:
+            if future.done():
+                return
             if failure is None:
                 future.set_result(self._outputs)
             else:
                 future.fail(failure)
-        _kept.pop(id(self), None)
 
     def _profile(self, name: str, tensors: list[torch.Tensor]) -> None:
         """Begin a range from the issue to the end, with shapes, as torch's backends do."""
         self._span = torch._C._profiler._RecordFunctionFast(name, list(tensors))
         self._span.__enter__()
         # torch shows a range as asynchronous if another thread ends it than began it.
-        self.get_future()
+        thread = callback_thread(self._depth)
+        self._inner.add_done_callback(lambda: thread.add(self._end_span))
+
+    def _end_span(self) -> None:
+        self._span.__exit__(None, None, None)
+        self._span = None  # torch records the dropping thread as the one that ended it.
 
 
 def in_turn(*steps: Callable[[], None] | None) -> Callable[[], None]:

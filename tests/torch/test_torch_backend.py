@@ -1,7 +1,9 @@
 """torch.distributed's operations over our groups, against what each of them has to give."""
 
+import contextlib
 import inspect
 import os
+import signal
 import time
 from datetime import timedelta
 
@@ -72,7 +74,19 @@ def of_every_dtype(rank, size):
     dist.all_reduce(number)
     assert number.item() == complex(2, 1)
     # Without a sum, but moved all the same.
-    for dtype in (torch.bool, torch.uint16, torch.float8_e4m3fn, torch.complex64):
+    unsigned = torch.uint16, torch.uint32, torch.uint64
+    for dtype in unsigned:
+        number = torch.tensor(rank + 5, dtype=dtype)
+        dist.broadcast(number, 1)
+        assert number.item() == 6, dtype
+        columns = torch.full((2, 4), rank + 5).to(dtype)[:, ::2]
+        dist.broadcast(columns, 1)
+        assert columns.tolist() == [[6, 6]] * 2, dtype
+        mine, theirs = torch.full((3,), rank + 5).to(dtype), torch.zeros(3, dtype=dtype)
+        splits = [1, 2] if rank == 0 else [2, 1]
+        dist.all_to_all_single(theirs, mine, [1, 2] if rank == 0 else [2, 1], splits)
+        assert theirs.tolist() == ([5, 6, 6] if rank == 0 else [5, 5, 6]), dtype
+    for dtype in (torch.bool, *unsigned, torch.float8_e4m3fn, torch.complex64):
         tensor = torch.tensor([rank, 0, 1]).to(dtype)
         parts = [torch.empty_like(tensor) for _ in range(size)]
         dist.all_gather(parts, tensor)
@@ -340,6 +354,60 @@ def future_before_wait(rank, size):
 
 def test_a_future_is_complete_before_wait_returns_and_keeps_what_a_callback_raised(ranks_of):
     on(ranks_of, 2, future_before_wait)
+
+
+def wait_beside_a_receive(rank, size, way):
+    """Rank 0 ends a sum while a receive of its own, issued before, is still to come."""
+    late, sum_ = torch.zeros(1), torch.ones(1)
+    profiling = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with profiling if way == "profiler" else contextlib.nullcontext():
+        if rank == 0:
+            receive = dist.irecv(late, 1)
+            if way == "future":
+                received = receive.get_future()
+            work = dist.all_reduce(sum_, async_op=True)
+            if way == "future":
+                summed = work.get_future()
+            work.wait()
+            assert sum_.item() == size
+            if way == "future":
+                assert summed.done() and not received.done()
+            dist.send(torch.ones(1), 1)
+            receive.wait()
+            assert late.item() == 7
+        else:
+            dist.all_reduce(sum_)
+            dist.recv(torch.zeros(1), 0)
+            dist.send(torch.full((1,), 7.0), 0)
+
+
+@pytest.mark.parametrize("way", ["future", "profiler"])
+def test_a_receive_that_is_still_to_come_holds_up_no_wait_for_a_later_work(ranks_of, way):
+    on(ranks_of, 2, wait_beside_a_receive, way)
+
+
+def future_in_a_child(rank, size):
+    """A child that is forked after the parent has completed futures completes its own."""
+
+    def complete_one():
+        dist.all_reduce(torch.ones(1), async_op=True).get_future().wait()
+
+    complete_one()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # A future that is never completed ends the child, too.
+        try:
+            dist.destroy_process_group()
+            dist.init_process_group("chorusline", store=dist.HashStore(), rank=0, world_size=1)
+            complete_one()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_futures_are_completed_in_a_forked_child(ranks_of):
+    on(ranks_of, 1, future_in_a_child)
 
 
 # -- deadlines -------------------------------------------------------------------------------------
