@@ -26,6 +26,10 @@ LARGE = (1 << 20) + 64
 @pytest.fixture
 def without_search() -> Iterator[None]:
     gc.collect()
+    seen = None
+    while (now := held()) != seen:  # Threads of earlier tests' groups may still close theirs.
+        seen = now
+        time.sleep(0.2)
     gc.disable()
     yield
     gc.enable()
