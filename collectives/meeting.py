@@ -104,8 +104,9 @@ def meet(
         place = WatchedStore(f"{attempts}/{number}", store, look)
         place.set_timeout(max(give_up_at - time.monotonic(), 0.001))
         place.post(f"backend/{rank}", backend.name)
+        nonce = new_nonce()
         if store.secret is not None:
-            place.post(f"nonce/{rank}", new_nonce())
+            place.post(f"nonce/{rank}", nonce)
         try:
             communicator = backend.factory(place, rank, size, device, generation)
         except _GivenUp:
@@ -146,6 +147,9 @@ def meet(
         if store.secret is not None and size > 1 and communicator.backend != "shared-memory":
             # Every rank has connected, so every rank has posted its number.
             numbers = own.multi_get([f"nonce/{other}" for other in range(size)])
+            # The store may return the signed numbers of an earlier run, whose objects somebody
+            # could then send again. This rank's own number is new in any case.
+            numbers[rank] = nonce
             seal = Seal(store.secret, numbers)
         return communicator, own, seal
 

@@ -206,7 +206,8 @@ class Seal:
     """Signs the objects of one group, for a network that others may reach.
 
     Its key is made of the secret and of a random number of every rank, so what was sent in another
-    group, or in an earlier run with the same secret, does not pass here.
+    group, or in an earlier run with the same secret, does not pass here. A rank takes its own
+    number from its memory: the store could return that of an earlier run.
     """
 
     def __init__(self, secret: bytes, nonces: Sequence[bytes]) -> None:

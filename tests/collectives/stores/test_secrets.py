@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,19 @@ import torch
 from hypothesis import given, strategies as st
 
 import chorusline as cl
+from chorusline.collectives.contract.deadlines import Seconds
 from chorusline.collectives.contract.errors import ChoruslineError, SecretMismatch
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
 from chorusline.collectives.stores.rendezvous import store_from_url
 from chorusline.collectives.stores.signed_store import VARIABLE, SignedStore, signed
-from chorusline.collectives.stores.store import HashStore, PrefixStore, Store
+from chorusline.collectives.stores.store import (
+    Data,
+    HashStore,
+    PrefixStore,
+    Store,
+    encoded_keys,
+)
 from tests import ROOT
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
 
@@ -202,6 +209,40 @@ def test_what_was_sent_in_one_group_does_not_pass_in_another() -> None:
         assert first._key == second._key
         keys.add(first._key)
     assert len(keys) == 2
+
+
+class ReplayingStore(HashStore):
+    """A store in which somebody without the secret puts back signed values of an earlier run."""
+
+    def __init__(self, earlier: dict[bytes, bytes]) -> None:
+        super().__init__()
+        self._earlier = earlier
+
+    def multi_get(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> list[bytes]:
+        found = super().multi_get(keys, timeout_s)
+        asked = zip(encoded_keys(keys), found, strict=True)
+        return [self._earlier.get(key, value) for key, value in asked]
+
+
+def test_a_recorded_run_does_not_pass_where_the_store_returns_its_numbers() -> None:
+    below = HashStore()
+    store = signed(below, SECRET)
+    _, recording = in_two_groups(lambda group: group.seal, store, store, backend="gloo")
+    recorded = recording.sealed(b"what rank 1 sent", 1)
+    numbers = {key: value for key, value in below._data.items() if b"/nonce/" in key}
+    assert len(numbers) == 2
+
+    def body(group: Group) -> tuple[Any, str]:
+        with pytest.raises((SecretMismatch, cl.CollectiveError)) as caught:
+            group.all_gather_object(group.rank).wait()
+        return group.seal, str(caught.value)
+
+    replaying = signed(ReplayingStore(numbers), SECRET)
+    for seal, said in in_two_groups(body, replaying, replaying, backend="gloo"):
+        with pytest.raises(SecretMismatch, match="object from rank 1 does not have this group's"):
+            seal.opened(recorded, 1)
+        # Each rank has the other's earlier number, so that neither reads the other's objects.
+        assert "SecretMismatch" in said or "does not have this group's signature" in said
 
 
 @pytest.mark.parametrize("secret", ["short", b"", 5, ["a" * 32]])
