@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -115,12 +116,11 @@ def _save_safetensors(reader: CheckpointReader, path: Path) -> None:
 
     tensors, metadata = safetensors_of(reader)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    try:
+    # In a new folder of this user: safetensors would follow a link that is there under the name.
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        part = Path(folder) / path.name
         save_file(tensors, part, metadata)
         part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def plain_states(reader: CheckpointReader) -> dict[str, Any]:

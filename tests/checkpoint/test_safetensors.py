@@ -104,6 +104,23 @@ def test_several_modules_have_their_registered_names_before_their_tensors(
     }
 
 
+@pytest.mark.parametrize("file_format", ["torch", "safetensors"])
+def test_an_export_follows_no_link_that_waits_under_a_temporary_name(
+    ranks_of, tmp_path: Path, file_format: str
+) -> None:
+    if file_format == "safetensors":
+        pytest.importorskip("safetensors", reason="safetensors is not installed")
+    ranks_of(1).run(save, tmp_path / "place", False, False)
+    victim, target = tmp_path / "victim", tmp_path / "out" / "weights"
+    victim.write_text("precious")
+    target.parent.mkdir()
+    for name in ("weights.tmp", ".weights.part"):
+        (target.parent / name).symlink_to(victim)
+    export(tmp_path / "place", target, file_format)
+    assert victim.read_text() == "precious"
+    assert not target.is_symlink() and target.stat().st_size > len("precious")
+
+
 def test_what_cannot_be_written_as_safetensors_is_said(
     ranks_of, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

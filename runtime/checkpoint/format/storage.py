@@ -72,7 +72,10 @@ class Folder(Storage):
         temporary = path.with_name(path.name + _TEMPORARY)
         _make_folder(path.parent)
         try:
-            with temporary.open("wb") as file:
+            # What is there was left by a writer that was killed; or it is a link, through which
+            # another user of the folder would have a file elsewhere overwritten.
+            temporary.unlink(missing_ok=True)
+            with temporary.open("xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

@@ -354,3 +354,21 @@ def test_saves_leave_nothing_in_the_store_that_grows_with_their_number(ranks_of,
     counts, _ = ranks_of(2).run(_keys_behind_saves, tmp_path)
     assert max(counts[6:12]) <= max(counts[:6])
     assert max(counts[18:]) <= max(counts[12:18]) <= max(counts[:12]) + 6
+
+
+@pytest.mark.parametrize("left", ["a link", "a link to nothing", "half a file"])
+def test_what_is_left_under_a_temporary_name_is_removed_and_no_link_followed(tmp_path, left):
+    victim, target = tmp_path / "victim", tmp_path / "place" / "model.pt"
+    target.parent.mkdir()
+    temporary = target.with_name("model.pt.tmp")
+    if left == "half a file":
+        temporary.write_bytes(b"much more than is written now")
+    else:
+        temporary.symlink_to(victim)
+    if left == "a link":
+        victim.write_bytes(b"precious")
+    Folder(target.parent).write(target.name, b"whole")
+    assert target.read_bytes() == b"whole" and not target.is_symlink()
+    assert list(target.parent.iterdir()) == [target]
+    assert victim.exists() == (left == "a link")
+    assert not victim.exists() or victim.read_bytes() == b"precious"
