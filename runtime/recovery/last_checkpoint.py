@@ -127,7 +127,7 @@ def save(
             ranges = [one.range for one in plan if one.source == group.rank]
             saved.collect(mine.held, ranges, found)
             if group.rank == leader:
-                saved.collect_leaves(mine.num_steps, mine.max_norm, found)
+                saved.collect_leaves(mine.options.num_steps, mine.options.max_norm, found)
             continue
         state = saveable.modules[name] if name in saveable.modules else retained.states[name]
         if kind == PER_RANK:  # (c)

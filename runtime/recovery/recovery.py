@@ -38,7 +38,11 @@ from ..process.agreement import MAX_ITERATIONS, Agreement
 from ..process.between_runs import between_runs
 from ..process.registry import Registered
 from ..process.step_boundary import boundary
-from ..zero.zero_redundancy_optimizer import OptimizerEngine
+from ..zero.zero_redundancy_optimizer import (
+    OptimizerEngine,
+    ZeroRedundancyOptimizer,
+    optimizer_engine_of,
+)
 from .arrivals import Arrivals
 from .from_the_top import FromTheTop
 from .in_place import InPlace
@@ -108,6 +112,8 @@ class Recovery:
 
     def watch_registered(self, entry: Registered) -> None:
         self._objects.plain.watch(entry)
+        if isinstance(entry.object, ZeroRedundancyOptimizer):
+            optimizer_engine_of(entry.object).is_registered()
 
     def restore(self, entry: Registered, group: Group) -> bool:
         """Load the state that an object has had in this run; whether there was any."""

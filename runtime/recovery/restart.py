@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,23 +32,49 @@ from ..data_parallel.same_model import broadcast_tensors
 from ..join.pass_pattern import PassPattern
 from ..process.option_numbers import copied_options
 from ..process.registry import Registered, Registry
-from ..zero.shards.shard_state import Inventory, ShardState
-from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
+from ..zero.shards.shard_state import Inventory, Layout, ShardState
+from ..zero.zero_redundancy_optimizer import (
+    Additions,
+    ZeroRedundancyOptimizer,
+    optimizer_engine_of,
+)
 from . import fully_sharded
 from .module_flags import ModuleFlags
 from .plain_optimizer_steps import StepCount
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerOptions:
+    """The applied steps of a sharded optimizer, the options of its groups, its max_norm, and what
+    it has got since it was registered."""
+
+    num_steps: int
+    groups: list[dict[str, Any]]
+    max_norm: float | None  # None: it does not clip
+    additions: Additions
+
+    @classmethod
+    def of(cls, optimizer: ZeroRedundancyOptimizer) -> OptimizerOptions:
+        groups = copied_options(optimizer.param_groups)
+        additions = optimizer_engine_of(optimizer).additions
+        return cls(optimizer.num_steps, groups, optimizer.max_norm, additions)
+
+    def load(self, optimizer: ZeroRedundancyOptimizer) -> None:
+        optimizer_engine_of(optimizer).take_additions(self.additions)
+        optimizer.num_steps, optimizer.max_norm = self.num_steps, self.max_norm
+        for ours, theirs in zip(optimizer.param_groups, self.groups, strict=True):
+            ours.update(theirs)
+
+
+@dataclass(frozen=True, slots=True)
 class RetainedOptimizer:
-    """The kept state of a sharded optimizer. held: this rank's part of the state. num_steps,
-    options and max_norm are equal on all ranks."""
+    """The kept state of a sharded optimizer. held: this rank's part of the state. The rest is equal
+    on all ranks; but a rank that was lost while parameters were laid out has some more of them."""
 
     held: ShardState
     progress: OptimizerProgress
-    num_steps: int
-    options: list[dict[str, Any]]
-    max_norm: float | None  # None: it does not clip
+    layout: Layout
+    options: OptimizerOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +87,7 @@ class Summary:
     held: by name of a sharded optimizer, the inventory of its state.
     data: position of the rank in its data (FunctionCall.data_state).
     shard: number of the shard of fully_shard's models that the rank has kept (fully_sharded.py).
+    laid_out: by name of a sharded optimizer, how often its additions have laid out parameters.
     """
 
     was_there: bool
@@ -69,6 +96,7 @@ class Summary:
     held: Mapping[str, Inventory]
     data: Any
     shard: int = 0
+    laid_out: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -120,9 +148,8 @@ class RestartState:
                 retained.optimizers[entry.name] = RetainedOptimizer(
                     on_the_way.get(id(sharded)) or sharded.shard.held(),
                     sharded.progress,
-                    made.num_steps,
-                    copied_options(made.param_groups),
-                    made.max_norm,
+                    sharded.shard.layout,
+                    OptimizerOptions.of(made),
                 )
             elif fully_sharded.is_sharded(made):
                 retained.states[entry.name] = fully_sharded.kept(made)
@@ -142,7 +169,9 @@ class RestartState:
 
     def summary(self, was_there: bool, data: Any) -> Summary:
         held = {name: one.held.inventory for name, one in self.optimizers.items()}
-        return Summary(was_there, self.place, self.steps_taken or 0, held, data, self.shard)
+        laid_out = {n: len(one.options.additions.laid_out) for n, one in self.optimizers.items()}
+        steps_taken = self.steps_taken or 0
+        return Summary(was_there, self.place, steps_taken, held, data, self.shard, laid_out)
 
     def restore(
         self,
@@ -210,16 +239,24 @@ class RestartState:
         group: Group,
     ) -> int:
         mine = self.optimizers.get(name)
-        own = (mine.progress, mine.num_steps, mine.options, mine.max_norm) if mine else None
-        progress, num_steps, options, max_norm = broadcast_object(
-            group, own, leader_of(summaries), pickled
-        )
-        optimizer.max_norm = max_norm
+        own = (mine.progress, mine.layout, mine.options) if mine else None
+        progress, layout, options = broadcast_object(group, own, leader_of(summaries), pickled)
+        # Of what only some ranks had laid out when they were left no step counts.
+        everywhere = min(one.laid_out[name] for one in summaries if name in one.laid_out)
+        additions = replace(options.additions, laid_out=options.additions.laid_out[:everywhere])
+        replace(options, additions=additions).load(optimizer)
+        engine = optimizer_engine_of(optimizer)
+        if not engine.shard.layout.begins(layout):
+            raise RuntimeError(
+                f"optimizer {name!r} has other parameters, or in another order, than before its "
+                "function was left, so it cannot take over the state. When the function begins "
+                "again it has to make the same model, with the same parameters trainable, before "
+                "DistributedDataParallel(module): set requires_grad of each of them there"
+            )
         # A copy: a loss while it moves begins all of this again, from what was kept.
         held = ShardState() if mine is None else mine.held.copy()
         inventories = [one.held.get(name, Inventory()) for one in summaries]
-        engine = optimizer_engine_of(optimizer)
-        return engine.take_over(held, inventories, progress, num_steps, options)
+        return engine.take_over(held, inventories, progress)
 
 
 def leader_of(summaries: Sequence[Summary]) -> int:

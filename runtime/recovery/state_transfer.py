@@ -31,33 +31,13 @@ from ..data.dealing import Remainder
 from ..data.steps.steps import Steps
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..data_parallel.same_model import broadcast_tensors
-from ..process.option_numbers import copied_options
 from ..process.random_state import RandomState
 from ..process.registry import Registered
 from ..process.step_boundary import boundary
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .live_objects import LiveObjects, RunningCall
 from .module_flags import ModuleFlags, flags_of
-from .restart import load_beside, state_beside
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerOptions:
-    """The applied steps of a sharded optimizer, the options of its groups, and its max_norm."""
-
-    num_steps: int
-    groups: list[dict[str, Any]]
-    max_norm: float | None  # None: it does not clip
-
-    @classmethod
-    def of(cls, optimizer: ZeroRedundancyOptimizer) -> OptimizerOptions:
-        groups = copied_options(optimizer.param_groups)
-        return cls(optimizer.num_steps, groups, optimizer.max_norm)
-
-    def load(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        optimizer.num_steps, optimizer.max_norm = self.num_steps, self.max_norm
-        for ours, theirs in zip(optimizer.param_groups, self.groups, strict=True):
-            ours.update(theirs)
+from .restart import OptimizerOptions, load_beside, state_beside
 
 
 @dataclass(frozen=True, slots=True)

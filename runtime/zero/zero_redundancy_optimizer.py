@@ -28,8 +28,8 @@ import warnings
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -618,6 +618,16 @@ class SummedStep:
     is_applied: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """What a sharded optimizer has got since it was registered, by names of the parameters.
+
+    laid_out: of what shards were cut, call by call: each call makes buckets of its own.
+    """
+
+    laid_out: tuple[tuple[str, ...], ...] = ()
+
+
 class OptimizerEngine:
     """The engine of one sharded optimizer on one rank: it takes the steps of the user's
     `ZeroRedundancyOptimizer`, and recovery and checkpoints work on it.
@@ -642,6 +652,8 @@ class OptimizerEngine:
         self._waiting: list[torch.nn.Parameter] = []
         """Parameters in the groups that no shard holds, because they have been frozen so far, and
         no state of them was loaded."""
+        self.additions = Additions()
+        """Since the optimizer was registered, in a run that survives a loss."""
         self._why_not = ""
         """What keeps this rank from taking the step under way; empty if nothing does."""
         self._seen = OptimizerProgress(0)
@@ -690,6 +702,10 @@ class OptimizerEngine:
             self.model.leave_steps_to_optimizer(self.optimizer, ender)
         between_runs().wrap(self)
 
+    def is_registered(self) -> None:
+        """What came before comes again when the function begins again."""
+        self.additions = Additions()
+
     @property
     def group(self) -> Group:
         return self.shard.group
@@ -714,11 +730,25 @@ class OptimizerEngine:
         """Cut shards of those of `parameters` that wait for it, the same ones on all ranks."""
         taken = {id(p) for p in parameters}
         fresh = [p for p in self._waiting if id(p) in taken]
+        # A group of frozen parameters has options, which the inner optimizer and the ballot need.
         if not fresh and self.shard.num_groups == len(self.optimizer.param_groups):
             return
         self._waiting = [p for p in self._waiting if id(p) not in taken]
         buckets = self.model.reduce_also(fresh) if self.model is not None else []
         self._own(fresh, buckets if self.reducer is not None else None)
+        if fresh and self._recovery is not None:
+            names = names_of(fresh)
+            laid_out = tuple(names[id(p)] for p in fresh)
+            self.additions = replace(self.additions, laid_out=(*self.additions.laid_out, laid_out))
+
+    def take_additions(self, additions: Additions) -> None:
+        """Get what an earlier optimizer of the same function has got, as far as it is not there:
+        shards and buckets of the two are matched by number. All ranks call it, except in a dry
+        run."""
+        assert self.model is not None
+        named = dict(self.model.module.named_parameters())
+        for names in additions.laid_out[len(self.additions.laid_out) :]:
+            self.take_up(named[name] for name in names if name in named)
 
     def _own(
         self, parameters: Sequence[torch.nn.Parameter], buckets: Sequence[GradientBucket] | None
@@ -1515,21 +1545,17 @@ class OptimizerEngine:
         held: ShardState,
         inventories: Sequence[Inventory],
         progress: OptimizerProgress,
-        num_steps: int,
-        options: Sequence[Mapping[str, Any]],
     ) -> int:
-        """Take over the state of an earlier optimizer of the same parameters. Called on all ranks
+        """Take over the state of an earlier optimizer with the same layout. Called on all ranks
         before the first step. Returns the bytes that this rank sent.
 
         held: this rank's part of the earlier state.
         inventories: of the earlier state, by rank.
-        progress, num_steps, options: of the earlier optimizer.
+        progress: of the earlier optimizer.
         """
         assert self.reducer is not None
         self.faults.reach(Instant.MOVE)
-        for ours, theirs in zip(self.optimizer.param_groups, options, strict=True):
-            ours.update(theirs)
-        self.optimizer.num_steps, self._seen = num_steps, progress
+        self._seen = progress
         self._ballot_of_step = progress.ballots
         self.state_changes.forget()
         if self.model is not None:

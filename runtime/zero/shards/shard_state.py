@@ -69,6 +69,15 @@ class Layout:
     def contents(self) -> list[int]:
         return [plan.content for plan in self.plans]
 
+    def begins(self, other: Layout) -> bool:
+        """Whether these are the first parameters and buckets of `other`."""
+        parameters, buckets = len(self.shapes), len(self.plans)
+        return (self.shapes, self.plans, self.dtypes) == (
+            other.shapes[:parameters],
+            other.plans[:buckets],
+            other.dtypes[:buckets],
+        )
+
     def everything(self) -> list[Range]:
         return [Range(bucket, 0, n) for bucket, n in enumerate(self.contents)]
 

@@ -12,8 +12,9 @@ from chorusline.collectives.objects.blocking import all_gather_object, broadcast
 from chorusline.runtime.checkpoint.format.pieces import Contents
 from chorusline.runtime.checkpoint.sharded_state import SavedOptimizer
 from chorusline.runtime.partition.resharding import plan_transfers
+from chorusline.runtime.recovery.restart import OptimizerOptions
 from chorusline.runtime.zero.shards.shard_state import ShardState
-from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from chorusline.runtime.zero.zero_redundancy_optimizer import Additions, optimizer_engine_of
 from tests.references.sharded_training import assert_same_state
 from tests.references.training import batches_of, loss_of, make_model
 
@@ -87,7 +88,8 @@ def shrink_and_grow(group: cl.Group, dtype: torch.dtype) -> list[int]:
     inventories = all_gather_object(group, held.inventory)
     progress = broadcast_object(group, engine.progress)
     again_engine = optimizer_engine_of(again)
-    sent.append(again_engine.take_over(held, inventories, progress, 3, options))
+    OptimizerOptions(3, options, None, Additions()).load(again)
+    sent.append(again_engine.take_over(held, inventories, progress))
     assert_same_state(whole(again, group), before)
     assert again.num_steps == 3
 
