@@ -8,7 +8,7 @@ import asyncio
 import re
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,31 +89,29 @@ def show_attached(name: str, address: str | None) -> int:
     Exit code: 0; 1 if the run has failed, if there is none, or no such session; 130 after an
     interrupt, which ends the showing, and not the run."""
 
-    async def show(session: Session) -> None:
-        print_results(await session.results())
+    async def show() -> None:
+        async with attach(name, address=address, progress=Progress()) as session:
+            print_results(await session.results())
 
-    return _at(name, address, show)
+    return _exit_code(address, show)
 
 
 def stop_session(name: str, address: str | None) -> int:
     """Exit code: 0; 1 if there is no such session."""
 
-    async def stop(session: Session) -> None:
-        await session.stop()
+    async def stop() -> None:
+        await attach(name, address=address).stop()  # Not attached: its host may hang.
         print(f"the session {name!r} has ended, and its resources are free")
 
-    return _at(name, address, stop)
+    return _exit_code(address, stop)
 
 
-def _at(name: str, address: str | None, act: Callable[[Session], Awaitable[None]]) -> int:
-    async def main() -> None:
-        progress = Progress()
-        async with attach(name, address=address, progress=progress) as session:
-            await act(session)
-
+def _exit_code(address: str | None, act: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """What `act` comes to on the cluster: 0, or 1 or INTERRUPTED after an error, which is
+    printed."""
     try:
         with connecting.connected(address):
-            asyncio.run(main())
+            asyncio.run(act())
         return 0
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -472,10 +472,20 @@ class Session:
     async def stop(self) -> None:
         """End the session, even a detached one: a run in progress is aborted, the actors end, and
         their resources are free when this returns. A program that waits for the run gets
-        GroupAborted."""
-        if isinstance(self._holder, DetachedClient):
-            await self._holder.stop()
-        await self.close()
+        GroupAborted.
+
+        `await cl.attach("night").stop()` does not attach first, so that it also ends a session
+        whose host hangs; it raises StartupError if there is no such session."""
+        try:
+            if self._kind is SessionKind.ATTACHED and self._state is SessionState.NEW:
+                self._connection = connecting.connect(
+                    self._address, self._log_to_driver, may_start=False
+                )
+                self._holder = await DetachedClient.named(self._detached_name)
+            if isinstance(self._holder, DetachedClient):
+                await self._holder.stop()
+        finally:
+            await self.close()
 
     def _detached_client(self) -> DetachedClient:
         if not isinstance(self._holder, DetachedClient):

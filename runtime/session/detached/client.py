@@ -35,6 +35,9 @@ _HERE_S = 5.0
 """Seconds between two words of a client to the session host."""
 
 _ANSWER_S = 30.0
+_STOP_S = 40.0
+"""Seconds for a session host to end its workers, for which it gives itself 30 s, and itself."""
+
 _RESTART_S = 120.0
 """Seconds that Ray has to start a session host again that died. Its processes run at a low
 priority: on a machine that is busy with other things they take far longer than the usual 4 s."""
@@ -140,13 +143,19 @@ class DetachedClient:
     @classmethod
     async def found(cls, name: str) -> DetachedClient:
         """The client of a session that is there. Raises StartupError."""
-        host = await asyncio.to_thread(DetachedActors(name).host)
-        if host is None:
-            raise not_found(name, await asyncio.to_thread(names_of, SESSION_HOST))
-        client = cls(name, host)
+        client = await cls.named(name)
         await client.status()
         client._stay()
         return client
+
+    @classmethod
+    async def named(cls, name: str) -> DetachedClient:
+        """A client that is not attached: the session host may not answer. Raises StartupError if
+        there is none."""
+        host = await asyncio.to_thread(DetachedActors(name).host)
+        if host is None:
+            raise not_found(name, await asyncio.to_thread(names_of, SESSION_HOST))
+        return cls(name, host)
 
     def _stay(self) -> None:
         """Be attached until `close`, or until nobody has this client any more, even while this
@@ -190,7 +199,7 @@ class DetachedClient:
                     raise RuntimeError(
                         f"the session actor of the detached session {self.name!r} has died, and "
                         f"Ray has not started it again within {_RESTART_S:g} s ({gone.detail}); "
-                        "its head node may be busy: try again"
+                        f"{self._remedy}"
                     ) from None
                 if not is_there:
                     self._is_over = True
@@ -202,8 +211,16 @@ class DetachedClient:
             except NoAnswer as silent:
                 raise RuntimeError(
                     f"the session actor of the detached session {self.name!r} {silent.detail}; "
-                    "its head node may be busy: try again"
+                    f"{self._remedy}"
                 ) from None
+
+    @property
+    def _remedy(self) -> str:
+        """Of a session host that does not answer."""
+        return (
+            "its head node may be busy: try again, or end the session with `chorusline stop "
+            f"{self.name}`"
+        )
 
     def _check_connected(self) -> None:
         """Raise RuntimeError after a ray.shutdown(): Ray would start or join a cluster for a call,
@@ -306,12 +323,19 @@ class DetachedClient:
 
     async def stop(self) -> None:
         self._check_connected()
-        with contextlib.suppress(RuntimeError):  # It had ended already.
-            await self._ask("stop", timeout_s=60.0)
+        # It hangs, or had ended already. A call to a process that hangs may fail as to a dead one.
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                await self._ask("stop", timeout_s=None)
+                await _until_gone(self.name)
         self._is_over = True
-        # It hangs, or its node does: the name is to be free in any case.
-        if not await _until_gone(self.name):
-            ray.kill(self._host)
+        detached = DetachedActors(self.name)
+        if await asyncio.to_thread(detached.host) is not None:
+            _log.warning(
+                "the session actor of %r did not end the session, and was killed with its workers",
+                self.name,
+            )
+            await self._undo(detached, self._host)
 
     async def whereabouts(self, timeout_s: float) -> Any:
         return await self._ask("whereabouts", timeout_s)

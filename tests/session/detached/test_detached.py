@@ -193,6 +193,8 @@ async def test_a_cluster_that_ends_with_the_program_and_a_session_that_is_not_th
         await cl.Session(name="night", detached=True).start()
     with pytest.raises(StartupError, match=r"no detached session 'nigth'.*there is none"):
         await cl.attach("nigth")
+    with pytest.raises(StartupError, match=r"no detached session 'nigth'.*there is none"):
+        await cl.attach("nigth").stop()
     session = cl.Session()
     with pytest.raises(RuntimeError, match=r"cl\.attach"):
         await session.results()
@@ -337,6 +339,28 @@ async def test_the_command_line_lists_shows_and_stops_a_detached_session(
     assert "has ended" in await asyncio.to_thread(command, "stop", name)
     with pytest.raises(AssertionError, match="no detached session"):
         await asyncio.to_thread(command, "attach", name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_nothing_is_left_of_a_stopped_session_whose_host_hangs(
+    name: str, on_cluster: dict[str, str]
+) -> None:
+    options = cl.Session(1, resources_per_worker={"CPU": 0.2})._options
+    client = await DetachedClient.started(name, options, 60.0)
+    await client.close()
+    detached = DetachedActors(name)
+    pid = await detached.host().__ray_call__.remote(lambda _: os.getpid())  # type: ignore[union-attr]
+    os.kill(pid, signal.SIGSTOP)
+    command = ("-m", "chorusline.runtime.commands.command_line", "stop", name)
+    stopped = completed(*command, timeout_s=150, environment=on_cluster)
+    assert f"the session {name!r} has ended" in stopped.stdout
+    assert f"the session actor of {name!r} did not end the session" in stopped.stderr
+    assert detached.host() is None and not detached.workers() and not detached.drivers()
+    assert set(groups_of(name)) == {"REMOVED"}
+    async with asyncio.timeout(30):
+        while Path(f"/proc/{pid}").exists():
+            await asyncio.sleep(0.1)
 
 
 @pytest.mark.slow
