@@ -79,6 +79,8 @@ class FromTheTop:
                 call.rank % self._lifeline.replica_size,
             )
             self._retained.flags = self._objects.flags.by_name()
+            for name, buffers in self._objects.flags.buffers().items():
+                self._retained.states[name].update(buffers)
             self._data = call.data_state(committed=True)
             if facts.is_worth_saving:
                 self._saveable = Saveable.of(call.registry, self._retained, call.step)

@@ -193,6 +193,7 @@ class Recovery:
         self._step_counts()
         for model in self._objects.models().values():
             model.buffers.keep_agreed()
+        self._objects.flags.step_counts(call.registry)
         call.count_step()
 
     def _step_counts(self) -> None:

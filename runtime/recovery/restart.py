@@ -153,6 +153,8 @@ class RestartState:
                 )
             elif fully_sharded.is_sharded(made):
                 retained.states[entry.name] = fully_sharded.kept(made)
+                if isinstance(made, torch.nn.Module):
+                    retained.beside[entry.name] = copy.deepcopy(state_beside(made))
             elif isinstance(made, torch.nn.Module):
                 retained.tensors[entry.name] = _tensors_of(made, committed=True)
                 retained.beside[entry.name] = copy.deepcopy(state_beside(made))
@@ -192,9 +194,12 @@ class RestartState:
             holders = [s.shard if s.was_there and s.place[0] == last else None for s in summaries]
             mine = self.states.get(entry.name)
             kept = fully_sharded.shard_for(group, holders, replica_size, mine, entry.name)
-            if kept is not None:
-                fully_sharded.load(made, kept)
-            return None if kept is None else 0
+            if kept is None:
+                return None
+            fully_sharded.load(made, kept)
+            if isinstance(made, torch.nn.Module):
+                self._restore_beside(entry, made, leader, group)
+            return 0
         if isinstance(made, ZeroRedundancyOptimizer):
             # Any rank may hold a part of it: the leader has only its own shards and replicas.
             if not any(entry.name in one.held for one in summaries):
@@ -207,14 +212,7 @@ class RestartState:
                 if name in kept:  # A module may have grown; what is new is the leader's own.
                     tensor.copy_(kept[name])
             broadcast_tensors(list(here.values()), leader, group)
-            beside = self.beside.get(entry.name)
-            if not entry.per_rank:
-                beside = broadcast_object(group, beside, leader, pickled)
-            load_beside(made, beside or {})
-            flags = broadcast_object(group, self.flags.get(entry.name), leader)
-            # An optimizer that is made next has to get the same parameters as the one before.
-            if flags is not None:
-                self.to_set.append((made, flags))
+            self._restore_beside(entry, made, leader, group)
             if isinstance(made, DistributedDataParallel):
                 # A rank without data takes part in the first steps as the others do.
                 patterns = broadcast_object(group, self.patterns.get(entry.name), leader)
@@ -230,6 +228,19 @@ class RestartState:
             return None
         made.load_state_dict(state)
         return 0
+
+    def _restore_beside(
+        self, entry: Registered, module: torch.nn.Module, leader: int, group: Group
+    ) -> None:
+        """What a module has beside its tensors."""
+        beside = self.beside.get(entry.name)
+        if not entry.per_rank:
+            beside = broadcast_object(group, beside, leader, pickled)
+        load_beside(module, beside or {})
+        flags = broadcast_object(group, self.flags.get(entry.name), leader)
+        # An optimizer that is made next has to get the same parameters as the one before.
+        if flags is not None:
+            self.to_set.append((module, flags))
 
     def _restore_optimizer(
         self,

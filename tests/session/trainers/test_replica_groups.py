@@ -162,6 +162,64 @@ async def test_whole_replicas_go_on_when_a_rank_is_killed_in_its_step(cluster, t
     check(tmp_path, told, 4)
 
 
+class Counting(torch.nn.Module):
+    """seen: forward passes. last: what the body has set after its last step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.last = 0
+
+    def forward(self, inputs):
+        self.seen += 1
+        return inputs
+
+    def get_extra_state(self):
+        return self.last
+
+    def set_extra_state(self, state):
+        self.last = state
+
+
+def count(ctx, folder):
+    """Rank 2 is killed after a forward pass, which the others have then made in vain."""
+    ctx.init_torch_distributed()
+    shape = (ctx.world_size // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    counting = Counting()
+    model = fully_shard(torch.nn.Sequential(network(), counting), mesh=mesh)
+    optimizer, schedule = made(model)
+    for name, one in (("model", model), ("optimizer", optimizer), ("schedule", schedule)):
+        ctx.register(name, one)
+    for _ in ctx.epochs(1):
+        for _, inputs in ctx.shard(torch.utils.data.Subset(Pairs(), range(48)), BATCH_SIZE):
+            step = schedule.last_epoch
+            # The body writes to the buffer, too: in each step of its own one more.
+            assert (counting.seen.item(), counting.last) == (2 * step, step)
+            assert counting.training == (step == 0)
+            loss = loss_of(model, inputs)
+            if ctx.world_size == 4 and (step, ctx.rank) == (3, 2):
+                (folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            counting.seen += 1
+            counting.last = schedule.last_epoch
+            counting.eval()
+    return counting.seen.item(), schedule.last_epoch
+
+
+async def test_what_a_sharded_model_has_beside_its_shards_is_that_of_the_last_step(
+    cluster, tmp_path
+):
+    async with session((2, 4)) as workers:
+        told = await workers.run(count, folder=tmp_path)
+    assert (tmp_path / "killed").exists()
+    assert told == [(18.0, 9)] * 2  # Three steps on four ranks, and 24 samples on two.
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spares", [0, 1])
 async def test_a_rank_killed_in_any_phase_of_a_step_costs_no_step_and_no_sample(
