@@ -62,7 +62,8 @@ class _Event(enum.IntEnum):
     GATHER = 0
     """The all-gather of a parameter group: its number."""
     REDUCE = 1
-    """The reduction of a parameter group: its number. Then the writes to its gradients."""
+    """The reduction of a parameter group: its number, and whether its replicas take part
+    (`set_requires_all_reduce`). Then the writes to its gradients."""
     STEP = 2
     """An optimizer steps: a digest of its options. Then the writes to all gradients."""
     COLLECTIVE = 3
@@ -205,12 +206,15 @@ class FullyShardedModel(Joinable):
         original = group.post_backward
 
         def post_backward(*unused: Any) -> None:
-            if group.reduce_grads and any(map(_has_gradient, group.fsdp_params)):
+            # torch can reduce zeros for what a pass has not used.
+            always = getattr(group, "reduce_scatter_unused_params", False)
+            if group.reduce_grads and (always or any(map(_has_gradient, group.fsdp_params))):
                 writes = [
                     self._writes(one.sharded_param) if _has_gradient(one) else _NOT_REDUCED
                     for one in group.fsdp_params
                 ]
-                self._happens(_Event.REDUCE, number, writes=writes)
+                is_whole = int(group.all_reduce_grads)
+                self._happens(_Event.REDUCE, number, is_whole, writes=writes)
                 self._reduce(group, original, contributes=True)
             else:
                 original()
@@ -325,6 +329,8 @@ class FullyShardedModel(Joinable):
                 group.reshard()
         elif event == _Event.REDUCE:
             group = self._groups[numbers[0]]
+            # Its last pass may have been one that accumulates; that of the ranks with data is not.
+            group.reduce_grads, group.all_reduce_grads = True, bool(numbers[1])
             self._reduce_zeros(group, self._conductor.receive(len(group.fsdp_params)))
         else:
             self._last_writes = self._conductor.receive(len(self._sharded))
@@ -342,8 +348,6 @@ class FullyShardedModel(Joinable):
                     f"of {one._param_fqn}, for which the ranks with data have none. Use the same "
                     "parameters in every pass of a step"
                 )
-        # Its last pass may have been one that accumulates; that of the ranks with data is not.
-        group.reduce_grads = group.all_reduce_grads = True
         kept = [(one.sharded_param, n) for one, n in reduced if n != _NOT_REDUCED]
         self._match([one for one, _ in kept], [n for _, n in kept])
         original = type(group).post_backward

@@ -78,7 +78,10 @@ def train(model, data, size, epochs, clip, accumulate, by_live, join, synchronis
                     optimizer.zero_grad()
 
 
-def trained(rank, size, lengths, reshard, clip, accumulate, by_live, replicas=1):
+def trained(
+    rank, size, lengths, reshard, clip, accumulate, by_live, replicas=1, switch="gradient_sync"
+):
+    """switch: what is off in passes that accumulate."""
     model = sharded(size, reshard, replicas)
 
     def join(step_along):
@@ -90,7 +93,8 @@ def trained(rank, size, lengths, reshard, clip, accumulate, by_live, replicas=1)
         )
 
     mine = [batches_of(rank, lengths[rank], torch.float64)]
-    train(model, mine, size, 2, clip, accumulate, by_live, join, model.set_requires_gradient_sync)
+    synchronise = getattr(model, f"set_requires_{switch}")
+    train(model, mine, size, 2, clip, accumulate, by_live, join, synchronise)
     return [one.full_tensor().detach() for one in model.parameters()]
 
 
@@ -129,6 +133,16 @@ def test_uneven_ranks_train_as_one_process(ranks_of, lengths, ways, replicas):
     for mine in ranks_of(4).run(with_torch, "chorusline", trained, *options):
         for one, other in zip(mine, expected, strict=True):
             torch.testing.assert_close(one, other, **(CLIPPED if clip else EXACT))
+
+
+@pytest.mark.parametrize("lengths", [(3, 6, 2, 8), (0, 2, 0, 4), (2, 4, 4, 3)])
+def test_replicas_that_reduce_in_the_last_pass_only_train_as_one_process(ranks_of, lengths):
+    """torch's way to accumulate with HSDP: each pass is reduced within its replica."""
+    expected = one_process(lengths, False, 2, False)
+    options = (lengths, True, False, 2, False, 2, "all_reduce")
+    for mine in ranks_of(4).run(with_torch, "chorusline", trained, *options):
+        for one, other in zip(mine, expected, strict=True):
+            torch.testing.assert_close(one, other, **EXACT)
 
 
 # -- what is refused, and how --------------------------------------------------------------------
