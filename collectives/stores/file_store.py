@@ -24,6 +24,7 @@ from .store import DictStore, Polling
 _TURN_S = 10.0  # A write takes microseconds; a process may be stopped during one.
 _LIFE, _TURN = 0, 1  # the bytes that are locked
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+_OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _LOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, bytes, pid (0 here)
 
 
@@ -38,9 +39,10 @@ class FileStore(DictStore):
     killed: opening the file raises StaleStore at once. Every process makes its own FileStore; one
     inherited by fork raises ValueError.
 
-    Ranks act on what a store says, so only the user who runs them may write it. A file of another
-    user, or one that other users may write, raises PermissionError; a link, or anything that is not
-    a regular file, raises ValueError.
+    Ranks act on what a store says, so only the user who runs them may read and write it (mode
+    0600). A file of another user, or one with content that is open to others, raises
+    PermissionError; a link, or anything that is not a regular file, raises ValueError. An empty
+    file that is open to others, as `touch` makes it, is removed, and a new one made.
 
     Each open store holds two kernel locks, on bytes of the file:
     - _LIFE, shared, while the store is open. The kernel releases it when the process ends, however
@@ -83,6 +85,7 @@ class FileStore(DictStore):
         self.close()
 
     def _open(self) -> int:
+        is_removed = False
         while True:
             try:
                 file = os.open(self.path, _OPEN, 0o600)
@@ -99,11 +102,16 @@ class FileStore(DictStore):
                 ) from None
             try:
                 # Of the open file, as the path may name another one by now.
-                self._check_owner(os.fstat(file))
+                found = os.fstat(file)
+                self._check_owner(found)
                 with _turn(file, self.path):
                     if _is_at(file, self.path):  # False if its last user has removed it in between.
-                        self._join(file)
-                        return file
+                        if found.st_size or is_removed or not found.st_mode & _OF_OTHERS:
+                            self._join(file)
+                            return file
+                        # Others may have it open already, so another mode would be too late.
+                        self.path.unlink()
+                        is_removed = True  # Once: some file systems know no modes.
             except BaseException:
                 os.close(file)
                 raise
@@ -121,12 +129,6 @@ class FileStore(DictStore):
                 f"user {os.geteuid()}; a FileStore uses only files of its own user, since ranks "
                 "act on what the file says. Choose a path in a folder of your own"
             )
-        if found.st_mode & 0o022:
-            raise PermissionError(
-                f"path {str(self.path)!r} may be written by other users (mode "
-                f"{stat.S_IMODE(found.st_mode):o}), and ranks act on what the file says. Remove "
-                "it, or take their permission away (chmod go-w)"
-            )
 
     def _join(self, file: int) -> None:
         """Become a user of the file, if it belongs to this run."""
@@ -137,6 +139,13 @@ class FileStore(DictStore):
             raise ValueError(
                 f"path {str(self.path)!r} is a file of another kind (it begins with "
                 f"{start[:20]!r}); a FileStore needs a path of its own"
+            )
+        mode = stat.S_IMODE(os.fstat(file).st_mode)
+        if mode & _OF_OTHERS:
+            raise PermissionError(
+                f"path {str(self.path)!r} is open to other users (mode {mode:o}): they may read "
+                "what ranks write, or write what ranks act on. Remove it, take their permission "
+                "away (chmod go=), or choose a path on a file system that keeps permissions"
             )
         # All users hold it shared, so that it can be had exclusively only if there are none.
         is_alone = _lock(file, _LIFE, fcntl.F_WRLCK)

@@ -22,7 +22,6 @@ from chorusline.collectives.shared_memory import futex, layout, robust_list
 from chorusline.collectives.shared_memory.layout import make_memory
 from chorusline.collectives.shared_memory.segment import SharedSegment
 from chorusline.collectives.shared_memory.symmetric_memory import NOWHERE, make_symmetric, place_of
-from chorusline.collectives.stores.file_store import FileStore
 from tests.harness.ranks import SHARED_MEMORY, Rank, Ranks, error_of
 
 REFUSALS = {
@@ -63,15 +62,6 @@ def test_a_rank_that_died_before_the_others_looked_is_lost_without_pidfds_too(
     monkeypatch.setattr(os, "pidfd_open", _refuse(REFUSALS["a kernel"]))
     with pytest.raises(PeerLost, match=f"process {ended.pid} ended"):
         SharedSegment(make_memory(2, 1 << 16), [os.getpid(), ended.pid], 0, 0, 1 << 16)
-
-
-@pytest.mark.parametrize("mode", [0o666, 0o620, 0o602])
-def test_a_store_that_others_may_write_is_refused(mode: int, tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    path.touch()
-    path.chmod(mode)
-    with pytest.raises(PermissionError, match=r"may be written by other users .* .chmod go-w"):
-        FileStore(path)
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,7 @@ def test_a_file_that_nobody_wrote_to_is_no_earlier_run(tmp_path: Path) -> None:
         header = path.read_bytes()
         store.set("key", "1")
     for content in (b"", header[:10], header[:-1], header):
+        path.touch(0o600)
         path.write_bytes(content)
         with FileStore(path) as store:
             assert store.num_keys() == 0
@@ -231,6 +232,64 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PermissionError, match=r"store' belongs to user 12345, and this process"):
         FileStore(path)
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o666, 0o620, 0o602])
+def test_a_file_with_content_that_is_open_to_others_is_refused(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with FileStore(path):
+        content = path.read_bytes()
+        path.chmod(mode)
+        refusal = rf"store' is open to other users \(mode {mode:o}\): .* Remove it, .*chmod go="
+        with pytest.raises(PermissionError, match=refusal):
+            FileStore(path)
+        assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o664, 0o666])
+def test_an_empty_file_that_is_open_to_others_is_replaced_by_one_for_this_user(
+    mode: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "store"
+    path.touch()
+    path.chmod(mode)
+    with path.open("rb") as of_another_user, FileStore(path) as store, FileStore(path) as other:
+        store.set("key", "what only ranks may read")
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert other.get("key") == b"what only ranks may read"
+        assert of_another_user.read() == b""
+    assert not path.exists()
+
+
+def test_a_file_system_on_which_every_file_is_open_to_others_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, mode: kernels(path, flags, 0o755))
+    with pytest.raises(PermissionError, match="choose a path on a file system that keeps"):
+        FileStore(tmp_path / "store")
+
+
+def test_ranks_that_open_an_empty_file_at_one_instant_share_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    for turn in range(30):
+        path.touch()
+        path.chmod(0o644)
+        ready, seen = threading.Barrier(4), []
+
+        def use(rank: int, ready: threading.Barrier = ready, seen: list[int] = seen) -> None:
+            ready.wait(10)
+            with FileStore(path) as store:
+                seen.append(store.add("ranks", 1))
+                ready.wait(10)
+
+        threads = [threading.Thread(target=use, args=(rank,)) for rank in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert sorted(seen) == [1, 2, 3, 4], f"in turn {turn}"
+        assert not path.exists()
 
 
 def test_a_removed_file_is_mentioned_by_who_waits_in_vain(tmp_path: Path) -> None:
