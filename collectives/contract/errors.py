@@ -69,6 +69,11 @@ def listed(items: Sequence[object], most: int = 16) -> str:
     return ", ".join(map(str, items[:most])) + (f" and {more:,} more" if more > 0 else "")
 
 
+def plain(text: str) -> str:
+    """A text of another process or of a file, without what a terminal would take for an order."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def chain_of(error: BaseException) -> Iterator[BaseException]:
     """The error, and those that it was raised from or during."""
     link: BaseException | None = error

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from chorusline.collectives.contract.errors import plain
+
 from .contents import MODEL, PER_RANK, STATE, ZERO
 from .format.catalog import candidates, listing, newest_whole, why_unlisted
 from .format.errors import CheckpointCorrupted, CheckpointUntrusted
@@ -75,7 +77,7 @@ def safetensors_of(reader: CheckpointReader) -> tuple[dict[str, torch.Tensor], d
     if not modules:
         raise ValueError(
             f"{reader.path} has no weights: no module is among what was registered "
-            f"({', '.join(manifest.kinds) or 'nothing'})"
+            f"({plain(', '.join(manifest.kinds)) or 'nothing'})"
         )
     tensors: dict[str, torch.Tensor] = {}
     metadata = {"format": "pt", "chorusline.step": str(manifest.step)}
@@ -95,8 +97,8 @@ def safetensors_of(reader: CheckpointReader) -> tuple[dict[str, torch.Tensor], d
                 tensors[within + name] = value.contiguous()
             else:
                 warnings.warn(
-                    f"left out of the export, since safetensors files hold tensors only: {name} "
-                    f"of {module!r}",
+                    "left out of the export, since safetensors files hold tensors only: "
+                    f"{plain(name)} of {module!r}",
                     stacklevel=2,
                 )
     return tensors, metadata
@@ -137,7 +139,7 @@ def plain_states(reader: CheckpointReader) -> dict[str, Any]:
     for untrusted in refused:
         warnings.warn(
             "left out of the export, which does not run code that a checkpoint names: "
-            f"{untrusted.detail}",
+            f"{plain(untrusted.detail)}",
             stacklevel=2,
         )
     return states

@@ -208,9 +208,10 @@ def _version() -> str:
 
 
 def look_at_checkpoints(options: argparse.Namespace) -> int:
+    from chorusline.collectives.contract.errors import plain
+
     from ..checkpoint.export import described, export
     from ..checkpoint.format.errors import CheckpointError
-    from .status import plain  # The names in a checkpoint are texts of others.
 
     try:
         if options.action == "export":
@@ -219,7 +220,7 @@ def look_at_checkpoints(options: argparse.Namespace) -> int:
             return 0
         lines = 0
         for lines, line in enumerate(described(options.place), 1):  # noqa: B007
-            print(plain(line))
+            print(plain(line))  # The names in a checkpoint are texts of others.
     except (CheckpointError, OSError, ValueError, ImportError) as error:
         print(plain(str(error)), file=sys.stderr)
         return FAILED

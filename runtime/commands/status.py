@@ -33,7 +33,7 @@ from chorusline.actors.ray_calls.detached_actors import (
     DetachedActors,
     names_of,
 )
-from chorusline.collectives.contract.errors import ChoruslineError
+from chorusline.collectives.contract.errors import ChoruslineError, plain
 
 from ..data.stragglers import FAR
 from ..session import connecting
@@ -136,6 +136,7 @@ def nothing_found(session: str | None, others: Mapping[str, object]) -> str:
 def drawn(
     surveys: Mapping[str, Survey | str], statuses: Mapping[str, DetachedStatus | str] | None = None
 ) -> RenderableType:
+    # rich would take brackets in a bare string for its markup, so each text goes into a Text.
     parts: list[RenderableType] = []
     statuses = statuses or {}
     # A detached session that has ended has a session host only, and other sessions have none.
@@ -192,12 +193,6 @@ def table(seen: Survey) -> Table:
             cells, style = _cells(worker, where), ""
         made.add_row(*(Text(plain(cell)) for cell in cells), style=style)
     return made
-
-
-def plain(text: str) -> str:
-    """A text of another process, without what a terminal would take for an order. rich would take
-    brackets in a bare string for its markup, so the text goes into a `Text`."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _cells(worker: WorkerSnapshot, where: str) -> Sequence[str]:

@@ -1,15 +1,19 @@
-"""What `chorusline status` shows of other processes is text: no markup, no orders to a terminal."""
+"""What is shown of other processes and checkpoints is text: no markup, no orders to a terminal."""
 
 from __future__ import annotations
 
 import io
+import pickle
+import threading
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+import chorusline as cl
 from chorusline.actors.messages.messages import (
     DriverSnapshot,
     MemberState,
@@ -20,9 +24,13 @@ from chorusline.actors.messages.messages import (
     WorkerState,
 )
 from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
+from chorusline.runtime.checkpoint.contents import pickled
+from chorusline.runtime.checkpoint.export import plain_states, safetensors_of
+from chorusline.runtime.checkpoint.format.reader import CheckpointReader
+from chorusline.runtime.checkpoint.format.storage import Folder
 from chorusline.runtime.commands.command_line import look_at_checkpoints
 from chorusline.runtime.commands.status import drawn
-from tests.checkpoint.failures.test_forgeries import _rewrite, _write
+from tests.checkpoint.failures.test_forgeries import _entry, _replace, _rewrite, _write
 
 HOSTILE = ["[/data]", "[bold red]gone", "\x1b]0;owned\x07", "\x1b[2J", "line\rover", "a\nb"]
 
@@ -82,3 +90,40 @@ def test_the_names_in_a_checkpoint_steer_no_terminal(
     assert (": whole" in printed) == is_whole
     if text.isprintable():
         assert text in printed
+
+
+def _leave_out(folder: Path, path: list[str], value: object) -> CheckpointReader:
+    """The checkpoint, with this object under that path, which no export writes."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        _entry(manifest, "state").update(path=path)
+        manifest["kinds"].update(model="model")
+
+    _replace(folder, "state", pickled(value))
+    _rewrite(folder, change)
+    return CheckpointReader(Folder(folder.parent), folder.name)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_the_names_of_what_an_export_leaves_out_steer_no_terminal(
+    text: str, tmp_path: Path
+) -> None:
+    called = _leave_out(_write(tmp_path, 1), ["state", text], threading.Event)
+    no_tensor = _leave_out(_write(tmp_path, 2), ["model", text], 5)
+    for export, reader in ((plain_states, called), (safetensors_of, no_tensor)):
+        with pytest.warns(UserWarning, match="left out of the export") as caught:
+            export(reader)
+        (said,) = [str(one.message) for one in caught]
+        assert said.isprintable()
+        assert not text.isprintable() or text in said
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_the_names_in_an_error_of_a_checkpoint_steer_no_terminal(text: str, tmp_path: Path) -> None:
+    reader = _leave_out(_write(tmp_path), ["state", text], threading.Event)
+    with pytest.raises(cl.CheckpointUntrusted, match=r"is made of threading\.Event") as caught:
+        reader.object(next(entry for entry in reader.manifest.entries if text in entry.path))
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert str(error) == str(caught.value)
+    assert str(error).replace("\n", "").isprintable()
+    assert not text.isprintable() or text in str(error)

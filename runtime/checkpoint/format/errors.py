@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chorusline.collectives.contract.errors import ChoruslineError
+from chorusline.collectives.contract.errors import ChoruslineError, plain
 
 
 @dataclass(eq=False, repr=False)
@@ -30,11 +30,17 @@ class CheckpointError(ChoruslineError):
         except cl.CheckpointError as error:
             print(error.path, error.detail)
 
-    path: the checkpoint, its folder or one of its files. detail: what is wrong with it.
+    path: the checkpoint, its folder or one of its files. detail: what is wrong with it, in one line
+    or several.
     """
 
     path: str
     detail: str
+
+    def __post_init__(self) -> None:
+        # It may have names that somebody else has written into the checkpoint.
+        self.detail = "\n".join(map(plain, self.detail.split("\n")))
+        super().__post_init__()
 
     def __str__(self) -> str:
         return f"checkpoint {self.path}: {self.detail}"

@@ -155,7 +155,7 @@ def load_tensor(data: bytes) -> torch.Tensor:
     _check_storages(archive)
     for opcode, named in _values_in(archive):
         if opcode == "GLOBAL" and not _OF_A_TENSOR.fullmatch(str(named)):
-            raise ValueError(f"it names {named}, and a tensor does not")
+            raise ValueError(f"it names {named!r}, and a tensor does not")
     # Only now: by what the pickle names it cannot make anything but a tensor.
     loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if type(loaded) is not torch.Tensor or loaded.layout != torch.strided:
