@@ -16,6 +16,8 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import RayError
 
 from chorusline.actors.errors import NoCluster, StartupError
 
@@ -68,7 +70,8 @@ def connect(
     """Connect this process to Ray.
 
     An existing connection is used first; else `address`; else RAY_ADDRESS (set in each Ray job);
-    else a new cluster on this machine, or, without may_start, the one that runs here.
+    else a new cluster on this machine, or, without may_start, the one that runs here. Raises
+    StartupError for the address of another cluster than that of the existing connection.
 
     It blocks the calling thread for seconds: Ray installs its SIGTERM handler only from the main
     thread, and a start in another thread could not be cancelled.
@@ -134,6 +137,7 @@ def _connect(address: str | None, log_to_driver: bool, may_start: bool) -> bool:
         )
     # The user has connected, or another session has, and disconnects as well.
     if ray.is_initialized():
+        _check_is_ours(address)
         return False
     address = address or os.environ.get("RAY_ADDRESS") or ("local" if may_start else "auto")
     options: dict[str, Any] = {"log_to_driver": log_to_driver}
@@ -191,12 +195,7 @@ def join(address: str | None, *, may_start: bool = False, **options: Any) -> Non
     options: those of ray.init.
     """
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
-    if "://" in address:
-        raise StartupError(
-            f"address={address!r}",
-            "a session connects as a part of the cluster, to host:port (usually 6379) or 'auto'. "
-            "From outside, submit the script: ray job submit --address ... -- python ...",
-        )
+    _check_is_no_url(address)
     _check_paths()
     try:
         ray.init(address=_reached(address), **options)
@@ -212,13 +211,48 @@ def join(address: str | None, *, may_start: bool = False, **options: Any) -> Non
         ) from None
 
 
+def _check_is_no_url(address: str) -> None:
+    if "://" in address:
+        raise StartupError(
+            f"address={address!r}",
+            "a session connects as a part of the cluster, to host:port (usually 6379) or 'auto'. "
+            "From outside, submit the script: ray job submit --address ... -- python ...",
+        )
+
+
+def _check_is_ours(address: str | None) -> None:
+    """Raise StartupError if `address` names another cluster than the one that this process is
+    connected to. "auto" and "local" name none."""
+    if not address or address in ("auto", "local"):
+        return
+    _check_is_no_url(address)
+    here: Any = ray._private.worker.global_worker
+    ours = ray.get_runtime_context().gcs_address
+    reason = "is another cluster"
+    try:
+        # Not by the texts: the head of a cluster has several addresses, as that of a service.
+        if address == ours:
+            return
+        if GcsClient(address=_reached(address)).cluster_id == here.gcs_client.cluster_id:
+            return
+    except (OSError, RayError) as error:
+        reason = f"does not answer ({error})"
+    raise StartupError(
+        f"address={address!r} {reason}, and this process is connected to the cluster at {ours!r}",
+        "a process is a part of one cluster at a time: first close the other session, or call "
+        "ray.shutdown(); or leave address= out",
+    )
+
+
 @contextlib.contextmanager
 def connected(address: str | None) -> Iterator[None]:
     """Have this process connected to a running cluster while the body runs, for a command. Raises
     as `join`."""
     was_connected = ray.is_initialized()
     try:
-        if not was_connected:
+        if was_connected:
+            _check_is_ours(address)
+        else:
             join(address, log_to_driver=False, logging_level=logging.WARNING)
         yield
     finally:

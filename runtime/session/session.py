@@ -95,7 +95,9 @@ class Session:
     startup_timeout_s: deadline for placing the workers, including the time in which an autoscaler
         starts nodes, and again for starting them.
     address: of a running cluster; default RAY_ADDRESS; without both the session starts a local
-        cluster, and `close` stops it; a detached one takes the cluster of this machine ("auto").
+        cluster, and `close` stops it; a detached one takes the cluster of this machine ("auto"). A
+        process that is connected to a cluster uses that one; the address of another one is an
+        error.
     on_report: called in this process's event loop with each Report of each rank.
     live_view: in a notebook, show the ranks and plots of their reports during a run.
     progress: elsewhere, show on stderr how far a run is, as bars on a terminal and as lines in a

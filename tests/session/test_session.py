@@ -18,15 +18,18 @@ import torch
 import chorusline as cl
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import Report, WorkerSnapshot
+from chorusline.actors.ray_calls.calls import refuses
 from chorusline.collectives.contract.errors import CollectiveError, GroupAborted
 from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
 from chorusline.runtime.notebook import cells
 from chorusline.runtime.process.running import current, current_group
 from chorusline.runtime.program.context import Context, call_of
+from chorusline.runtime.session import connecting
 from chorusline.runtime.session.one_run import run
 from chorusline.runtime.session.session import Session, SessionState
 from tests.harness.forked_workers import STARTED_BY_RAY
+from tests.harness.head_node import free_ports, head_node
 from tests.harness.open_sockets import ports
 from tests.harness.programs import output_of
 from tests.harness.sessions import WITHIN_S, assert_usable, name_ranks
@@ -367,6 +370,36 @@ async def test_a_session_that_is_not_open_says_what_to_do(cluster: None) -> None
         await session.run(name_ranks)
     with pytest.raises(RuntimeError, match="is closed"):
         await session.start()
+
+
+async def test_an_address_where_this_process_is_not_connected_is_refused_and_not_left_out(
+    cluster: None,
+) -> None:
+    ours = ray.get_runtime_context().gcs_address
+    nowhere = f"'127.0.0.1:1' does not answer.*connected to the cluster at '{ours}'.*shutdown"
+    with pytest.raises(StartupError, match=nowhere):
+        await Session(1, address="127.0.0.1:1").start()
+    with pytest.raises(StartupError, match="ray job submit"):
+        await Session(1, address="ray://127.0.0.1:10001").start()
+    of_this_machine = f"localhost:{ours.rpartition(':')[2]}"
+    for address in (None, "auto", "local", ours, of_this_machine):
+        connecting.connect(address).leave()
+
+
+@pytest.mark.slow
+async def test_the_address_of_another_cluster_is_refused_and_its_own_goes_on(
+    session: Session,
+) -> None:
+    gcs, client, agent = free_ports(3)
+    other = f"127.0.0.1:{gcs}"
+    flags = (
+        *(f"--port={gcs}", "--num-cpus=1", "--include-dashboard=false"),
+        *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
+    )
+    with head_node(*flags, is_up=lambda: not refuses(other, 1.0)):
+        with pytest.raises(StartupError, match=f"{other}' is another cluster, and this process"):
+            await Session(1, address=other).start()
+        assert await session.run(lambda ctx: ctx.world_size) == [2, 2]
 
 
 def loop_forever(ctx: Context) -> None:
