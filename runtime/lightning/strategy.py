@@ -250,12 +250,11 @@ class ChoruslineStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Keep a DistributedSampler from repeating samples to make the ranks' numbers equal."""
-        sampler = getattr(dataloader, "sampler", None)
-        if isinstance(dataloader, DataLoader) and isinstance(sampler, DistributedSampler):
+        sampler = _sampler_of(dataloader)
+        if sampler is not None and not sampler.drop_last:
             total = len(sampler.dataset)  # type: ignore[arg-type]
-            if not sampler.drop_last:
-                sampler.total_size = total
-                sampler.num_samples = len(range(sampler.rank, total, sampler.num_replicas))
+            sampler.total_size = total
+            sampler.num_samples = len(range(sampler.rank, total, sampler.num_replicas))
         return dataloader
 
     # -- collectives -----------------------------------------------------------------------------
@@ -295,6 +294,15 @@ class ChoruslineStrategy(ParallelStrategy):
             gathered: torch.Tensor = _AllGather.apply(tensor, group)
             return gathered
         return _gathered(tensor.detach(), group)
+
+
+def _sampler_of(dataloader: object) -> DistributedSampler[Any] | None:
+    """The DistributedSampler of a DataLoader; a BatchSampler of the user's own class has it inside."""
+    if isinstance(dataloader, DataLoader):
+        for holder in (dataloader, dataloader.batch_sampler):
+            if isinstance(sampler := getattr(holder, "sampler", None), DistributedSampler):
+                return sampler
+    return None
 
 
 class _AllGather(torch.autograd.Function):

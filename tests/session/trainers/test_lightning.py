@@ -233,6 +233,22 @@ async def test_an_uneven_fit_with_manual_optimization_equals_one_process(session
             assert taken == steps
 
 
+class Pairs(torch.utils.data.BatchSampler):
+    """The user's own class."""
+
+
+def counted_in_pairs(ctx):
+    module, samples = Regression(), data(7).double()
+    pairs = Pairs(torch.utils.data.SequentialSampler(samples), batch_size=2, drop_last=False)
+    loader = torch.utils.data.DataLoader(samples, batch_sampler=pairs)
+    trainer = trainer_of(ctx, enable_checkpointing=False)
+    return trainer.test(module, loader, verbose=False)[0]["seen"]
+
+
+async def test_a_batch_sampler_of_the_users_own_class_repeats_no_sample(session):
+    assert await session.run(counted_in_pairs) == [7, 7]
+
+
 class Recorded(Regression):
     """It keeps the steps after which it is validated, and the losses."""
 
