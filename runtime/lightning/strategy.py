@@ -262,6 +262,18 @@ class ChoruslineStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         self.group.barrier().wait()
 
+    def _group_of(self, group: Any) -> Group:
+        """For a collective that was given `group`. Raises TypeError for a subgroup of torch."""
+        # LightningModule.all_gather gives torch's default group where there is one.
+        if group is None or group is torch.distributed.group.WORLD:
+            return self.group
+        if not isinstance(group, Group):
+            raise TypeError(
+                f"group must be a chorusline Group, got {type(group).__name__}: leave it out for "
+                "all ranks, or make one with ctx.group.new_group([…])"
+            )
+        return group
+
     # Lightning evaluates in inference mode, and a thread that runs an operation outside of that
     # mode cannot write to tensors that were made in it.
 
@@ -270,12 +282,12 @@ class ChoruslineStrategy(ParallelStrategy):
         return self.context.broadcast(obj, src)
 
     @torch.inference_mode(False)
-    def reduce(self, tensor: Any, group: Group | None = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The reduced tensor; a value of another type comes back as it is. reduce_op: "mean",
         "sum" and so on, or a ReduceOp of torch or of Chorusline."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
-        group = group or self.group
+        group = self._group_of(group)
         op = _op(reduce_op)
         if op is ReduceOp.AVG and not tensor.is_floating_point():
             # Lightning divides the mean of sums by the mean of counts, which must not be truncated.
@@ -286,10 +298,10 @@ class ChoruslineStrategy(ParallelStrategy):
 
     @torch.inference_mode(False)
     def all_gather(
-        self, tensor: torch.Tensor, group: Group | None = None, sync_grads: bool = False
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
     ) -> torch.Tensor:
         """(world_size, *shape); with sync_grads, gradients flow back to the ranks."""
-        group = group or self.group
+        group = self._group_of(group)
         if sync_grads:
             gathered: torch.Tensor = _AllGather.apply(tensor, group)
             return gathered

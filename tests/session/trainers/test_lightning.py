@@ -249,6 +249,25 @@ async def test_a_batch_sampler_of_the_users_own_class_repeats_no_sample(session)
     assert await session.run(counted_in_pairs) == [7, 7]
 
 
+class Gathers(Regression):
+    def test_step(self, batch, batch_idx):
+        self.gathered = self.all_gather(torch.tensor([self.trainer.global_rank])).tolist()
+
+
+def gathered_beside_torch(ctx):
+    ctx.init_torch_distributed()
+    module = Gathers()
+    trainer_of(ctx, enable_checkpointing=False).test(module, loader(4), verbose=False)
+    pair = torch.distributed.new_group([0, 1])
+    with pytest.raises(TypeError, match="must be a chorusline Group, got .*ProcessGroup"):
+        cl.ChoruslineStrategy().reduce(torch.ones(1), group=pair)
+    return module.gathered
+
+
+async def test_a_module_gathers_over_the_session_beside_torchs_own_group(session):
+    assert await session.run(gathered_beside_torch) == [[[0], [1]]] * 2
+
+
 class Recorded(Regression):
     """It keeps the steps after which it is validated, and the losses."""
 
