@@ -111,8 +111,8 @@ class ChoruslineStrategy(ParallelStrategy):
         `mixed_precision`, …), and the plugins of Lightning's ParallelStrategy.
 
     `devices` and `num_nodes` of the Trainer have no effect: a rank has the device of its context.
-    DistributedSamplers, even those that Lightning inserts, do not repeat samples to make numbers
-    equal. Each sample counts once in an epoch of `fit`, `validate` and `test`, and ranks may get
+    A DistributedSampler that Lightning inserts does not repeat samples to make numbers equal. Each
+    sample counts once in an epoch of `fit`, `validate` and `test`, and ranks may get
     different numbers of batches (the limits of that: lightning/epochs.py).
 
     Raises RuntimeError outside a train function; ValueError for gradient_clip_val or
@@ -149,6 +149,8 @@ class ChoruslineStrategy(ParallelStrategy):
         self._averager: PeriodicModelAverager | None = None  # None: models are not averaged
         self._divides_by_all = divide_by_initial_world_size
         self._epochs: Epochs | None = None  # None: outside of fit()
+        self._inserts_sampler = False
+        """Lightning has asked for the arguments of a sampler, whose loader has not come yet."""
 
     @property
     def group(self) -> Group:
@@ -164,6 +166,7 @@ class ChoruslineStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        self._inserts_sampler = True
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
@@ -249,9 +252,11 @@ class ChoruslineStrategy(ParallelStrategy):
     # -- data ------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Keep a DistributedSampler from repeating samples to make the ranks' numbers equal."""
+        """Keep a DistributedSampler that Lightning has inserted from repeating samples to make the
+        ranks' numbers equal. One of the user's own does it, as in torch."""
+        is_inserted, self._inserts_sampler = self._inserts_sampler, False
         sampler = _sampler_of(dataloader)
-        if sampler is not None and not sampler.drop_last:
+        if is_inserted and sampler is not None and not sampler.drop_last:
             total = len(sampler.dataset)  # type: ignore[arg-type]
             sampler.total_size = total
             sampler.num_samples = len(range(sampler.rank, total, sampler.num_replicas))
@@ -309,7 +314,7 @@ class ChoruslineStrategy(ParallelStrategy):
 
 
 def _sampler_of(dataloader: object) -> DistributedSampler[Any] | None:
-    """The DistributedSampler of a DataLoader; a BatchSampler of the user's own class has it inside."""
+    """That of a DataLoader. A BatchSampler of the user's own class has it inside."""
     if isinstance(dataloader, DataLoader):
         for holder in (dataloader, dataloader.batch_sampler):
             if isinstance(sampler := getattr(holder, "sampler", None), DistributedSampler):

@@ -16,6 +16,7 @@ import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.utils.data import DistributedSampler
 
 from chorusline.runtime.program import lightning_trainer
 from chorusline.runtime.program.last_step import LastStep
@@ -250,7 +251,10 @@ async def test_a_batch_sampler_of_the_users_own_class_repeats_no_sample(session)
 
 
 class Gathers(Regression):
+    batches = 0
+
     def test_step(self, batch, batch_idx):
+        self.batches += 1
         self.gathered = self.all_gather(torch.tensor([self.trainer.global_rank])).tolist()
 
 
@@ -259,13 +263,26 @@ def gathered_beside_torch(ctx):
     module = Gathers()
     trainer_of(ctx, enable_checkpointing=False).test(module, loader(4), verbose=False)
     pair = torch.distributed.new_group([0, 1])
-    with pytest.raises(TypeError, match="must be a chorusline Group, got .*ProcessGroup"):
+    with pytest.raises(TypeError, match=r"must be a chorusline Group, got .*ProcessGroup"):
         cl.ChoruslineStrategy().reduce(torch.ones(1), group=pair)
     return module.gathered
 
 
 async def test_a_module_gathers_over_the_session_beside_torchs_own_group(session):
     assert await session.run(gathered_beside_torch) == [[[0], [1]]] * 2
+
+
+def gathered_with_a_sampler_of_its_own(ctx):
+    samples = data(7).double()  # In batches of 3, the last of 1 sample that is repeated on rank 1.
+    sampler = DistributedSampler(samples, ctx.world_size, ctx.rank, shuffle=False)
+    batches = torch.utils.data.DataLoader(samples, 3, sampler=sampler)
+    module = Gathers()
+    trainer_of(ctx, enable_checkpointing=False).test(module, batches, verbose=False)
+    return module.batches
+
+
+async def test_with_a_sampler_of_the_users_own_each_rank_has_as_many_batches(session):
+    assert await session.run(gathered_with_a_sampler_of_its_own) == [2, 2]
 
 
 class Recorded(Regression):
