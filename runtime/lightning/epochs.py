@@ -9,11 +9,16 @@ with a plain optimizer the same state.
 
 Callbacks and hooks of the module are not called for shadowed steps, and nothing is logged in them.
 Validation inside the epoch runs on all ranks, after the same step.
+
+After a loss within a ZeroRedundancyOptimizer's step the other ranks continue in the next
+generation. What the lost rank had left of the epoch is not trained; with the next epoch, and with
+the next validation, Lightning sets up its loaders again, for the ranks that are left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,10 +64,25 @@ class Epochs(Callback):
         self._loop.update_lr_schedulers = self._update_lr_schedulers
         self._decision_of_loop = self._loop._should_check_val_fx
         self._loop._should_check_val_fx = self._validates
+        loops = trainer.fit_loop, self._loop.val_loop
+        self._dealt_in = dict.fromkeys(loops, model.group.generation)
+        """By loop, the generation of its loaders."""
+        for loop in loops:
+            loop.setup_data = functools.partial(self._set_up_data, loop, loop.setup_data)
 
     def close(self) -> None:
         self._trainer.callbacks.remove(self)
         del self._loop.update_lr_schedulers, self._loop._should_check_val_fx
+        for loop in self._dealt_in:
+            del loop.setup_data
+
+    def _set_up_data(self, loop: Any, set_up_of_loop: Callable[[], None]) -> None:
+        """Before each epoch, and before each validation."""
+        generation = self._model.group.generation
+        if self._dealt_in[loop] != generation:
+            self._dealt_in[loop] = generation
+            loop._combined_loader = None  # Lightning makes it again from what the user gave.
+        set_up_of_loop()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         batches = all_gather_object(self._model.group, trainer.num_training_batches)
@@ -217,6 +237,7 @@ class Epochs(Callback):
     def step(self) -> None:
         """After each shadowed step: do what Lightning does with a step of this rank."""
         trainer, loop = self._trainer, self._loop
+        trainer.strategy.set_world_ranks()
         is_manual = not trainer.lightning_module.automatic_optimization
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, ZeroRedundancyOptimizer):

@@ -112,8 +112,8 @@ class ChoruslineStrategy(ParallelStrategy):
 
     `devices` and `num_nodes` of the Trainer have no effect: a rank has the device of its context.
     A DistributedSampler that Lightning inserts does not repeat samples to make numbers equal. Each
-    sample counts once in an epoch of `fit`, `validate` and `test`, and ranks may get
-    different numbers of batches (the limits of that: lightning/epochs.py).
+    sample counts once in an epoch of `fit`, `validate` and `test`, and ranks may get different
+    numbers of batches (the limits of that: lightning/epochs.py).
 
     Raises RuntimeError outside a train function; ValueError for gradient_clip_val or
     model_averaging_period with a ZeroRedundancyOptimizer, and for the post-local SGD hook without
@@ -151,6 +151,8 @@ class ChoruslineStrategy(ParallelStrategy):
         self._epochs: Epochs | None = None  # None: outside of fit()
         self._inserts_sampler = False
         """Lightning has asked for the arguments of a sampler, whose loader has not come yet."""
+        self._dealt_as: set[tuple[int, int]] = set()
+        """The (num_replicas, rank) that samplers of this process had in earlier generations."""
 
     @property
     def group(self) -> Group:
@@ -230,6 +232,7 @@ class ChoruslineStrategy(ParallelStrategy):
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *more: Any, **named: Any
     ) -> Any:
         result = super().optimizer_step(optimizer, closure, *more, **named)
+        self.set_world_ranks()  # A rank may have been lost in the step, and this one be rank 0 now.
         if self._averager is not None:
             self._averager.average_parameters(optimizer.param_groups)
         return result
@@ -253,13 +256,30 @@ class ChoruslineStrategy(ParallelStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Keep a DistributedSampler that Lightning has inserted from repeating samples to make the
-        ranks' numbers equal. One of the user's own does it, as in torch."""
+        ranks' numbers equal. After a loss, deal one of the user's to the ranks that are left.
+
+        Raises RuntimeError for a user's sampler of another class that deals to the ranks of before.
+        """
         is_inserted, self._inserts_sampler = self._inserts_sampler, False
+        dealt_as = self.world_size, self.global_rank
         sampler = _sampler_of(dataloader)
-        if is_inserted and sampler is not None and not sampler.drop_last:
-            total = len(sampler.dataset)  # type: ignore[arg-type]
-            sampler.total_size = total
-            sampler.num_samples = len(range(sampler.rank, total, sampler.num_replicas))
+        if sampler is None:
+            pass
+        elif is_inserted:
+            if not sampler.drop_last:
+                total = len(sampler.dataset)  # type: ignore[arg-type]
+                sampler.total_size = total
+                sampler.num_samples = len(range(sampler.rank, total, sampler.num_replicas))
+        elif (sampler.num_replicas, sampler.rank) in self._dealt_as - {dealt_as}:
+            if type(sampler) is not DistributedSampler:
+                raise RuntimeError(
+                    f"a {type(sampler).__name__} deals samples to {sampler.num_replicas} ranks, of "
+                    "which some were lost: make it in train_dataloader() of the module, or "
+                    "continue with ckpt_path= from the last checkpoint"
+                )
+            options = sampler.shuffle, sampler.seed, sampler.drop_last
+            sampler.__init__(sampler.dataset, *dealt_as, *options)  # type: ignore[misc]
+        self._dealt_as.add(dealt_as)
         return dataloader
 
     # -- collectives -----------------------------------------------------------------------------

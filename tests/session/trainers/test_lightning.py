@@ -3,6 +3,8 @@ script that is run unchanged, whose last step is written down."""
 
 import copy
 import inspect
+import os
+import signal
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DistributedSampler
 
 from chorusline.runtime.program import lightning_trainer
@@ -283,6 +286,68 @@ def gathered_with_a_sampler_of_its_own(ctx):
 
 async def test_with_a_sampler_of_the_users_own_each_rank_has_as_many_batches(session):
     assert await session.run(gathered_with_a_sampler_of_its_own) == [2, 2]
+
+
+class Counts(torch.utils.data.Dataset):
+    """Each sample is its own number."""
+
+    def __len__(self):
+        return 15
+
+    def __getitem__(self, number):
+        return torch.tensor([float(number)])
+
+
+class Lost(LightningModule):
+    """It records its samples; `victim` dies in the second batch of epoch 1."""
+
+    def __init__(self, victim):
+        super().__init__()
+        self.net, self.victim = torch.nn.Linear(1, 1), victim
+        self.trained, self.validated = {}, {}
+
+    def training_step(self, batch, batch_idx):
+        if self.victim and (self.current_epoch, batch_idx) == (1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.trained.setdefault(self.current_epoch, []).extend(batch.flatten().tolist())
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.setdefault(self.current_epoch, []).extend(batch.flatten().tolist())
+
+    def configure_optimizers(self):
+        return cl.ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=1e-3, replicas=2)
+
+
+def deals_again(ctx, loaders, victim):
+    given = torch.utils.data.DataLoader(Counts(), 2)
+    if loaders == "own":
+        own = DistributedSampler(Counts(), ctx.world_size, ctx.rank, shuffle=False)
+        given = torch.utils.data.DataLoader(Counts(), 2, sampler=own)
+    batches = ctx.shard(Counts(), batch_size=2) if loaders == "shard" else given
+    module = Lost(ctx.rank == victim)
+    trainer = trainer_of(ctx, max_epochs=4, enable_checkpointing=False)
+    trainer.fit(module, batches, given)
+    assert (ctx.world_size, trainer.global_rank, rank_zero_only.rank) == (1, 0, 0)
+    return module.trained, module.validated
+
+
+@pytest.mark.parametrize(
+    ("loaders", "victim"), [("inserted", 0), ("inserted", 1), ("own", 0), ("shard", 0)]
+)
+async def test_after_a_lost_rank_the_next_epoch_and_validation_have_all_samples(
+    cluster, loaders, victim
+):
+    async with cl.Session(num_workers=(1, 2), timeout_s=30) as session:
+        ((trained, validated),) = await session.run(deals_again, loaders=loaders, victim=victim)
+    everything = sorted(map(float, range(15)))
+    # A sampler of the user's own repeats samples to make ranks even, as in torch.
+    assert len(trained[0]) == len(validated[0]) or loaders == "shard"
+    assert sorted(trained[2]) == sorted(trained[3]) == everything
+    for epoch in (1, 2, 3):
+        assert sorted(validated[epoch]) == everything, epoch
+    if loaders == "own":
+        assert len(validated[0]) == 8 and trained[2] == everything
 
 
 class Recorded(Regression):
