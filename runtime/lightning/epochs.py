@@ -197,7 +197,12 @@ class Epochs(Callback):
     def _validates(self, data_fetcher: object = None) -> bool:
         """Whether Lightning validates after this batch."""
         if not self._most_batches:
-            return bool(self._decision_of_loop(data_fetcher))
+            is_due = bool(self._decision_of_loop(data_fetcher))
+            # Where fit continues from a checkpoint, this decides whether the epoch is over; and the
+            # numbers in the checkpoint are those of rank 0.
+            if self._loop.restarting and self._loop.val_loop.restarting:
+                is_due = self._trainer.strategy.broadcast(is_due)
+            return is_due
         if self._loop._should_accumulate() or not self._is_due:
             return False
         return self._join is None or self._validates_inside

@@ -427,21 +427,41 @@ async def test_validation_inside_an_uneven_epoch_is_of_all_ranks_after_the_same_
         assert largest_difference(trained, list(model_after(steps).parameters())) < 1e-13
 
 
-def resumed(ctx, folder, sharded):
-    first = trainer_of(ctx, max_epochs=2, enable_checkpointing=False)
+def resumed(ctx, folder, sharded, saved, options):
+    """By hand, or after the validation of an epoch, or at its end."""
+    checkpoint = ModelCheckpoint(
+        folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=saved != "validated"
+    )
+    first = trainer_of(ctx, max_epochs=2, callbacks=[checkpoint])
     module = Regression(sharded)
     first.fit(module, loader(), loader(7))
-    first.save_checkpoint(f"{folder}/two.ckpt")
+    path = f"{folder}/step={first.global_step}.ckpt"
+    if saved == "by hand":
+        first.save_checkpoint(path := f"{folder}/two.ckpt")
     module = Regression(sharded)
-    trainer = trainer_of(ctx, enable_checkpointing=False)
-    trainer.fit(module, loader(), loader(7), ckpt_path=f"{folder}/two.ckpt", weights_only=False)
+    trainer = trainer_of(ctx, enable_checkpointing=False, **options)
+    trainer.fit(module, loader(), loader(7), ckpt_path=path, weights_only=False)
     return [p.detach().clone() for p in module.parameters()], trainer.global_step
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "zero"])
-async def test_a_fit_goes_on_from_a_checkpoint_of_lightning(session, tmp_path, sharded):
-    model, steps, _ = reference(1, None)
-    for mine, taken in await session.run(resumed, folder=str(tmp_path), sharded=sharded):
+@pytest.mark.parametrize(
+    ("saved", "options"),
+    [
+        ("by hand", {}),
+        ("validated", {}),
+        ("ended", {"max_epochs": -1, "max_steps": 9}),
+    ],
+    ids=str,
+)
+async def test_a_fit_goes_on_from_a_checkpoint_of_lightning(
+    session, tmp_path, sharded, saved, options
+):
+    # With max_steps Lightning gives samplers a number too high for the epoch after an epoch's end.
+    in_last = 3 if saved == "ended" else 2
+    model, steps, _ = reference(1, None, lambda epoch: shuffled(in_last if epoch == 2 else epoch))
+    arguments = {"folder": str(tmp_path), "sharded": sharded, "saved": saved, "options": options}
+    for mine, taken in await session.run(resumed, **arguments):
         assert largest_difference(mine, list(model.parameters())) < 1e-13
         assert taken == steps
 
