@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
 from lightning.pytorch.trainer import call
 
 from chorusline.collectives.objects.blocking import all_gather_object
@@ -92,7 +92,8 @@ class Epochs(Callback):
         if len(set(batches)) == 1 and batches[0] != float("inf"):
             return
         self._most_batches, self._num_steps, self._validated_at = max(batches), 0, 0
-        self._check()
+        # Without a length a rank may have any number; each has one at least.
+        self._check(1 if max(batches) == float("inf") else min(batches))
         self._join = Join(
             [self._model, *self._sharded],
             step_along=[self],
@@ -101,7 +102,7 @@ class Epochs(Callback):
         )
         self._join.__enter__()
 
-    def _check(self) -> None:
+    def _check(self, fewest_batches: float) -> None:
         # A rank without data takes part in steps, and in nothing else that a batch does.
         trainer = self._trainer
         reason = None
@@ -136,11 +137,48 @@ class Epochs(Callback):
             )
         elif any(config.interval == "step" and config.frequency != 1 for config in self._schedules):
             reason = "a schedule of every n-th step; give it interval step and frequency 1"
+        else:
+            reason = next(
+                filter(
+                    None, (self._why_not_called(one, fewest_batches) for one in trainer.callbacks)
+                ),
+                None,
+            )
         if reason is not None:
             raise ValueError(
                 "ranks have different numbers of batches in this epoch of fit, which does not work "
                 f"with {reason}"
             )
+
+    def _why_not_called(self, callback: Callback, fewest_batches: float) -> str:
+        """Why ranks with data cannot call this callback alone after a batch; empty if they can."""
+        if isinstance(callback, Timer) and callback._duration is not None:
+            if callback._interval == "step":
+                return (
+                    "a time limit that all ranks look at after each batch; instead of max_time= "
+                    'give callbacks=[Timer(…, interval="epoch")]'
+                )
+        elif isinstance(callback, ModelCheckpoint):
+            if callback._train_time_interval is not None:
+                return (
+                    "ModelCheckpoint(train_time_interval=…), which asks all ranks after each "
+                    "batch; save after epochs, every_n_epochs=1"
+                )
+            # After its last batch a rank is called when all have ended the epoch.
+            trainer, every = self._trainer, callback._every_n_train_steps
+            first, end = (
+                trainer.global_step + (-(-number // trainer.accumulate_grad_batches))
+                for number in (fewest_batches, self._most_batches)
+            )
+            if trainer.max_steps >= 0:
+                end = min(end, trainer.max_steps)
+            if every >= 1 and (step := -(-first // every) * every) < end:
+                return (
+                    f"ModelCheckpoint(every_n_train_steps={every}), which would save after step "
+                    f"{step}, without the ranks that have no more batches by then; save after "
+                    "epochs, every_n_epochs=1"
+                )
+        return ""
 
     @property
     def _schedules(self) -> Sequence[Any]:

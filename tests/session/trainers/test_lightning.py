@@ -5,6 +5,7 @@ import copy
 import inspect
 import os
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
@@ -656,8 +657,10 @@ class ManualWithSchedules(Manual):
     configure_optimizers = Regression.configure_optimizers
 
 
-def refused(ctx, kind, sharded, options):
-    trainer = trainer_of(ctx, enable_checkpointing=False, **options)
+def refused(ctx, kind, sharded, options, folder):
+    if saves := options.pop("saves", {}):
+        options["callbacks"] = [ModelCheckpoint(folder, **saves)]
+    trainer = trainer_of(ctx, enable_checkpointing=bool(saves), **options)
     module = kind(sharded)
     try:
         trainer.fit(module, loader(), loader(4))
@@ -676,11 +679,23 @@ def refused(ctx, kind, sharded, options):
             "validation after a time, or after batches of all epochs together",
         ),
         (ManualWithSchedules, False, {}, "manual optimization by several optimizers or with a sch"),
+        (Regression, False, {"max_time": "01:00:00:00"}, 'callbacks=[Timer(…, interval="epoch")]'),
+        (
+            *(Regression, False, {"saves": {"train_time_interval": timedelta(hours=1)}}),
+            "asks all ranks after each batch; save after epochs, every_n_epochs=1",
+        ),
+        # Three steps an epoch, of which rank 1 has data in two.
+        (Regression, False, {"saves": {"every_n_train_steps": 2}}, "would save after step 2, with"),
+        (Regression, False, {"saves": {"every_n_train_steps": 3}}, ""),
+        (Regression, False, {"saves": {"every_n_train_steps": 1}, "max_steps": 1}, ""),
     ],
 )
-async def test_what_does_not_go_together_is_refused(session, kind, sharded, options, told):
-    for text in await session.run(refused, kind=kind, sharded=sharded, options=options):
-        assert told in text
+async def test_what_does_not_go_together_is_refused(
+    session, tmp_path, kind, sharded, options, told
+):
+    arguments = {"kind": kind, "sharded": sharded, "options": options, "folder": str(tmp_path)}
+    for text in await session.run(refused, **arguments):
+        assert told in text if told else not text
 
 
 def test_outside_a_session_the_mend_is_told():
