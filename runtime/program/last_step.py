@@ -104,6 +104,9 @@ class _Kept:
 
     step: number of completed steps. begun: as `LastStep.begun`, by then.
     buffers: of the models, each with its module, its name and a copy.
+    samples: of the parameters that are trained, each with bytes of some elements. By them a
+        survivor sees that the script has changed parameters since, such as to validate averaged
+        ones.
     """
 
     step: int
@@ -111,6 +114,7 @@ class _Kept:
     written: Written
     generators: dict[str, Any]
     buffers: tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]
+    samples: tuple[tuple[torch.nn.Parameter, torch.Tensor], ...]
 
 
 class LastStep:
@@ -147,6 +151,12 @@ class LastStep:
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
         )
+        samples = tuple(
+            (parameter, _sample(parameter))
+            for model in self._models
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        )
         # In one assignment: an interrupt finds the old record or the new one.
         self._kept = _Kept(
             self._called if step is None else step,
@@ -154,6 +164,7 @@ class LastStep:
             written,
             RandomState().state_dict(),
             buffers,
+            samples,
         )
 
     @contextlib.contextmanager
@@ -257,6 +268,9 @@ class LastStep:
             return HeldStep(None, self.why_not)
         if kept.begun != self.begun:
             return HeldStep(None)
+        if not all(torch.equal(_sample(now), before) for now, before in kept.samples):
+            what = "the script has changed the parameters since, such as to validate averaged ones"
+            return HeldStep(None, what)
         RandomState().load_state_dict(kept.generators)
         with torch.no_grad():
             for module, name, buffer, copied in kept.buffers:
@@ -341,6 +355,13 @@ def why_sharded(optimizer: torch.optim.Optimizer) -> str:
     if steps_shards(optimizer):
         return "the parameters are DTensors in shards, of which the lost rank had one"
     return ""
+
+
+def _sample(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Bytes of at most 15 elements; a write to `.data` changes no version of a tensor."""
+    elements = parameter.detach().flatten()
+    # As bytes, a NaN equals itself.
+    return elements[:: max(1, elements.numel() // 8)].clone().view(torch.uint8)
 
 
 def _imported(kinds: Iterable[tuple[str, str]]) -> tuple[type, ...]:

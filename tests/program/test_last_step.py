@@ -83,6 +83,23 @@ def test_buffers_and_generators_are_put_back_to_the_end_of_the_step():
         assert last._held_step() == HeldStep(None)
 
 
+def test_parameters_that_were_changed_after_the_step_are_not_written():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Linear(1, 2000))
+    with torch.no_grad():
+        model[0].bias.fill_(torch.nan)
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        last = LastStep(group)
+        last._models.add(model)
+        last.keep(kept([]), 5)
+        assert last._held_step().step == 5
+        own = model[1].weight.clone()
+        model[1].weight.data.mul_(0.5)  # An average, to validate it.
+        held = last._held_step()
+        assert held.step is None and "has changed the parameters since" in held.why_not
+        model[1].weight.data.copy_(own)
+        assert last._held_step().step == 5
+
+
 def test_a_step_with_a_closure_changes_nothing_before_the_closure_has_returned():
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -17,7 +17,7 @@ pytest.importorskip("lightning", reason="needs the extra lightning")
 
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DistributedSampler
@@ -738,14 +738,14 @@ class Dies(Regression):
         return loss
 
 
-def fit_script(module, folder, batches, max_steps=7, **options):
+def fit_script(module, folder, batches, max_steps=7, callbacks=(), **options):
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
         max_steps=max_steps,
         max_epochs=-1,
         num_sanity_val_steps=0,
-        callbacks=[ModelCheckpoint(folder, **options)],
+        callbacks=[ModelCheckpoint(folder, **options), *callbacks],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -770,6 +770,16 @@ def test_a_script_goes_on_from_the_step_before_the_one_that_a_lost_rank_has_ende
         again = fit_script(Dies(), folder, Placed(), **kept)
         for name, one in whole.items():
             assert torch.equal(torch.as_tensor(again[name]), torch.as_tensor(one)), (at, name)
+
+
+def test_a_script_that_validates_averaged_weights_is_not_continued_with_them(tmp_path):
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        last, module = LastStep(group), Dies(9)
+        last._models.add(module)
+        with last.watched(), pytest.raises(cl.PeerLost):
+            average = EMAWeightAveraging(decay=0.5, use_buffers=False)
+            fit_script(module, tmp_path, Placed(), callbacks=[average], every_n_train_steps=100)
+        assert "such as to validate averaged ones" in last._held_step().why_not
 
 
 def test_a_trainer_that_could_not_go_on_from_its_last_step_is_told_why(tmp_path):
