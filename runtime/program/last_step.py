@@ -32,7 +32,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Protocol
 
@@ -143,14 +143,6 @@ class LastStep:
     def keep(self, written: Written, step: int | None = None) -> None:
         """A step has ended. step: how many have; by default, as many as there were calls."""
         self._called += 1
-        # All that a checkpoint has: a kernel of BatchNorm changes no version of a tensor.
-        buffers = tuple(
-            (module, name, buffer, buffer.detach().clone())
-            for model in self._models
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        )
         samples = tuple(
             (parameter, _sample(parameter))
             for model in self._models
@@ -163,8 +155,24 @@ class LastStep:
             self.begun,
             written,
             RandomState().state_dict(),
-            buffers,
+            self._buffers(),
             samples,
+        )
+
+    def keep_buffers(self) -> None:
+        """Keep those of now with the last step: its hooks may have changed them since."""
+        kept = self._kept
+        if kept is not None and self.is_kept:
+            self._kept = replace(kept, buffers=self._buffers())
+
+    def _buffers(self) -> tuple[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor], ...]:
+        """All that a checkpoint has: a kernel of BatchNorm changes no version of a tensor."""
+        return tuple(
+            (module, name, buffer, buffer.detach().clone())
+            for model in self._models
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
         )
 
     @contextlib.contextmanager
@@ -212,10 +220,10 @@ class LastStep:
 
     def _looks_at(self, optimizer: torch.optim.Optimizer) -> None:
         self.why_not = self.why_not or why_sharded(optimizer)
-        for library in (hf_trainer, lightning_trainer):
+        for library, steps in ((hf_trainer, self.keep), (lightning_trainer, self)):
             trainer = _that_calls(library.KINDS)
             if trainer is not None:
-                follow = functools.partial(library.call_after_steps, trainer, self.keep)
+                follow = functools.partial(library.call_after_steps, trainer, steps)
                 self._follows(trainer, library.why_not, follow)
 
     def _follows(

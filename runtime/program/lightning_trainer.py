@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 KINDS = (("lightning.pytorch", "Trainer"), ("pytorch_lightning", "Trainer"))
 
@@ -33,20 +33,42 @@ def why_not(trainer: Any) -> str:
     return ""
 
 
-def call_after_steps(trainer: Any, keep: Callable[[LightningCheckpoint, int], None]) -> None:
-    """Call `keep` after each batch with which this Trainer has ended a step."""
-    kept = trainer.global_step
+class StepAndBufferKeeper(Protocol):
+    """`LastStep`, as this Trainer sees it."""
+
+    def keep(self, written: LightningCheckpoint, step: int) -> None:
+        """A step has ended, after which there were `step`."""
+
+    def keep_buffers(self) -> None:
+        """Keep those of now with the last step."""
+
+
+def call_after_steps(trainer: Any, steps: StepAndBufferKeeper) -> None:
+    """Call `keep` after each batch with which this Trainer has ended a step, and `keep_buffers`
+    after the module's own hook of that batch."""
+    kept, is_new = trainer.global_step, False
 
     def on_train_batch_end(*_: object) -> None:
-        nonlocal kept
+        nonlocal kept, is_new
         if trainer.global_step != kept:  # Otherwise it accumulates gradients, which are not saved.
-            kept = trainer.global_step
-            keep(LightningCheckpoint(trainer), kept)
+            kept, is_new = trainer.global_step, True
+            steps.keep(LightningCheckpoint(trainer), kept)
+
+    def at_next_hook(*_: object) -> None:
+        nonlocal is_new
+        # Only once: the batches of the next step change buffers as well.
+        if is_new:
+            is_new = False
+            steps.keep_buffers()
 
     kind = next(one for one in type(_that_saves(trainer)).__mro__ if one.__name__ == "Callback")
-    callback = type("KeepsLastStep", (kind,), {"on_train_batch_end": on_train_batch_end})()
+    keeps_step = type("KeepsLastStep", (kind,), {"on_train_batch_end": on_train_batch_end})()
     # Before those that save, the last ones in the list: while they do so, a rank may be lost.
-    trainer.callbacks.insert(len(trainer.callbacks) - len(trainer.checkpoint_callbacks), callback)
+    trainer.callbacks.insert(len(trainer.callbacks) - len(trainer.checkpoint_callbacks), keeps_step)
+    hooks = ("on_train_batch_start", "on_validation_start", "on_train_epoch_end")
+    # Before those that put averaged weights in place.
+    keeps_buffers = type("KeepsBuffers", (kind,), dict.fromkeys(hooks, at_next_hook))()
+    trainer.callbacks.insert(0, keeps_buffers)
 
 
 class LightningCheckpoint:

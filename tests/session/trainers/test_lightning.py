@@ -738,6 +738,17 @@ class Dies(Regression):
         return loss
 
 
+class Averages(Dies):
+    """By hand, in the hook that comes after those of callbacks."""
+
+    def __init__(self, at=None):
+        super().__init__(at)
+        self.net.register_buffer("average", torch.zeros(5).double())
+
+    def on_train_batch_end(self, *_):
+        self.net.average.lerp_(self.net[-1].bias.detach(), 0.5)
+
+
 def fit_script(module, folder, batches, max_steps=7, callbacks=(), **options):
     trainer = Trainer(
         accelerator="cpu",
@@ -758,18 +769,19 @@ def fit_script(module, folder, batches, max_steps=7, callbacks=(), **options):
 def test_a_script_goes_on_from_the_step_before_the_one_that_a_lost_rank_has_ended(tmp_path):
     """Five batches, three steps and a validation of five batches an epoch."""
     kept = {"save_last": True, "every_n_train_steps": 100}
-    whole = fit_script(Dies(), tmp_path / "whole", Placed(), **kept)
-    for at, step in ((9, 3), (12, 3)):  # In a validation, and between the two batches of a step.
-        with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
-            last, module, folder = LastStep(group), Dies(at), tmp_path / str(at)
-            last._models.add(module)  # As DistributedDataParallel would.
-            with last.watched(), pytest.raises(cl.PeerLost):
-                fit_script(module, folder, Placed(), **kept)
-            assert last._held_step().step == step
-            assert last._kept.written.write({0: b""}) == f"{folder}/last.ckpt, step {step}"
-        again = fit_script(Dies(), folder, Placed(), **kept)
-        for name, one in whole.items():
-            assert torch.equal(torch.as_tensor(again[name]), torch.as_tensor(one)), (at, name)
+    for kind in (Dies, Averages):
+        whole = fit_script(kind(), tmp_path / kind.__name__, Placed(), **kept)
+        for at, step in ((9, 3), (12, 3)):  # In a validation, and between two batches of a step.
+            with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+                last, module, folder = LastStep(group), kind(at), tmp_path / f"{kind.__name__}{at}"
+                last._models.add(module)  # As DistributedDataParallel would.
+                with last.watched(), pytest.raises(cl.PeerLost):
+                    fit_script(module, folder, Placed(), **kept)
+                assert last._held_step().step == step
+                assert last._kept.written.write({0: b""}) == f"{folder}/last.ckpt, step {step}"
+            again = fit_script(kind(), folder, Placed(), **kept)
+            for name, one in whole.items():
+                assert torch.equal(torch.as_tensor(again[name]), torch.as_tensor(one)), (at, name)
 
 
 def test_a_script_that_validates_averaged_weights_is_not_continued_with_them(tmp_path):
