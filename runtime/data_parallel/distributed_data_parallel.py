@@ -950,6 +950,8 @@ class ModelEngine:
         self.steps = ModelSteps(module, reducer, self._begin_step, buffers_travel=broadcast_buffers)
         """The model in the steps of `ctx.steps`."""
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        # By id(): this engine and its reducer keep all of them.
+        self._wrapped = {id(p) for p in module.parameters()}
         self._sharded_by: weakref.ref[object] | None = None  # None: by no optimizer
         # Wrapped again, as for each epoch, or as a part of a larger one, a module is reduced by its
         # newest model alone.
@@ -1001,6 +1003,10 @@ class ModelEngine:
                     "module, so its gradient would not be reduced. Register it in the module, or "
                     "give it an optimizer of its own"
                 )
+
+    def was_wrapped_with(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the module had the parameter when it was wrapped."""
+        return id(parameter) in self._wrapped
 
     def reduce_also(self, parameters: Sequence[torch.nn.Parameter]) -> list[GradientBucket]:
         """Reduce the gradients of these parameters too; all ranks call it with the same ones.

@@ -162,6 +162,9 @@ class LiveObjects:
             )
         if any(id(one.optimizer) not in registered for one in optimizers):
             return "it has not registered its model and its ZeroRedundancyOptimizer (ctx.register)"
+        for why in (*(one.why_not_again for one in optimizers), self.plain.why_regrouped()):
+            if why:
+                return why
         return self.plain.why_not_again(self.call.registry, models)
 
     def catch_up(self, progress: Sequence[OptimizerProgress]) -> None:

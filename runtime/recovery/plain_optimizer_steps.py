@@ -62,10 +62,12 @@ class _Watched:
     inside: number of agreements seen since `step` was called; None outside of `step`.
     is_sharded: its ranks agree at the beginning of `step`.
     is_apart: it has stepped twice without an agreement in between.
+    num_groups: of its parameters, when it was registered.
     """
 
     name: str
     optimizer: weakref.ref[torch.optim.Optimizer]
+    num_groups: int
     stepped_at: int = -1
     inside: int | None = None
     is_sharded: bool = False
@@ -149,7 +151,9 @@ class PlainSteps:
         if not _is_plain(optimizer):
             return
         sharded = steps_shards(optimizer)
-        watched = _Watched(entry.name, weakref.ref(optimizer), is_sharded=sharded)
+        watched = _Watched(
+            entry.name, weakref.ref(optimizer), len(optimizer.param_groups), is_sharded=sharded
+        )
         self._watched.append(watched)
         # A weak reference, because an optimizer may live on in a later run (`ctx.keep`).
         mine = weakref.ref(self)
@@ -198,6 +202,20 @@ class PlainSteps:
             # Before it is told: what is called next asks for the place.
             self._taken = self._seen
             self._on_taken(cursors, iterations)
+
+    def why_regrouped(self) -> str:
+        """Says that the function would begin again with fewer groups than the kept state has; empty
+        if it would not."""
+        for one in self._watched:
+            optimizer = one.optimizer()
+            if optimizer is not None and len(optimizer.param_groups) != one.num_groups:
+                return (
+                    f"optimizer {one.name!r} has got parameter groups by add_param_group() since "
+                    "it was registered, and begins again without them. Give it all parameters when "
+                    "it is made (those that are frozen are not stepped), or use a "
+                    "ZeroRedundancyOptimizer, whose groups come back"
+                )
+        return ""
 
     def why_not_again(self, registry: Registry, models: Iterable[ModelEngine]) -> str:
         """The reason why the function cannot run again from the top with these models; empty if it

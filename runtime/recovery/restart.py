@@ -42,6 +42,13 @@ from . import fully_sharded
 from .module_flags import ModuleFlags
 from .plain_optimizer_steps import StepCount
 
+_MADE_OTHERWISE = (
+    "a ZeroRedundancyOptimizer has other parameters, or in another order, than before its function "
+    "was left, so it cannot take over the state. When the function begins again it has to make the "
+    "same model, with the same parameters trainable, before DistributedDataParallel(module): set "
+    "requires_grad of each of them there"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
@@ -60,7 +67,9 @@ class OptimizerOptions:
         return cls(optimizer.num_steps, groups, optimizer.max_norm, additions)
 
     def load(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        optimizer_engine_of(optimizer).take_additions(self.additions)
+        optimizer_engine_of(optimizer).take_additions(self.additions, self.groups)
+        if len(optimizer.param_groups) != len(self.groups):
+            raise RuntimeError(_MADE_OTHERWISE)
         optimizer.num_steps, optimizer.max_norm = self.num_steps, self.max_norm
         for ours, theirs in zip(optimizer.param_groups, self.groups, strict=True):
             ours.update(theirs)
@@ -69,7 +78,7 @@ class OptimizerOptions:
 @dataclass(frozen=True, slots=True)
 class RetainedOptimizer:
     """The kept state of a sharded optimizer. held: this rank's part of the state. The rest is equal
-    on all ranks; but a rank that was lost while parameters were laid out has some more of them."""
+    on all ranks; but of ranks that were left while they laid out parameters some may have more."""
 
     held: ShardState
     progress: OptimizerProgress
@@ -258,12 +267,7 @@ class RestartState:
         replace(options, additions=additions).load(optimizer)
         engine = optimizer_engine_of(optimizer)
         if not engine.shard.layout.begins(layout):
-            raise RuntimeError(
-                f"optimizer {name!r} has other parameters, or in another order, than before its "
-                "function was left, so it cannot take over the state. When the function begins "
-                "again it has to make the same model, with the same parameters trainable, before "
-                "DistributedDataParallel(module): set requires_grad of each of them there"
-            )
+            raise RuntimeError(_MADE_OTHERWISE)
         # A copy: a loss while it moves begins all of this again, from what was kept.
         held = ShardState() if mine is None else mine.held.copy()
         inventories = [one.held.get(name, Inventory()) for one in summaries]

@@ -28,7 +28,7 @@ import warnings
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -41,7 +41,12 @@ from chorusline.actors.fault_plan import Faults, Instant
 from chorusline.actors.messages.messages import OptimizerProgress
 from chorusline.collectives.contract.argument_kinds import check_kinds, check_range
 from chorusline.collectives.contract.call_site import users_level
-from chorusline.collectives.contract.errors import CollectiveError, CollectiveMismatch, name_ranks
+from chorusline.collectives.contract.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    listed,
+    name_ranks,
+)
 from chorusline.collectives.contract.plain_numbers import whole
 from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from chorusline.collectives.group import Group
@@ -302,12 +307,19 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         the parameters must belong to the module. Parameters that were frozen when the module was
         wrapped, or were registered later, are reduced from now on and start from rank 0's values.
 
+        When a train function runs again from the top, the optimizer has the group already, as it
+        was by then, and to add it once more changes nothing.
+
         Raises the errors of torch.optim.Optimizer; ValueError for parameters that are not in the
         model; CollectiveMismatch, on all ranks, if the groups differ. Then nothing is added.
         """
+        # The constructor of torch.optim.Optimizer adds the groups one by one.
+        is_made = hasattr(self, "_engine")
+        if is_made and self._engine.has_again(param_group):
+            return
         super().add_param_group(param_group)
-        if not hasattr(self, "_engine"):
-            return  # The constructor of torch.optim.Optimizer adds the groups one by one.
+        if not is_made:
+            return
         group = self.param_groups[-1]
         fresh = list(dict.fromkeys(group["params"]))
         try:
@@ -622,9 +634,11 @@ class SummedStep:
 class Additions:
     """What a sharded optimizer has got since it was registered, by names of the parameters.
 
+    groups: that were added.
     laid_out: of what shards were cut, call by call: each call makes buckets of its own.
     """
 
+    groups: tuple[tuple[str, ...], ...] = ()
     laid_out: tuple[tuple[str, ...], ...] = ()
 
 
@@ -654,6 +668,11 @@ class OptimizerEngine:
         no state of them was loaded."""
         self.additions = Additions()
         """Since the optimizer was registered, in a run that survives a loss."""
+        self._late: list[str] = []
+        """The parameters of added groups that the model has got since it was wrapped."""
+        self._again: list[set[int]] = []
+        """By id(), the parameters of groups that came with `take_additions`, and that the program
+        has not added itself since."""
         self._why_not = ""
         """What keeps this rank from taking the step under way; empty if nothing does."""
         self._seen = OptimizerProgress(0)
@@ -704,7 +723,19 @@ class OptimizerEngine:
 
     def is_registered(self) -> None:
         """What came before comes again when the function begins again."""
-        self.additions = Additions()
+        self.additions, self._late = Additions(), []
+
+    @property
+    def why_not_again(self) -> str:
+        """Why the function cannot run again from the top; empty if it can."""
+        if not self._late:
+            return ""
+        return (
+            f"it has added parameters by add_param_group() ({listed(self._late, 3)}) that its "
+            "model has got after DistributedDataParallel(module), and would begin again without "
+            "them. Make their layers before that, frozen by requires_grad_(False), and unfreeze "
+            "them when they are added"
+        )
 
     @property
     def group(self) -> Group:
@@ -714,7 +745,29 @@ class OptimizerEngine:
         """Cut shards of these parameters too, as soon as they are trainable."""
         self._given = self._parameters_now()
         self._waiting += parameters
+        if self._recovery is not None and self.model is not None:
+            model, names = self.model, {id(p): name for name, p in self._named().items()}
+            self._late += [names[id(p)] for p in parameters if not model.was_wrapped_with(p)]
+            added = tuple(names[id(p)] for p in parameters)
+            self.additions = replace(self.additions, groups=(*self.additions.groups, added))
         self.take_up_trainable()
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        assert self.model is not None
+        return dict(self.model.module.named_parameters())
+
+    def has_again(self, group: Any) -> bool:
+        """Whether the group came with `take_additions`; True once for each such group."""
+        given = group.get("params") if self._again and isinstance(group, dict) else None
+        if given is None or isinstance(given, set):  # Of which torch says what is wrong.
+            return False
+        # An iterator can be read once: from here on it is a list, as torch leaves it.
+        given = group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+        parameters = {id(one[1] if isinstance(one, tuple) else one) for one in given}
+        if parameters not in self._again:
+            return False
+        self._again.remove(parameters)
+        return True
 
     def take_up_trainable(self) -> None:
         """Cut shards of waiting parameters that are now trainable, the same ones on all ranks. A
@@ -741,12 +794,26 @@ class OptimizerEngine:
             laid_out = tuple(names[id(p)] for p in fresh)
             self.additions = replace(self.additions, laid_out=(*self.additions.laid_out, laid_out))
 
-    def take_additions(self, additions: Additions) -> None:
+    def take_additions(self, additions: Additions, options: Sequence[Mapping[str, Any]]) -> None:
         """Get what an earlier optimizer of the same function has got, as far as it is not there:
         shards and buckets of the two are matched by number. All ranks call it, except in a dry
-        run."""
-        assert self.model is not None
-        named = dict(self.model.module.named_parameters())
+        run. options: of all groups of that optimizer."""
+        named = self._named()
+        fresh = additions.groups[len(self.additions.groups) :]
+        for names, of_group in zip(fresh, options[len(options) - len(fresh) :], strict=True):
+            # Of a model that was made otherwise; what is missing is an error when all is there.
+            if not all(name in named for name in names):
+                continue
+            parameters = [named[name] for name in names]
+            group = {key: value for key, value in of_group.items() if key != "param_names"}
+            called = of_group.get("param_names")
+            group["params"] = [*zip(called, parameters, strict=True)] if called else parameters
+            torch.optim.Optimizer.add_param_group(self.optimizer, group)
+            self._again.append({id(p) for p in parameters})
+            self._waiting += parameters
+        self.additions = replace(self.additions, groups=additions.groups)
+        self._given = self._parameters_now()
+        self.take_up(())
         for names in additions.laid_out[len(self.additions.laid_out) :]:
             self.take_up(named[name] for name in names if name in named)
 

@@ -33,9 +33,11 @@ class Points:
         return torch.randn(4, generator=generator, dtype=torch.float64)
 
 
-def train(ctx: cl.Context, folder: Path, dies: tuple[int, str], sharded: bool) -> dict[str, Any]:
+def train(
+    ctx: cl.Context, folder: Path, dies: tuple[int, str], sharded: bool, adds: bool
+) -> dict[str, Any]:
     """dies: the step in which rank 1 dies, once, and where: outside of it the functions of the
-    others run again from the top."""
+    others run again from the top. adds: the optimizer gets a layer when it is unfrozen."""
     note(folder, "began")
     torch.manual_seed(0)
     layers = [torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)]
@@ -44,18 +46,23 @@ def train(ctx: cl.Context, folder: Path, dies: tuple[int, str], sharded: bool) -
     for layer in layers[:2]:
         layer.requires_grad_(False)
     model = ctx.register("model", cl.DistributedDataParallel(net))
+    given = layers[2].parameters() if adds else net.parameters()
     optim: Any
     if sharded:
-        optim = cl.ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.05, replicas=2)
+        optim = cl.ZeroRedundancyOptimizer(given, torch.optim.AdamW, lr=0.05, replicas=2)
     else:
-        optim = torch.optim.AdamW(net.parameters(), lr=0.05)
+        optim = torch.optim.AdamW(given, lr=0.05)
     ctx.register("optim", optim)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.99)
+    ctx.register("schedule", schedule)
     is_victim = ctx.rank == 1 and not noted(folder, "died")
     sizes = []
     for step in ctx.steps(Points(), 8, 2):
         # Not in the order of the parameters, so that shards are laid out in another one.
         if step.number in (2, 3):
-            layers[3 - step.number].requires_grad_(True)
+            layer = layers[3 - step.number].requires_grad_(True)
+            if adds:
+                optim.add_param_group({"params": layer.parameters(), "lr": 0.03})
         is_due = is_victim and step.number == dies[0]
         if is_due and dies[1] == "outside":
             note(folder, "died")
@@ -70,6 +77,7 @@ def train(ctx: cl.Context, folder: Path, dies: tuple[int, str], sharded: bool) -
                 note(folder, "died")
                 die()
         optim.step()
+        schedule.step()
         optim.zero_grad()
         sizes.append(ctx.world_size)
     if sharded:
@@ -82,11 +90,11 @@ def train(ctx: cl.Context, folder: Path, dies: tuple[int, str], sharded: bool) -
     }
 
 
-def one_process(alone: cl.Group, folder: Path) -> dict[str, Any]:
+def one_process(alone: cl.Group, folder: Path, adds: bool) -> dict[str, Any]:
     """A plain optimizer."""
     folder.mkdir()
     told: dict[str, Any] = in_run(
-        alone, lambda ctx: train(ctx, folder, (-1, ""), sharded=False), goes_on=True
+        alone, lambda ctx: train(ctx, folder, (-1, ""), False, adds), goes_on=True
     )
     return told
 
@@ -96,6 +104,8 @@ def assert_equal(told: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         for name, weight in expected["weights"].items():
             assert torch.allclose(one["weights"][name], weight, rtol=0, atol=1e-12), name
     state = told[0]["state"]
+    rates = [[one["lr"] for one in each["param_groups"]] for each in (state, expected["state"])]
+    assert rates[0] == rates[1]
     assert state["state"].keys() == expected["state"]["state"].keys()
     for number, values in expected["state"]["state"].items():
         for key, value in values.items():
@@ -103,21 +113,25 @@ def assert_equal(told: list[dict[str, Any]], expected: dict[str, Any]) -> None:
             assert torch.allclose(found, value, rtol=0, atol=1e-12), (number, key)
 
 
+@pytest.mark.parametrize("adds", [False, True], ids=["all", "later groups"])
 @pytest.mark.parametrize("dies_at", [3, 5])
 async def test_a_function_that_runs_again_has_the_state_of_what_its_body_has_unfrozen(
-    session: cl.Session, alone: cl.Group, tmp_path: Path, dies_at: int
+    session: cl.Session, alone: cl.Group, tmp_path: Path, dies_at: int, adds: bool
 ) -> None:
-    expected = one_process(alone, tmp_path / "alone")
-    told = await session.run(train, folder=tmp_path, dies=(dies_at, "outside"), sharded=True)
+    expected = one_process(alone, tmp_path / "alone", adds)
+    told = await session.run(
+        train, folder=tmp_path, dies=(dies_at, "outside"), sharded=True, adds=adds
+    )
     assert noted(tmp_path, "died") and max(one["began"] for one in told) > 1
     assert_equal(told, expected)
 
 
+@pytest.mark.parametrize("adds", [False, True], ids=["all", "later groups"])
 async def test_a_worker_comes_between_two_steps_after_the_body_has_unfrozen_layers(
-    session: cl.Session, alone: cl.Group, tmp_path: Path
+    session: cl.Session, alone: cl.Group, tmp_path: Path, adds: bool
 ) -> None:
-    expected = one_process(alone, tmp_path / "alone")
-    told = await session.run(train, folder=tmp_path, dies=(5, "in it"), sharded=True)
+    expected = one_process(alone, tmp_path / "alone", adds)
+    told = await session.run(train, folder=tmp_path, dies=(5, "in it"), sharded=True, adds=adds)
     assert noted(tmp_path, "died") and len(told) == 3
     assert {2, 3} <= {*told[0]["sizes"]} and all(one["began"] == 1 for one in told)
     assert_equal(told, expected)
@@ -171,4 +185,37 @@ def _is_left_while_it_lays_out(group: Any) -> Any:
 
 def test_what_one_rank_alone_has_laid_out_is_not_looked_for_on_the_others(ranks_of: Any) -> None:
     for told in ranks_of(2).run(_is_left_while_it_lays_out):
-        assert "optimizer 'optim' has other parameters" in told and "requires_grad" in told
+        assert "has other parameters" in told and "requires_grad" in told
+
+
+def add_what_would_be_missing(ctx: cl.Context, sharded: bool) -> list[str]:
+    """Why the function could not run again: with a group of the model's own parameters, and with
+    one of a layer that came later."""
+    recovery = call_of(ctx).recovery
+    assert recovery is not None
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    net[0].requires_grad_(False)
+    model = ctx.register("model", cl.DistributedDataParallel(net))
+    optim: Any = torch.optim.AdamW([*net[1].parameters()])
+    if sharded:
+        optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+    ctx.register("optim", optim)
+    told = [recovery._objects.facts().missing]
+    for layer in (net[0].requires_grad_(True), torch.nn.Linear(2, 2)):
+        if layer is not net[0]:
+            net.append(layer)
+        optim.add_param_group({"params": layer.parameters()})
+        told.append(recovery._objects.facts().missing)
+    return told
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "plain"])
+def test_groups_that_a_function_would_begin_again_without_are_named(
+    alone: cl.Group, sharded: bool
+) -> None:
+    told = in_run(alone, lambda ctx: add_what_would_be_missing(ctx, sharded), goes_on=True)
+    assert told[0] == ""
+    if sharded:
+        assert told[1] == "" and "add_param_group() (2.weight, 2.bias)" in told[2]
+    else:
+        assert "optimizer 'optim' has got parameter groups by add_param_group()" in told[1]
