@@ -257,6 +257,11 @@ def why_not_within(objects: LiveObjects) -> str:
         return (
             "not all of its optimizers are a ZeroRedundancyOptimizer of its DistributedDataParallel"
         )
+    # Its scale travels with what is registered, and a step needs the same scale on all ranks.
+    scalers = [one.optimizer._scaler_of_losses for one in living]
+    known = {id(entry.object) for entry in objects.call.registry}
+    if any(scaler is not None and id(scaler) not in known for scaler in scalers):
+        return "it has not registered its GradScaler (ctx.register)"
     # Parameters reach a worker as shards; those of such a model are in none.
     if len(living) < len(objects.models()):
         return "one of its models has no ZeroRedundancyOptimizer"

@@ -264,10 +264,15 @@ def check_same_texts(
 
 
 def check_same_options(
-    outcome: Outcome, groups: Sequence[dict[str, Any]], names: Sequence[str], generation: int
+    outcome: Outcome,
+    groups: Sequence[dict[str, Any]],
+    names: Sequence[str],
+    generation: int,
+    *,
+    in_steps: bool,
 ) -> None:
     """Raise CollectiveMismatch, on all ranks, if live ranks step with different numbers. A rank
-    that steps nothing votes NaN."""
+    that steps nothing votes NaN. in_steps: the step is one of `ctx.steps`."""
     live = outcome.agreement.live
     # As in nearly every step: equal as they are, without a look at each.
     if len({outcome.options[rank] for rank in live}) < 2:
@@ -296,7 +301,13 @@ def check_same_options(
                 generation,
                 different,
                 f"{label} is {each}, {effect}",
-                "Every rank must set the same options. A rank that has run out of data does not "
-                "run the loop's body: list a schedule in Join(..., step_along=[schedule]), and one "
-                "that the body steps with an argument as a function that the body calls, too.",
+                "Every rank must set the same options. "
+                + (
+                    "A worker that comes later takes over what is registered, such as schedules "
+                    'and GradScalers: ctx.register("schedule", schedule).'
+                    if in_steps
+                    else "A rank that has run out of data does not run the loop's body: list a "
+                    "schedule in Join(..., step_along=[schedule]), and one that the body steps "
+                    "with an argument as a function that the body calls, too."
+                ),
             )

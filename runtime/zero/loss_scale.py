@@ -31,11 +31,12 @@ def given_scale(optimizer: torch.optim.Optimizer, uses_scaler: bool) -> torch.Te
     return scale
 
 
-def agreed_scale(scales: Sequence[float], live: Sequence[int]) -> float:
+def agreed_scale(scales: Sequence[float], live: Sequence[int], *, in_steps: bool = False) -> float:
     """The loss scale of a step; 1.0 if no rank has data. Raises RuntimeError, on all ranks, if it
     is not equal on the live ranks, or a rank has none.
 
     scales: of the ranks in `live`.
+    in_steps: the step is one of `ctx.steps`, to which workers come, and in no Join.
     """
     if not scales:
         return 1.0
@@ -51,8 +52,12 @@ def agreed_scale(scales: Sequence[float], live: Sequence[int]) -> float:
         f"{text if scale else 'none'} on rank {rank}"
         for rank, scale, text in zip(live, scales, told_apart(scales), strict=True)
     )
+    and_also = (
+        'a worker that comes later needs the scale of the others: ctx.register("scaler", scaler)'
+        if in_steps
+        else "a Join of this optimizer must list the scaler: Join([model, optimizer, scaler])"
+    )
     raise RuntimeError(
         f"the loss scales of the ranks differ: {by_rank}; every rank must call "
-        "scaler.step(optimizer) and scaler.update() in each step, and a Join of this optimizer "
-        "must list the scaler: Join([model, optimizer, scaler])"
+        f"scaler.step(optimizer) and scaler.update() in each step, and {and_also}"
     )

@@ -801,7 +801,7 @@ class OptimizerEngine:
         named = self._named()
         fresh = additions.groups[len(self.additions.groups) :]
         for names, of_group in zip(fresh, options[len(options) - len(fresh) :], strict=True):
-            # Of a model that was made otherwise; what is missing is an error when all is there.
+            # The model was made otherwise, which the caller sees by the number of groups.
             if not all(name in named for name in names):
                 continue
             parameters = [named[name] for name in names]
@@ -1199,9 +1199,12 @@ class OptimizerEngine:
     def _needs_norm(self) -> bool:
         return self.optimizer.max_norm is not None or self.optimizer.uses_scaler
 
+    @property
+    def _is_in_steps(self) -> bool:
+        return self.model is not None and self.model.steps.is_under_way
+
     def _vote(self, is_live: bool) -> ShardedVote:
-        needs_norm = self._needs_norm
-        in_steps = self.model is not None and self.model.steps.is_under_way
+        needs_norm, in_steps = self._needs_norm, self._is_in_steps
         vote = Vote(
             leftovers=self.reducer.leftovers(is_live) if self.reducer else LeftoverVote(is_live),
             has_next=self.optimizer._has_next(),
@@ -1245,7 +1248,8 @@ class OptimizerEngine:
         outcome = self._ballot.read(payload)
         live = outcome.agreement.live
         names = sorted(self.optimizer.defaults)
-        check_same_options(outcome, self.optimizer.param_groups, names, self.group.generation)
+        groups, generation = self.optimizer.param_groups, self.group.generation
+        check_same_options(outcome, groups, names, generation, in_steps=self._is_in_steps)
         check_same_texts(outcome.agreement, self.optimizer.param_groups, names, self.group)
         self._seen = OptimizerProgress(self._seen.ballots + 1, payload)
         self.last_live = live
@@ -1268,7 +1272,7 @@ class OptimizerEngine:
             if given:
                 self._follow_options(outcome.options[max(given)])
         if self.optimizer.uses_scaler:
-            scale = agreed_scale(outcome.loss_scales, live)
+            scale = agreed_scale(outcome.loss_scales, live, in_steps=self._is_in_steps)
             scaler = self.optimizer._scaler_of_losses
             if live and self.group.rank not in live and scaler is not None:
                 scaler.follow(scale, outcome.options[max(live)][-len(GROWTH) :])

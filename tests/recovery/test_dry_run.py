@@ -21,7 +21,7 @@ from chorusline.collectives.kept_results import KeepingCommunicator
 from chorusline.collectives.stores.store import HashStore
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.program.program import Program
-from chorusline.runtime.recovery.state_transfer import digest_of
+from chorusline.runtime.recovery.state_transfer import digest_of, why_not_within
 from tests.harness.stand_in_gpu.runs import Driver, _Call, in_run
 from tests.references.script_values import ScriptState, told_after
 
@@ -138,3 +138,51 @@ def test_a_function_that_asks_for_something_else_cannot_have_a_dry_run(ranks_of:
     (_, replay_log, _), _ = ranks_of(2).run(_trains)
     with pytest.raises(DryRunRefused, match="cannot give"):
         begin_dry_run(unlike, replay_log.payload, 3, 2)
+
+
+# -- what a worker that comes would lack -----------------------------------------------------------
+
+
+def scale_losses(ctx: cl.Context, registers: bool, unlike: str) -> str:
+    """Why no worker could come between two steps; or the error. unlike: what differs by rank."""
+    torch.manual_seed(0)
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(4, 2)))
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1))
+    differs = 1.0 + ctx.rank
+    scaler = cl.GradScaler(optim, init_scale=4.0 * (differs if unlike == "scale" else 1.0))
+    if registers:
+        ctx.register("scaler", scaler)
+    if unlike == "rate":
+        optim.param_groups[0]["lr"] *= differs
+    try:
+        for step in ctx.steps(Points(), 8, 2):
+            for batch in step:
+                scaler.scale(model(batch).square().mean()).backward()
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+    except (RuntimeError, cl.CollectiveMismatch) as error:
+        return str(error)
+    recovery = call_of(ctx).recovery
+    assert recovery is not None
+    return why_not_within(recovery._objects)
+
+
+def _scales(group: Any, registers: bool, unlike: str) -> Any:
+    return in_run(group, lambda ctx: scale_losses(ctx, registers, unlike), goes_on=True)
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_no_worker_comes_between_steps_by_a_scale_that_it_would_not_get(
+    alone: cl.Group, registers: bool
+) -> None:
+    told = _scales(alone, registers, "")
+    assert told == ("" if registers else "it has not registered its GradScaler (ctx.register)")
+
+
+@pytest.mark.parametrize("unlike", ["scale", "rate"])
+def test_the_error_for_ranks_that_differ_in_steps_names_what_a_worker_that_comes_needs(
+    ranks_of: Any, unlike: str
+) -> None:
+    for told in ranks_of(2).run(_scales, False, unlike):
+        assert "ctx.register(" in told and "Join" not in told, told
