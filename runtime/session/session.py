@@ -22,6 +22,7 @@ from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 from .. import notebook
 from ..checkpoint.config import CheckpointConfig
 from ..program.argument_owners import naming_owners
+from ..program.edited_modules import EditedModules
 from ..program.packing import HEAVY_BYTES, heavy_parts, packed_program
 from ..tracking.tracker import Tracker
 from ..tracking.tracker_names import checked_trackers
@@ -176,6 +177,7 @@ class Session:
         self._holder: LocalSession | DetachedClient = LocalSession(self._options)
         self._state = SessionState.NEW
         self._has_told_weight = False
+        self._edited_modules = EditedModules()
 
     @property
     def num_workers(self) -> int:
@@ -351,6 +353,8 @@ class Session:
         if program.nbytes > HEAVY_BYTES and not self._has_told_weight:
             self._has_told_weight = True
             _log.warning("%s", heavy_parts(train, kwargs, program.nbytes))
+        if stale := self._edited_modules.look():
+            _log.warning("%s", stale)
         return program
 
     async def snapshot(self, timeout_s: Seconds = 2.0) -> SessionSnapshot:
