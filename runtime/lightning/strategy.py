@@ -29,6 +29,7 @@ from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics.metric import jit_distributed_available
 
 from chorusline.collectives.contract.operation import ReduceOp
 from chorusline.collectives.group import Group
@@ -182,6 +183,7 @@ class ChoruslineStrategy(ParallelStrategy):
 
     def setup(self, trainer: Any) -> None:
         _synchronise_metrics(self.lightning_module)
+        torchmetrics.Metric.sync = _sync_over_session  # type: ignore[assignment, method-assign]
         super().setup(trainer)
         # Lightning wraps the model, and makes optimizers, only to fit it.
         if trainer.state.fn != TrainerFn.FITTING:
@@ -244,6 +246,7 @@ class ChoruslineStrategy(ParallelStrategy):
             yield
 
     def teardown(self) -> None:
+        torchmetrics.Metric.sync = _sync_of_torchmetrics  # type: ignore[method-assign]
         if self._epochs is not None:
             self._epochs.close()
             self._epochs = None
@@ -386,6 +389,24 @@ def _synchronise_metrics(module: torch.nn.Module | None) -> None:
         if isinstance(metric, torchmetrics.Metric) and metric.dist_sync_fn is None:
             metric.dist_sync_fn = _gather_from_all
             metric.distributed_available_fn = _in_a_session
+
+
+_sync_of_torchmetrics = torchmetrics.Metric.sync
+
+
+def _sync_over_session(
+    metric: torchmetrics.Metric,
+    dist_sync_fn: Callable[..., Any] | None = None,
+    process_group: Any = None,
+    should_sync: bool = True,
+    distributed_available: Callable[[], bool] | None = None,
+) -> None:
+    """`Metric.sync` while a strategy is set up: metrics outside of the module, such as those of
+    callbacks, gather over the session as well."""
+    if dist_sync_fn is None and metric.distributed_available_fn is jit_distributed_available:
+        dist_sync_fn = _gather_from_all
+        distributed_available = distributed_available or _in_a_session
+    _sync_of_torchmetrics(metric, dist_sync_fn, process_group, should_sync, distributed_available)
 
 
 def _in_a_session() -> bool:

@@ -17,7 +17,7 @@ pytest.importorskip("lightning", reason="needs the extra lightning")
 
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DistributedSampler
@@ -252,6 +252,33 @@ def counted_in_pairs(ctx):
 
 async def test_a_batch_sampler_of_the_users_own_class_repeats_no_sample(session):
     assert await session.run(counted_in_pairs) == [7, 7]
+
+
+class Counting(Callback):
+    """Its metric is no part of the module."""
+
+    def __init__(self):
+        self.seen = torchmetrics.SumMetric()
+
+    def on_test_batch_end(self, trainer, pl_module, outputs, batch, *_):
+        self.seen.update(len(batch))
+
+    def on_test_epoch_end(self, *_):
+        self.total = self.seen.compute().item()
+
+
+def counted_in_a_callback(ctx):
+    counting, after = Counting(), torchmetrics.SumMetric()
+    trainer = trainer_of(ctx, callbacks=[counting], enable_checkpointing=False)
+    trainer.test(Regression(), loader(7), verbose=False)
+    after.update(1)
+    return counting.total, after.compute().item()
+
+
+async def test_a_metric_of_a_callback_is_over_all_ranks_as_long_as_the_trainer_runs(
+    session,
+):
+    assert await session.run(counted_in_a_callback) == [(7, 1)] * 2
 
 
 class Gathers(Regression):
