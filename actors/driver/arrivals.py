@@ -117,10 +117,14 @@ class DryRuns:
                 todo.append(_stop(one, why))
         return todo
 
-    def ended(self, worker_id: str, *, is_dead: bool, is_final: bool) -> list[Instruction]:
+    def ended(
+        self, worker_id: str, *, is_dead: bool, is_final: bool, counts: bool
+    ) -> list[Instruction]:
         """A worker is not in its dry run any more, and was not admitted. is_final: the function can
-        have no dry run."""
+        have no dry run. counts: as in DryRunEnded."""
         mine = self.by_id.pop(worker_id)
+        if not counts and not mine.is_called_off:
+            self.attempts -= 1
         if not is_dead:
             mine.member.state = MemberState.READY
         # A dry run that was called off ends with an error, too, which says nothing of the

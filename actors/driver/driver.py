@@ -45,6 +45,7 @@ from ..ray_calls.detached_actors import end_without
 from ..ray_calls.versions import difference
 from ..reporting.metrics import DriverCounters
 from . import events, instructions
+from .arrivals import DryRun
 from .departures import MAX_ATTEMPTS
 from .events import Event
 from .instructions import Instruction
@@ -436,11 +437,8 @@ class Driver(StoreActor):
         ready = [one.worker_id for one, state in members if state is messages.MemberState.READY]
         return [worker_id for worker_id in ready if self.knows(worker_id)]
 
-    def is_in_dry_run(self, worker_id: str) -> bool:
-        return any(
-            info.worker_id == worker_id and state is messages.MemberState.DRY_RUN
-            for info, state in self._membership.snapshot(0).members
-        )
+    def dry_run_of(self, worker_id: str) -> DryRun | None:
+        return self._membership.dry_run_of(worker_id)
 
     def is_in(self, generation: int) -> bool:
         return self._membership.snapshot(0).generation == generation
@@ -468,6 +466,7 @@ class _InstructionTasks:
         self._group = tasks
         self._tasks: set[asyncio.Task[None]] = set()
         self._generation = 0  # the newest one that ranks were told to begin
+        self._uncalled: set[str] = set()  # workers that wait for the replay log of their dry run
         self._actor = ray.get_runtime_context().current_actor
         self._store = ActorStore(self._actor, secret)
 
@@ -491,7 +490,9 @@ class _InstructionTasks:
                     rank = f"rank-{assignment.rank}"
                     self._start(self._await_rank(worker_id, assignment, resumption), rank)
                 case instructions.BeginDryRun(worker_id):
-                    self._start(self._begin_dry_run(one), f"dry-run-{worker_id}")
+                    self._uncalled.add(worker_id)
+                    dry_run = self._driver.dry_run_of(worker_id)
+                    self._start(self._begin_dry_run(one, dry_run), f"dry-run-{worker_id}")
                 case instructions.RequestAdmission(worker_id, request):
                     self._start(
                         self._call(worker_id, "request_admission", request),
@@ -514,6 +515,12 @@ class _InstructionTasks:
                 # Not awaited here: the rank may need the whole grace, and its end is an event of
                 # its own.
                 case instructions.AbortRank(worker_id, error):
+                    # A worker that waits for its replay log was not called: an order that it kept
+                    # would end its next dry run.
+                    if worker_id in self._uncalled:
+                        self._uncalled.discard(worker_id)
+                        self._events.put_nowait(events.DryRunEnded(worker_id, str(error)))
+                        continue
                     self._start(self._call(worker_id, "abort", error), f"abort-{worker_id}")
                 # The worker is told the same; what differs is whether its seat is empty then.
                 case instructions.DismissRank() | instructions.RestRank():
@@ -538,8 +545,8 @@ class _InstructionTasks:
                 case instructions.StartLastSave(generation):
                     ended = events.LastSaveEnded(generation)
                     self._start(self._after(self._request.last_save_s or 0.0, ended), "last-save")
-                case instructions.StartGrace():
-                    self._start(self._grace(), "grace")
+                case instructions.StartGrace(is_for_ranks):
+                    self._start(self._grace(is_for_ranks), "grace")
                 case instructions.EndRun(outcome):
                     return outcome
         return None
@@ -574,30 +581,42 @@ class _InstructionTasks:
         arguments = (assignment, self._request, self._store, self._program, self._actor)
         await self._await_end(worker_id, "run", *arguments, resumption, replay_log)
 
-    async def _begin_dry_run(self, one: instructions.BeginDryRun) -> None:
+    async def _begin_dry_run(self, one: instructions.BeginDryRun, dry_run: DryRun | None) -> None:
+        counts = True
         try:
             # The rank gives it between two steps.
             call = self._remote(one.source, "replay_log", self._request.run)
             replay_log: GivenReplayLog = await answer(call, self._request.timeout_s)
         except (ActorGone, NoAnswer) as error:
             replay_log, is_final = GivenReplayLog(why_not=error.detail), False
+            counts = isinstance(error, ActorGone)
         else:
             is_final = not replay_log.payload
+        # It was called off meanwhile, and may be in its next attempt already.
+        if dry_run is None or not self._is_under_way(dry_run):
+            return
+        if one.worker_id not in self._uncalled:
+            return
+        self._uncalled.discard(one.worker_id)
         if not replay_log.payload:
-            ended = events.DryRunEnded(one.worker_id, replay_log.why_not, is_final)
+            ended = events.DryRunEnded(one.worker_id, replay_log.why_not, is_final, counts)
             self._events.put_nowait(ended)
             return
         # From here on the worker has the log, so that only its own function can keep it.
-        self._start(self._end_if_late(one.worker_id), f"late-{one.worker_id}")
+        self._start(self._end_if_late(dry_run), f"late-{one.worker_id}")
         await self._await_rank(one.worker_id, one.assignment, None, replay_log.payload)
 
-    async def _end_if_late(self, worker_id: str) -> None:
+    def _is_under_way(self, dry_run: DryRun) -> bool:
+        """Whether it is still the worker's present attempt to come in."""
+        return self._driver.dry_run_of(dry_run.member.info.worker_id) is dry_run
+
+    async def _end_if_late(self, dry_run: DryRun) -> None:
         """A worker still in its dry run when the run has waited long enough may hang, and others
-        would never come: its seat is filled again."""
+        would never come: its seat is filled again. One that is ready waits for the ranks."""
         await asyncio.sleep(self._request.pause_s)
         # The death is an event like any other, and the session fills the seat.
-        if self._driver.is_in_dry_run(worker_id):
-            ray.kill(self._driver.worker(worker_id))
+        if self._is_under_way(dry_run) and dry_run.token is None:
+            ray.kill(self._driver.worker(dry_run.member.info.worker_id))
 
     async def _await_end(self, worker_id: str, method: str, *arguments: object) -> None:
         """Make the call that lasts as long as the rank runs."""
@@ -666,7 +685,7 @@ class _InstructionTasks:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _AGAIN_AT_MOST_S)
 
-    async def _grace(self) -> None:
+    async def _grace(self, is_for_ranks: bool) -> None:
         give_up_at = time.monotonic() + SAVING_S
         pause_s = GRACE_S
         while True:
@@ -674,7 +693,7 @@ class _InstructionTasks:
             if time.monotonic() > give_up_at or not await self._driver.some_rank_saves():
                 break
             pause_s = _AGAIN_S
-        self._events.put_nowait(events.GraceEnded())
+        self._events.put_nowait(events.GraceEnded(is_for_ranks))
 
     async def _after(self, delay_s: float, event: Event) -> None:
         await asyncio.sleep(delay_s)

@@ -130,11 +130,12 @@ class DryRunReady:
 @dataclass(frozen=True, slots=True)
 class DryRunEnded:
     """A worker could not begin its dry run. why: for people. is_final: and could not later
-    either."""
+    either. counts: as an attempt; False where the ranks compute, and have not answered."""
 
     worker_id: str
     why: str
     is_final: bool = False
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,9 @@ class RunCancelled:
 
 @dataclass(frozen=True, slots=True)
 class GraceEnded:
-    """The time is over in which the ranks have to stop."""
+    """The time to stop is over. is_for_ranks: False for the dry runs of a run that was released."""
+
+    is_for_ranks: bool = True
 
 
 GenerationEvent: TypeAlias = (

@@ -107,7 +107,10 @@ class RestRank:
 
 @dataclass(frozen=True, slots=True)
 class StartGrace:
-    """Send GraceEnded when the ranks have had the time that they have to stop."""
+    """Send GraceEnded when the ranks have had the time that they have to stop. is_for_ranks: as in
+    GraceEnded."""
+
+    is_for_ranks: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ from ..messages.messages import Cancellation, Failure, Loss, MemberState
 from ..messages.run_status import NOT_WHOLE, Gone
 from ..ray_calls.calls import ENDED
 from . import events, instructions, last_generation
-from .arrivals import DryRuns
+from .arrivals import DryRun, DryRuns
 from .events import Event
 from .instructions import Instruction
 from .regeneration import Regeneration
@@ -127,6 +127,10 @@ class Membership:
         run = self._run
         return run.missing if run is not None and run.phase is Phase.PAUSED else 0
 
+    def dry_run_of(self, worker_id: str) -> DryRun | None:
+        """The present attempt of a worker to come in; None if it is in none."""
+        return self._arrivals.by_id.get(worker_id)
+
     def without_rank(self, who: str) -> list[str]:
         """Ids of the idle workers without a rank in the run in progress, if they are the worker
         `who`, or are on the node `who`."""
@@ -164,19 +168,20 @@ class Membership:
                 return self._rank_ended(run, ending, worker_id)
             case events.DryRunReady():
                 return self._arrivals.ready(event, run.members, self._generation)
-            case events.DryRunEnded(worker_id, _, is_final):
-                return self._dry_run_ended(run, worker_id, is_final=is_final)
+            case events.DryRunEnded(worker_id, _, is_final, counts):
+                return self._dry_run_ended(run, worker_id, is_final=is_final, counts=counts)
             case events.Leaving():
                 return self._leaving(run, event)
             case events.RanksAnswered(answers):
                 return self._ranks_answered(run, answers)
             case events.RunCancelled(reason):
                 return self._stop(run, Cancellation(reason))
-            case events.GraceEnded():
-                # The grace may have been for dry runs alone, when a run was released: it ends with
-                # its ranks.
+            case events.GraceEnded(is_for_ranks):
                 self._arrivals.abandon()
-                return self._end(run) if run.phase is Phase.STOPPING else self._end_if_over(run)
+                # The grace of dry runs alone began when the run was released: ranks that were told
+                # to stop since then have a grace of their own.
+                is_over = is_for_ranks and run.phase is Phase.STOPPING
+                return self._end(run) if is_over else self._end_if_over(run)
         if event.generation != self._generation:
             return []  # It was sent when the sender did not know of the present generation.
         return self._in_generation(run, event)
@@ -191,6 +196,11 @@ class Membership:
                 # It may live on, and write: it is ended, and its death is what counts as the loss.
                 return self._fence(run, [worker_id], "its control loop does not answer")
             case events.PatienceEnded():
+                # No rank waits for another one: all of them compute, in an evaluation for example.
+                # Patience begins again with the first that comes to a collective.
+                if not run.round.frozen:
+                    run.round.is_patience_over = True
+                    return []
                 late = [run.members[rank].info.worker_id for rank in run.round.unfrozen]
                 return self._fence(run, late, "its function did not stop in time")
             case events.RanksReady(_, can_admit):
@@ -295,7 +305,14 @@ class Membership:
                 todo.append(instructions.StartLastSave(found.generation))
         for rank in found.lost:
             gone = found.members[rank].info
-            todo += self._lose(run, Loss(rank, gone, "it died with the driver"))
+            if found.resumption is None or found.resumption.former_ranks[rank] >= 0:
+                todo += self._lose(run, Loss(rank, gone, "it died with the driver"))
+                continue
+            # A worker that was to come, and was not called. It has nothing of the run, and comes
+            # with the next generation.
+            not_called = GroupAborted(found.generation, [], f"rank {rank} was not called")
+            todo += self._open_round(run, not_called)
+            run.round.died(rank)
         return todo
 
     # ── How a rank ends ──────────────────────────────────────────────────────────────────────────
@@ -417,6 +434,9 @@ class Membership:
         if run.phase in (Phase.RELEASED, Phase.STOPPING):
             return []
         todo = self._open_round(run, frozen.error, but=frozen.rank)
+        if run.phase.has_open_round and run.round.is_patience_over:
+            run.round.is_patience_over = False
+            todo.append(instructions.StartPatience(self._generation))
         # Ray reports these deaths later, when the connections of the processes are closed. A loss
         # that ends the run waits for that, since Ray's reason is its error. Nothing is decided
         # before the report counts, so that no generation is formed between two losses.
@@ -450,12 +470,18 @@ class Membership:
         return self._open_round(run, GroupAborted(self._generation, [], f"{who} has come"))
 
     def _dry_run_ended(
-        self, run: RunState, worker_id: str, *, is_dead: bool = False, is_final: bool = False
+        self,
+        run: RunState,
+        worker_id: str,
+        *,
+        is_dead: bool = False,
+        is_final: bool = False,
+        counts: bool = True,
     ) -> list[Instruction]:
         """A worker that was to come is not in its dry run any more."""
         if worker_id not in self._arrivals.by_id:
             return []
-        todo = self._arrivals.ended(worker_id, is_dead=is_dead, is_final=is_final)
+        todo = self._arrivals.ended(worker_id, is_dead=is_dead, is_final=is_final, counts=counts)
         if run.phase in (Phase.RELEASED, Phase.STOPPING):
             return [*todo, *self._end_if_over(run)]
         return [*todo, *self._newcomer(run)]
@@ -467,6 +493,10 @@ class Membership:
         if not run.request.survives_loss or not continues:
             return []
         run.departures.note(notice.who, notice.why, notice.num_ready)
+        # A worker that is to leave does not come any more, nor do those that were to come with it.
+        comes = [one.member.info for one in self._arrivals.by_id.values()]
+        if any(run.departures.why(one) is not None for one in comes):
+            return self._arrivals.call_off(notice.why)
         infos = [member.info for member in run.members]
         # In an open round the note counts when the round is decided. A round that is opened must
         # not cost the run, so a rank that could not continue now keeps the leavers until it can.
@@ -585,7 +615,7 @@ class Membership:
     def _call_off(self) -> list[Instruction]:
         """The run ends: so do the dry runs."""
         called_off = self._arrivals.call_off("the run ends")
-        return [*called_off, instructions.StartGrace()] if called_off else []
+        return [*called_off, instructions.StartGrace(is_for_ranks=False)] if called_off else []
 
     def _give_up(self, run: RunState, why: str) -> list[Instruction]:
         """The run cannot continue: it ends with the last loss, or with the error of a rank. All

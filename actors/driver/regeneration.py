@@ -32,6 +32,8 @@ class Regeneration:
         self.generation = generation
         self.frozen: dict[int, Frozen] = {}
         self.lost: set[int] = set()
+        self.is_patience_over = False
+        """The time to freeze was over before any rank had."""
         self._ranks = frozenset(ranks)
 
     def froze(self, frozen: Frozen) -> bool:

@@ -198,6 +198,39 @@ def test_a_worker_that_does_not_stop_does_not_keep_the_run_from_its_end() -> Non
     assert states(membership)[2] is MemberState.STUCK
 
 
+def test_the_grace_of_dry_runs_ends_no_rank_that_was_told_to_stop_later() -> None:
+    membership = waiting(2)
+    for rank in (0, 1):
+        told = membership.handle(events.RankFinished(rank, 0))
+    [grace] = of_kind(told, instructions.StartGrace)
+    assert grace == instructions.StartGrace(is_for_ranks=False)
+    [*_, of_ranks] = membership.handle(events.RunCancelled("enough"))
+    assert of_ranks == instructions.StartGrace()
+    assert membership.handle(events.GraceEnded(is_for_ranks=False)) == []
+    [end] = membership.handle(events.GraceEnded())
+    assert isinstance(end, instructions.EndRun)
+
+
+def test_a_worker_that_gets_a_notice_in_its_dry_run_does_not_come() -> None:
+    membership = waiting(2)
+    told = membership.handle(events.Leaving(worker(2).worker_id, "its node is drained"))
+    assert [one.worker_id for one in of_kind(told, instructions.AbortRank)] == [  # type: ignore[attr-defined]
+        worker(2).worker_id
+    ]
+    for rank in (0, 1):
+        told = membership.handle(froze(rank, 0, at_boundary=True))
+    assert set(resumptions(told)) == {worker(0).worker_id, worker(1).worker_id}
+
+
+def test_an_attempt_for_which_the_ranks_had_no_time_does_not_count() -> None:
+    membership, _ = with_newcomers(2)
+    for _ in range(MOST_ATTEMPTS + 1):
+        late = events.DryRunEnded(worker(2).worker_id, "no answer", counts=False)
+        membership.handle(late)
+        [begin] = membership.handle(events.RanksReady(0, True))
+        assert isinstance(begin, instructions.BeginDryRun)
+
+
 # -- all orders ------------------------------------------------------------------------------------
 
 HAPPENINGS: dict[str, Callable[[Membership], Event]] = {

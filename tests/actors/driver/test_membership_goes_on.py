@@ -34,6 +34,7 @@ from chorusline.actors.driver.instructions import (
     FreezeRank,
     ReleaseRank,
     ResumeRank,
+    StartPatience,
     StartPause,
     StartRank,
 )
@@ -233,6 +234,51 @@ def test_who_has_frozen_is_not_killed_for_being_late() -> None:
     membership.handle(froze(0))
     fences = membership.handle(PatienceEnded(0))
     assert [one.worker_id for one in fences if isinstance(one, Fence)] == ["worker-2-0"]
+
+
+@pytest.mark.parametrize("opener", ["death", "newcomer", "notice"])
+def test_ranks_that_all_compute_are_not_killed_and_have_their_time_from_the_first_report(
+    opener: str,
+) -> None:
+    membership, _ = running(*map(worker, range(3)))
+    if opener == "death":
+        told = membership.handle(death(2))
+    elif opener == "newcomer":
+        membership.handle(WorkerRegistered(worker(3)))
+        told = membership.handle(RanksReady(0, False))
+    else:
+        told = membership.handle(Leaving("worker-2-0", "it is drained"))
+    assert StartPatience(0) in told
+    assert membership.handle(PatienceEnded(0)) == [], "no rank waits for another one"
+    assert StartPatience(0) in membership.handle(froze(0)), "the others get their time now"
+    fences = membership.handle(PatienceEnded(0))
+    late = ["worker-1-0"] if opener == "death" else ["worker-1-0", "worker-2-0"]
+    assert [one.worker_id for one in fences if isinstance(one, Fence)] == late
+
+
+def test_a_newcomer_that_the_driver_before_had_not_called_is_no_loss() -> None:
+    membership = Membership()
+    for seat in range(3):
+        membership.handle(WorkerRegistered(worker(seat), 2))
+    decided = Resumption(
+        Assignment(2, 0, 3, 0, 3, 0), FormerRanks.of((0, 1, -1)), (OptimizerProgress(5),), 1
+    )
+    places = (
+        place_in_run(0, decided.assignment, decided),
+        place_in_run(1, Assignment(1, 1, 2, 1, 2, 0)),
+    )
+    told = membership.handle(RunTakenOver(request(0, 1, 1), places))
+    assert not [one for one in told if isinstance(one, AbortRank)]
+    for rank in (0, 1):
+        told = membership.handle(froze(rank, 5, generation=2, missing=""))
+    assert {one.worker_id for one in told if isinstance(one, ResumeRank | StartRank)} == {
+        "worker-0-0",
+        "worker-1-0",
+        "worker-2-0",
+    }
+    membership.handle(death(2))
+    told = membership.handle(death(1))
+    assert [one for one in told if isinstance(one, AbortRank)], "no loss is left to allow"
 
 
 def test_a_second_death_in_the_next_generation_is_an_ordinary_case() -> None:
