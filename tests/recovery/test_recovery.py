@@ -298,6 +298,29 @@ async def test_more_losses_than_allowed_end_the_run(cluster: None) -> None:
             await session.run(train, victims={1: (2, "before it votes (3)")})
 
 
+def evaluate_for_long(ctx: cl.Context) -> int:
+    """Rank 2 dies when all begin to compute without collectives, for longer than the others have
+    time to freeze."""
+    model = cl.DistributedDataParallel(network())
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, replicas=2)
+    for step in range(3):
+        model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+        if step == 0:
+            if ctx.rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(9)
+    return optim.num_steps
+
+
+@pytest.mark.slow
+async def test_ranks_that_evaluate_for_long_after_a_loss_are_not_killed(cluster: None) -> None:
+    few = {"CPU": 0.1}
+    async with cl.Session((1, 3), resources_per_worker=few, timeout_s=4) as session:
+        assert await session.run(evaluate_for_long) == [3, 3]
+
+
 def raise_on_rank_1(ctx: cl.Context) -> None:
     model = cl.DistributedDataParallel(network())
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
