@@ -59,7 +59,15 @@ async def uninterrupted(session: cl.Session, kind: str) -> list[dict[str, Any]]:
 
 
 async def interrupted_after(session: cl.Session, wait_s: float, **arguments: Any) -> None:
+    """wait_s: from the first step. A run that has taken no step does not stop after one."""
     running = asyncio.create_task(session.run(train, **arguments))
+    while not all(
+        one.rank is not None and one.status.taken > 0
+        for one in (await session.snapshot()).workers
+        if not isinstance(one, str)
+    ):
+        assert not running.done()
+        await asyncio.sleep(0.02)
     await asyncio.sleep(wait_s)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
