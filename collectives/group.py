@@ -111,6 +111,7 @@ from .operations.arguments import (
     same_dtype,
     share_memory,
     travelling_dtype,
+    unshared,
     written,
 )
 from .operations.composed_work import Coalesced, MonitoredBarrier
@@ -600,10 +601,7 @@ class Group:
             self._check_parts("all_gather", "output", output, "input", input)
             whole = written(output, finishers)
             numel = output.numel()
-            own = whole.data_ptr() + self.rank * flat.nbytes
-            # What arrives first would overwrite what is still to be sent.
-            if flat.data_ptr() != own and share_memory([whole], [flat]):
-                flat = flat.clone()
+            flat = unshared(flat, whole.data_ptr() + self.rank * flat.nbytes, [whole])
         else:
             outputs = self._checked_list(output, "output", written=True)
             same_dtype("all_gather", "output", outputs[0], "input", input)
@@ -611,8 +609,7 @@ class Group:
             numel = sum(tensor.numel() for tensor in outputs)
             if any(tensor.numel() != input.numel() for tensor in outputs):
                 parts = [written(tensor, finishers) for tensor in outputs]
-                if flat.data_ptr() != parts[self.rank].data_ptr() and share_memory(parts, [flat]):
-                    flat = flat.clone()
+                flat = unshared(flat, parts[self.rank].data_ptr(), parts)
                 sent = input.numel() * (self.size - 1)
                 operation = self._begin(
                     Kind.ALL_GATHER, numel, dtype, UNEVEN, timeout_s, sent, finisher(finishers)
@@ -659,10 +656,7 @@ class Group:
         if output is not None:
             outputs = self._parts("gather", output, "output", tensor, "tensor", finishers)
         inputs = self._nothing(tensor)
-        inputs[dst] = read(tensor)
-        is_in_place = outputs[dst].data_ptr() == inputs[dst].data_ptr()
-        if dst == self.rank and not is_in_place and share_memory(outputs, [inputs[dst]]):
-            inputs[dst] = inputs[dst].clone()
+        inputs[dst] = unshared(read(tensor), outputs[dst].data_ptr(), outputs)
         sent = 0 if dst == self.rank else tensor.numel()
         return self._exchange(
             Kind.GATHER, tensor, dst, timeout_s, sent, outputs, inputs, finishers, output

@@ -243,6 +243,13 @@ def share_memory(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     return any(t.untyped_storage().data_ptr() in places for t in b if t.numel())
 
 
+def unshared(input: torch.Tensor, own: int, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`input`, or a copy if it may overlap `outputs` elsewhere than at `own`, the address of this
+    rank's part of them: what arrives first would overwrite what is still to be sent."""
+    is_apart = input.data_ptr() == own or not share_memory(outputs, [input])
+    return input if is_apart else input.clone()
+
+
 # -- reductions ----------------------------------------------------------------------------------
 
 
