@@ -220,10 +220,14 @@ class LastStep:
 
     def _looks_at(self, optimizer: torch.optim.Optimizer) -> None:
         self.why_not = self.why_not or why_sharded(optimizer)
-        for library, steps in ((hf_trainer, self.keep), (lightning_trainer, self)):
+        of_libraries: dict[Any, tuple[Callable[..., None], ...]] = {
+            hf_trainer: (self.keep,),
+            lightning_trainer: (self.keep, self.keep_buffers),
+        }
+        for library, keepers in of_libraries.items():
             trainer = _that_calls(library.KINDS)
             if trainer is not None:
-                follow = functools.partial(library.call_after_steps, trainer, steps)
+                follow = functools.partial(library.call_after_steps, trainer, *keepers)
                 self._follows(trainer, library.why_not, follow)
 
     def _follows(
@@ -367,7 +371,9 @@ def why_sharded(optimizer: torch.optim.Optimizer) -> str:
 
 def _sample(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Bytes of at most 15 elements; a write to `.data` changes no version of a tensor."""
-    elements = parameter.detach().flatten()
+    # In the order of memory: a view of the parameter, in any memory format.
+    by_stride = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    elements = parameter.detach().permute(by_stride).flatten()
     # As bytes, a NaN equals itself.
     return elements[:: max(1, elements.numel() // 8)].clone().view(torch.uint8)
 

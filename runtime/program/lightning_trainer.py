@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 KINDS = (("lightning.pytorch", "Trainer"), ("pytorch_lightning", "Trainer"))
 
@@ -33,17 +33,9 @@ def why_not(trainer: Any) -> str:
     return ""
 
 
-class StepAndBufferKeeper(Protocol):
-    """`LastStep`, as this Trainer sees it."""
-
-    def keep(self, written: LightningCheckpoint, step: int) -> None:
-        """A step has ended, after which there were `step`."""
-
-    def keep_buffers(self) -> None:
-        """Keep those of now with the last step."""
-
-
-def call_after_steps(trainer: Any, steps: StepAndBufferKeeper) -> None:
+def call_after_steps(
+    trainer: Any, keep: Callable[[LightningCheckpoint, int], None], keep_buffers: Callable[[], None]
+) -> None:
     """Call `keep` after each batch with which this Trainer has ended a step, and `keep_buffers`
     after the module's own hook of that batch."""
     kept, is_new = trainer.global_step, False
@@ -52,14 +44,14 @@ def call_after_steps(trainer: Any, steps: StepAndBufferKeeper) -> None:
         nonlocal kept, is_new
         if trainer.global_step != kept:  # Otherwise it accumulates gradients, which are not saved.
             kept, is_new = trainer.global_step, True
-            steps.keep(LightningCheckpoint(trainer), kept)
+            keep(LightningCheckpoint(trainer), kept)
 
     def at_next_hook(*_: object) -> None:
         nonlocal is_new
         # Only once: the batches of the next step change buffers as well.
         if is_new:
             is_new = False
-            steps.keep_buffers()
+            keep_buffers()
 
     kind = next(one for one in type(_that_saves(trainer)).__mro__ if one.__name__ == "Callback")
     keeps_step = type("KeepsLastStep", (kind,), {"on_train_batch_end": on_train_batch_end})()
