@@ -492,6 +492,7 @@ class _InstructionTasks:
                 case instructions.BeginDryRun(worker_id):
                     self._uncalled.add(worker_id)
                     dry_run = self._driver.dry_run_of(worker_id)
+                    assert dry_run is not None  # This instruction began it.
                     self._start(self._begin_dry_run(one, dry_run), f"dry-run-{worker_id}")
                 case instructions.RequestAdmission(worker_id, request):
                     self._start(
@@ -581,7 +582,7 @@ class _InstructionTasks:
         arguments = (assignment, self._request, self._store, self._program, self._actor)
         await self._await_end(worker_id, "run", *arguments, resumption, replay_log)
 
-    async def _begin_dry_run(self, one: instructions.BeginDryRun, dry_run: DryRun | None) -> None:
+    async def _begin_dry_run(self, one: instructions.BeginDryRun, dry_run: DryRun) -> None:
         counts = True
         try:
             # The rank gives it between two steps.
@@ -593,9 +594,7 @@ class _InstructionTasks:
         else:
             is_final = not replay_log.payload
         # It was called off meanwhile, and may be in its next attempt already.
-        if dry_run is None or not self._is_under_way(dry_run):
-            return
-        if one.worker_id not in self._uncalled:
+        if one.worker_id not in self._uncalled or not self._is_under_way(dry_run):
             return
         self._uncalled.discard(one.worker_id)
         if not replay_log.payload:

@@ -113,7 +113,7 @@ class Recovery:
     def watch_registered(self, entry: Registered) -> None:
         self._objects.plain.watch(entry)
         if isinstance(entry.object, ZeroRedundancyOptimizer):
-            optimizer_engine_of(entry.object).is_registered()
+            optimizer_engine_of(entry.object).note_registered()
 
     def restore(self, entry: Registered, group: Group) -> bool:
         """Load the state that an object has had in this run; whether there was any."""

@@ -721,7 +721,7 @@ class OptimizerEngine:
             self.model.leave_steps_to_optimizer(self.optimizer, ender)
         between_runs().wrap(self)
 
-    def is_registered(self) -> None:
+    def note_registered(self) -> None:
         """What came before comes again when the function begins again."""
         self.additions, self._late = Additions(), []
 
