@@ -102,8 +102,6 @@ class Cursor:
                 boundary().epoch = 0
         # Also where no epoch was left: a checkpoint after the loop resumes after it.
         self._enter(max(first, num_epochs))  # The last epoch is over.
-        # Checkpoints of earlier versions did not say which iterations were outside all loops.
-        self._rests = _outside_after(self._loop, self._rests)
 
     def _enter(self, epoch: int) -> None:
         self._epoch = epoch
@@ -298,8 +296,7 @@ class Cursor:
     def _resume_at(self, loop: int, epoch: int, iterations: Sequence[dict[str, Any]]) -> None:
         self._resumed = loop, epoch
         self._begun = {}
-        iterations = [_with_present_keys(of_rank) for of_rank in iterations]
-        rests = {
+        self._rests = {
             name: _rest([of_rank.get(name) for of_rank in iterations], most_of(name))
             for name in sorted({name for of_rank in iterations for name in of_rank})
         }
@@ -307,19 +304,9 @@ class Cursor:
         for of_rank in iterations:
             for name, one in of_rank.items():
                 most = self._inner.setdefault(name, {})
-                for key, number in one.get("inner", {}).items():
+                for key, number in one["inner"].items():
                     # A rank without data has begun fewer.
                     most[key] = max(most.get(key, 0), number)
-        # Before the first loop there is no epoch; checkpoints of earlier versions did not say so.
-        self._rests = _outside_after(loop, rests) if loop < 0 else rests
-
-
-def _outside_after(loop: int, rests: dict[str, Remainder]) -> dict[str, Remainder]:
-    """Those of `rests` that are of no loop: they are outside, after this one."""
-    return {
-        name if _OUTSIDE in name else f"{name}{_OUTSIDE}{loop}": rest
-        for name, rest in rests.items()
-    }
 
 
 def in_epoch(iterations: dict[str, Any]) -> dict[str, Any]:
@@ -335,25 +322,6 @@ def _fields(key: str) -> dict[str, str]:
     *first, global_batch_size, _, epoch = parts
     fields = dict(zip(("samples", "seed", "shuffle"), first, strict=False))
     return fields | {"global_batch_size": global_batch_size, "epoch": epoch}
-
-
-def _with_present_keys(iterations: dict[str, Any]) -> dict[str, Any]:
-    """The iterations of a checkpoint. The keys of earlier versions had the batch size of
-    `ctx.shard`, too. Raises ValueError if two of them differ in nothing else."""
-    renamed = {}
-    for name, iteration in iterations.items():
-        parts = name.split("/")
-        if parts[-2:-1] != ["steps"] and len(parts) in (3, 5):  # Of a stream, or of a dataset.
-            del parts[1]
-        renamed["/".join(parts)] = iteration
-    if len(renamed) < len(iterations):
-        raise ValueError(
-            "the checkpoint is of an earlier version, and was saved inside an epoch that gives "
-            "datasets of one length in batches of several sizes: it does not say which is which. "
-            "Resume from one that was saved between two epochs, CheckpointConfig(resume=path), or "
-            "run this epoch to its end with the version that saved it"
-        )
-    return renamed
 
 
 def _state(
@@ -428,14 +396,13 @@ def _check_iteration(iteration: dict[str, Any], most: int) -> None:
         or type(iteration.get("is_over")) is not bool
         or not is_count(iteration.get("num_ids"))
         or not isinstance(iteration.get("ids", 0), str | None)
-        # Checkpoints of earlier versions have neither of these.
-        or not isinstance(iteration.get("again", ""), str)
-        or not isinstance(iteration.get("inner", {}), dict)
-        or not all(map(is_count, iteration.get("inner", {}).values()))
+        or not isinstance(iteration.get("again"), str)
+        or not isinstance(inner := iteration.get("inner"), dict)
+        or not all(map(is_count, inner.values()))
     ):
         raise ValueError("the samples that a rank was given are not listed as a run lists them")
     NumberSet.from_text(iteration["ids"] or "", most)
-    NumberSet.from_text(iteration.get("again", ""), most)
+    NumberSet.from_text(iteration["again"], most)
 
 
 def is_count(value: object, least: int = 0) -> bool:
@@ -481,7 +448,7 @@ def _rest(parts: Sequence[dict[str, Any] | None], most: int) -> Remainder:
                 "which. Run the epoch again, or resume from a checkpoint",
             )
         # What was in a step counts, but for the batch in which a rank is inside another loop.
-        again = (NumberSet.from_text(part.get("again", ""), most) for part in begun)
+        again = (NumberSet.from_text(part["again"], most) for part in begun)
         return Remainder(runs, functools.reduce(NumberSet.__sub__, again, given))
     # Hands are dealt again from the seed, and a count says how far each rank was in its own.
     counts = tuple(0 if part is None else part["given"] for part in parts)

@@ -433,10 +433,21 @@ async def test_a_session_goes_on_from_the_checkpoint_when_it_is_run_again(
     assert uninterrupted[0] == (None, [0, 1, 2, 3, 4], weight)
 
 
+GIVEN_FIVE: dict[str, Any] = {
+    "runs": (),
+    "given": 5,
+    "ids": None,
+    "again": "",
+    "is_over": False,
+    "num_ids": 0,
+    "inner": {},
+}
+"""What a rank says of an iteration of which it was given five samples."""
+
+
 def test_an_epoch_is_not_gone_on_with_in_a_dataset_of_another_length() -> None:
     cursor = Cursor()
-    told = {"runs": (), "given": 5, "ids": None, "is_over": False, "num_ids": 0}
-    resumed = {"loop": 0, "epoch": 1, "iterations": {"61/1/0/True#0": told}}
+    resumed = {"loop": 0, "epoch": 1, "iterations": {"61/1/0/True#0": GIVEN_FIVE}}
     cursor.resume([resumed])
     epochs = cursor.epochs(3)
     assert next(epochs) == 1
@@ -450,7 +461,6 @@ def test_an_epoch_is_not_gone_on_with_in_a_dataset_of_another_length() -> None:
 
 def test_an_epoch_is_not_gone_on_with_in_another_order(tmp_path: Path) -> None:
     """The keys are those of Shard and Steps."""
-    told = {"runs": (), "given": 5, "ids": None, "is_over": False, "num_ids": 0}
     for before, now, said in [
         ("61/1/0/True", "61/1/7/True", "begun with seed=0, and continues with seed=7"),
         ("61/1/0/True", "61/1/0/False", "begun with shuffle=True, and continues with shuffle=F"),
@@ -459,8 +469,9 @@ def test_an_epoch_is_not_gone_on_with_in_another_order(tmp_path: Path) -> None:
         ("stream/8/steps/1", "stream/16/steps/1", "Write global_batch_size=8 until the epoch is"),
     ]:
         for part, is_refused in [
-            (told, True),
-            ({**told, "is_over": True}, False),  # A pass that is over, and another one after it.
+            (GIVEN_FIVE, True),
+            # A pass that is over, and another one after it.
+            ({**GIVEN_FIVE, "is_over": True}, False),
         ]:
             cursor = Cursor()
             cursor.resume([{"loop": 0, "epoch": 1, "iterations": {f"{before}#0": part}}])
@@ -499,31 +510,11 @@ def test_an_epoch_goes_on_with_another_batch_size_at_another_number_of_ranks(by_
     assert sorted(used) == list(range(61))
 
 
-def test_a_checkpoint_whose_keys_had_the_batch_size_goes_on() -> None:
-    told = {"runs": (), "given": 5, "ids": None, "is_over": False, "num_ids": 0}
-    keys = {
-        "61/4/1/0/True": "61/1/0/True",
-        "stream/4/1": "stream/1",
-        "61/0/True/8/steps/1": "61/0/True/8/steps/1",
-        "stream/8/steps/1": "stream/8/steps/1",
-    }
-    iterations = {f"{key}#0": told for key in keys}
-    cursor = Cursor()
-    cursor.resume([{"loop": 0, "epoch": 1, "iterations": iterations}])
-    epochs = cursor.epochs(3)
-    assert next(epochs) == 1
-    assert [cursor.rest_of(key) for key in keys.values()] == [Remainder(((5,),))] * 4
-    iterations["61/8/1/0/True#0"] = told
-    with pytest.raises(ValueError, match="does not say which is which"):
-        Cursor().resume([{"loop": 0, "epoch": 1, "iterations": iterations}])
-
-
 def test_an_epoch_over_two_datasets_goes_on_in_both() -> None:
-    told = {"runs": (), "given": 5, "ids": None, "is_over": False, "num_ids": 0}
     keys = ["61/1/0/True", "70/1/0/True"]
     for first, second in (keys, reversed(keys)):
         cursor = Cursor()
-        iterations = {f"{key}#0": told for key in keys}
+        iterations = {f"{key}#0": GIVEN_FIVE for key in keys}
         cursor.resume([{"loop": 0, "epoch": 1, "iterations": iterations}])
         epochs = cursor.epochs(3)
         assert next(epochs) == 1

@@ -152,13 +152,3 @@ def test_an_epochs_end_and_a_named_loop_know_of_passes_outside() -> None:
     assert next(epochs) == 0 and not list(named.pass_over("epoch 0", 0))
     last = Run(1, [named.cursors[0].state()])
     assert not list(last.pass_over("warm-up", 0))
-
-
-def test_checkpoints_that_did_not_say_what_was_outside_go_on() -> None:
-    told = {"runs": (), "given": 4, "ids": None, "is_over": False, "num_ids": 0}
-    iterations = {f"{SIZE}/0/0/True#0": told}
-    before = Run(1, [{"loop": -1, "epoch": 0, "iterations": iterations}])
-    assert len(list(before.pass_over("warm-up", 0))) == 9
-    behind = Run(1, [{"loop": 0, "epoch": 2, "iterations": iterations}])
-    assert not list(behind.cursors[0].epochs(2))
-    assert len(list(behind.pass_over("after", 0))) == 9
