@@ -149,7 +149,6 @@ class Publisher:
         self._named: dict[str, float] = {}
         self._meter = Meter()
         self._look = look
-        self._is_over = threading.Event()
         threading.Thread(target=self._main, name="metrics", daemon=True).start()
 
     def move_to(self, seat: int) -> None:
@@ -159,7 +158,8 @@ class Publisher:
             metric.set_default_tags(self._tags)
 
     def _main(self) -> None:
-        while not self._is_over.wait(SAMPLE_S):
+        while True:
+            time.sleep(SAMPLE_S)
             look = self._look()
             self._publish_reported(look.reported)
             for name, value in self._meter.read(look).items():

@@ -170,10 +170,7 @@ class Work(ABC):
             yield from self._until_done()
         if self._future is not None:
             self._settle_future()
-        error = self.error()
-        if error is not None:
-            raise error
-        return self._output
+        return self.result()
 
     def _until_done(self) -> Generator[object, None, None]:
         try:

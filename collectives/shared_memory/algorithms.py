@@ -45,9 +45,7 @@ class SharedMemoryCommunicator(Communicator):
 
     backend = "shared-memory"
 
-    def __init__(
-        self, segment: SharedSegment, timeout_s: float, look: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, segment: SharedSegment, timeout_s: float, look: Callable[[], None]) -> None:
         """Blocks until all ranks have come. Leaves `segment` and raises if not. look: as in
         `SharedSegment.meet`."""
         self.rank = segment.rank
@@ -409,17 +407,3 @@ def _no_task(*_: object) -> None:
 def _and_then(tick: int, body: Callable[..., Body], finish: Callable[[], None], *args: Any) -> Body:
     yield from body(tick, *args)
     finish()
-
-
-def connect_shared_memory(
-    descriptor: int,
-    pids: list[int],
-    rank: int,
-    generation: int,
-    timeout_s: float,
-    look: Callable[[], None] | None = None,
-) -> SharedMemoryCommunicator:
-    """Join the segment of `descriptor`. pids: the process of each rank. timeout_s: to meet.
-    look: as in `SharedSegment.meet`."""
-    segment = SharedSegment(descriptor, pids, rank, generation, SLOT_BYTES)
-    return SharedMemoryCommunicator(segment, timeout_s, look)

@@ -497,7 +497,7 @@ class SharedSegment:
         assert failure is not None
         return failure
 
-    def meet(self, timeout_s: float, look: Callable[[], None] | None = None) -> None:
+    def meet(self, timeout_s: float, look: Callable[[], None]) -> None:
         """Return when all ranks have mapped the segment. Uses tick 1.
 
         look: called while this rank waits; raises if the rendezvous is over. Another rank may have

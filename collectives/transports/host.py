@@ -14,8 +14,9 @@ from pathlib import Path
 from ..contract.communicator import Communicator
 from ..contract.endpoint import Endpoint
 from ..contract.errors import PeerLost, StoreLost, StoreTimeout
-from ..shared_memory.algorithms import SLOT_BYTES, connect_shared_memory
+from ..shared_memory.algorithms import SLOT_BYTES, SharedMemoryCommunicator
 from ..shared_memory.layout import key_of, make_memory, open_memory
+from ..shared_memory.segment import SharedSegment
 from ..stores.store import Store
 
 _OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -69,11 +70,8 @@ class PreparedEndpoint:
             self._descriptor = _opened(endpoints[0], generation)
         descriptor, self._descriptor = self._descriptor, -1
         pids = [endpoint.pid for endpoint in endpoints]
-        return connect_shared_memory(descriptor, pids, rank, generation, timeout_s, look)
-
-
-def are_on_one_host(endpoints: Sequence[Endpoint]) -> bool:
-    return len({endpoint.host for endpoint in endpoints}) == 1
+        segment = SharedSegment(descriptor, pids, rank, generation, SLOT_BYTES)
+        return SharedMemoryCommunicator(segment, timeout_s, look)
 
 
 def connect(
@@ -103,7 +101,7 @@ def connect(
                 raise PeerLost("rendezvous", generation, [other], one["failed"])
         endpoints = [Endpoint(**one) for one in cards]
         # One rank elsewhere is enough: a communicator has one transport.
-        if are_on_one_host(endpoints):
+        if len({endpoint.host for endpoint in endpoints}) == 1:
             look = _looking_into(store)
             return prepared.connect(endpoints, rank, generation, store.timeout_s, look)
     finally:

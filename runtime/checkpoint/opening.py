@@ -137,10 +137,6 @@ def swept(storage: Storage) -> list[str]:
         return []
 
 
-def _opened(storage: Storage, folder: str, weights_only: bool) -> CheckpointReader:
-    return CheckpointReader(storage, folder, weights_only=weights_only)
-
-
 def choose(
     storage: Storage,
     group: Group,
@@ -171,7 +167,9 @@ def choose(
         trouble: CheckpointError | None = None
         reader = None
         try:
-            reader = _patiently(partial(_opened, storage, folder, weights_only))
+            reader = _patiently(
+                partial(CheckpointReader, storage, folder, weights_only=weights_only)
+            )
             check(reader)
             _patiently(partial(reader.verify, group.rank, group.size))
         except CheckpointCorrupted as error:

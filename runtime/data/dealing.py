@@ -6,7 +6,6 @@ a rank is in them.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import itertools
 from array import array
@@ -23,6 +22,7 @@ from chorusline.collectives.contract.argument_kinds import (
     checked_place,
 )
 
+from ..process.random_state import mixed
 from .number_set import NumberSet
 
 Hands = list["array[int]"]
@@ -105,9 +105,8 @@ def dealt_hands(
     keep_together: Sequence[Hashable] | None = None,
 ) -> Hands:
     """As `deal`, in arrays."""
-    # torch's CPU generator uses only 32 bits of its seed, so both numbers are hashed into them.
-    mixed = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:4]
-    generator = torch.Generator().manual_seed(int.from_bytes(mixed, "little"))
+    # The order depends on seed and epoch alone, so all ranks deal the same hands.
+    generator = torch.Generator().manual_seed(mixed(seed, epoch))
 
     def order(count: int) -> array[int]:
         if not shuffle:

@@ -110,9 +110,6 @@ class Manifest:
     def below(self, *path: str | int) -> list[ManifestEntry]:
         return [entry for entry in self.entries if entry.path[: len(path)] == path]
 
-    def find(self, path: Path) -> ManifestEntry | None:
-        return next((entry for entry in self.entries if entry.path == path), None)
-
     def items(self) -> list[Item]:
         return [item for entry in self.entries for item in entry.items]
 

@@ -194,6 +194,3 @@ class CheckpointReader:
 
     def names(self) -> list[str]:
         return list(self.manifest.kinds)
-
-    def described(self, entry: ManifestEntry) -> str:
-        return f"{name_of(entry.path)} is {entry}"

@@ -269,9 +269,9 @@ def two_segments() -> list[SharedSegment]:
     pids = [os.getpid()] * 2
     both = [SharedSegment(os.dup(descriptor), pids, rank, 0, SLOT_BYTES) for rank in range(2)]
     os.close(descriptor)
-    other = threading.Thread(target=both[1].meet, args=(10.0,))
+    other = threading.Thread(target=both[1].meet, args=(10.0, lambda: None))
     other.start()
-    both[0].meet(10.0)
+    both[0].meet(10.0, lambda: None)
     other.join()
     return both
 
