@@ -177,13 +177,8 @@ class Lifeline:
         self._driver.declined.remote(self._request.run, self.generation, number, why, is_final)
 
     def _resumed_after(self, report: Callable[[Actor], object]) -> Resumption:
-        self._tell(report)
-        self._wait_until(lambda: self._resumption or self._stop_error)
+        self._ask(report, lambda: self._resumption)
         with self._changed:
-            self._unanswered = None
-            # A stop counts more than a resumption that came before it.
-            if self._stop_error is not None:
-                raise fresh_copy(self._stop_error)
             resumption, self._resumption = self._resumption, None
             assert resumption is not None
             self.last_resumption = resumption
@@ -234,24 +229,32 @@ class Lifeline:
         assert self.group is not None
         # Peers that wait for this rank in a collective learn at once that it issues none.
         self.group.rest()
-        self._tell(lambda driver: driver.finished.remote(run, rank, generation))
-        self._wait_until(lambda: self._is_released or self._freeze_error or self._stop_error)
+        self._ask(
+            lambda driver: driver.finished.remote(run, rank, generation),
+            lambda: self._is_released or self._freeze_error,
+        )
         with self._changed:
-            self._unanswered = None
-            if self._stop_error is not None:
-                raise fresh_copy(self._stop_error)
             if self._is_released:
                 self.group.turn()  # To what follows the function, as all ranks do.
                 return None
             return self._freeze_error
 
-    def _wait_until(self, is_decided: Callable[[], object]) -> None:
-        """Returns when the driver has decided. Ends this process if it is cut off from the cluster:
-        the others continue without it, and it would keep its device until the network is back."""
+    def _ask(self, report: Callable[[Actor], object], is_decided: Callable[[], object]) -> None:
+        """Make a call that is not awaited, and return when the driver has decided. If the driver
+        dies, `attach` repeats the call to the next one. Raises the error that the run was stopped
+        with. Ends this process if it is cut off from the cluster: the others continue without it,
+        and it would keep its device until the network is back."""
+        with self._changed:
+            self._unanswered = report
+            report(self._driver)
         head = HeadWatch()
         while True:
             with self._changed:
-                if self._changed.wait_for(is_decided, HEAD_WATCH_S):
+                if self._changed.wait_for(lambda: self._stop_error or is_decided(), HEAD_WATCH_S):
+                    self._unanswered = None
+                    # A stop counts more than a decision that came before it.
+                    if self._stop_error is not None:
+                        raise fresh_copy(self._stop_error)
                     return
             # Without the lock, as the question may take seconds, and the control loop needs it.
             if head.gives_up():
@@ -263,12 +266,6 @@ class Lifeline:
                     HEAD_S,
                 )
                 os._exit(1)
-
-    def _tell(self, report: Callable[[Actor], object]) -> None:
-        """Make a call that is not awaited: if the driver dies, `attach` repeats it to the next."""
-        with self._changed:
-            self._unanswered = report
-            report(self._driver)
 
     # ── Control loop ─────────────────────────────────────────────────────────────────────────────
 
