@@ -15,6 +15,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from ..driver.driver import Unfit
@@ -22,8 +23,8 @@ from ..messages.messages import RunRequest
 from ..ray_calls.calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
 from ..ray_calls.versions import versions_here
 from .news import Listener
-from .replacing import Replacing
-from .retry import persist
+from .replacing import replace_stragglers
+from .retry import beside, persist
 from .seats import Seats
 from .spare_workers import SpareWorkers
 
@@ -87,18 +88,14 @@ class Recruiter:
             "a pause is not noticed": self._watch_pauses,
         }
         if self._request.replaces_stragglers:
-            replacing = Replacing(self._driver, self._request.run, self._workers, self._starting)
-            watches["stragglers are not replaced"] = replacing.watch
-        watchers = [
-            asyncio.create_task(self._until_driver_dies(watch, what), name=f"watch: {what}")
-            for what, watch in watches.items()
-        ]
-        try:
+            watches["stragglers are not replaced"] = partial(
+                replace_stragglers, self._driver, self._request.run, self._workers, self._starting
+            )
+        async with contextlib.AsyncExitStack() as stack:
+            for what, watch in watches.items():
+                watcher = self._until_driver_dies(watch, what)
+                await stack.enter_async_context(beside(watcher, f"watch: {what}"))
             yield
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.wait(watchers)
 
     async def _until_driver_dies(self, watch: Callable[[], Awaitable[None]], what: str) -> None:
         async def attempt() -> bool:

@@ -8,8 +8,10 @@ unseen.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
 
 from ..ray_calls.calls import ActorGone
 
@@ -17,6 +19,18 @@ AGAIN_S, AGAIN_AT_MOST_S = 1.0, 30.0
 """Seconds between two attempts: at first, and at most. It doubles."""
 
 _log = logging.getLogger("chorusline")
+
+
+@contextlib.asynccontextmanager
+async def beside(coroutine: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    """Run `coroutine` while the body suspends; it has ended before the block has. name: of its
+    task. What it raises is left in the task."""
+    task = asyncio.create_task(coroutine, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def persist(attempt: Callable[[], Awaitable[bool]], what: str) -> None:

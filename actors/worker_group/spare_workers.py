@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import ray
 
 from ..ray_calls.calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
-from .retry import AGAIN_AT_MOST_S, AGAIN_S, persist
+from .retry import AGAIN_AT_MOST_S, AGAIN_S, beside, persist
 from .seats import Seats
 
 _BEHIND_S = 3.0
@@ -48,22 +49,12 @@ class SpareWorkers:
     async def kept(self, program: Any) -> AsyncIterator[None]:
         """While the body runs, see that a worker waits in every spare seat, and has opened
         the program. Those that wait at the end continue to wait."""
-
-        async def keep(seat: int) -> None:
-            what = f"seat {seat} of the spares is not filled"
-            await persist(lambda: self._keep(seat, program), what)
-
-        tasks = [
-            asyncio.create_task(keep(seat), name=f"spare-{seat}")
-            for seat in self._seats.spare_seats
-        ]
-        try:
+        async with AsyncExitStack() as stack:
+            for seat in self._seats.spare_seats:
+                what = f"seat {seat} of the spares is not filled"
+                keep = partial(self._keep, seat, program)
+                await stack.enter_async_context(beside(persist(keep, what), f"spare-{seat}"))
             yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
 
     async def _keep(self, seat: int, program: Any) -> bool:
         pause_s = AGAIN_S

@@ -41,7 +41,7 @@ from ..worker.devices import environment_of_workers
 from ..worker.worker import LOADED_LATE, Worker, worker_class
 from .news import Listener
 from .recruiting import Recruiter
-from .retry import persist
+from .retry import beside, persist
 from .seats import Seats
 from .spare_workers import SpareWorkers
 
@@ -191,12 +191,8 @@ class WorkerGroup:
                     # Ray may leave a worker pending whose node died as it was asked for (2.60).
                     ray.kill(self._workers[seat])
 
-        looking = asyncio.create_task(persist(look, "dead nodes are not noticed"), name="seats")
-        try:
+        async with beside(persist(look, "dead nodes are not noticed"), "seats"):
             yield
-        finally:
-            looking.cancel()
-            await asyncio.wait([looking])
 
     async def _sort_out(self, timeout_s: float) -> None:
         """Kill the workers that cannot take part. Those that are starting have longer to answer."""

@@ -39,7 +39,7 @@ from benchmarks.faults import chaos_outside
 from benchmarks.faults.chaos_faults import DRAIN_S, FAULTS, PHASES, Fault, Plan, draw, entries_of
 from benchmarks.faults.chaos_kinds import KINDS
 from benchmarks.faults.chaos_training import Told, complaints, train
-from chorusline.runtime.session.holding.slow_start_notice import beside
+from chorusline.actors.worker_group.retry import beside
 
 TIMEOUT_S = 8.0
 """Of a collective, and so of how long a stopped worker is waited for."""

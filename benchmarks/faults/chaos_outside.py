@@ -19,8 +19,8 @@ from pathlib import Path
 import ray
 
 import chorusline as cl
+from chorusline.actors.worker_group.retry import beside
 from chorusline.collectives.contract.errors import name_ranks
-from chorusline.runtime.session.holding.slow_start_notice import beside
 
 from . import chaos_kinds
 from .chaos_kinds import KINDS, Kind, Told

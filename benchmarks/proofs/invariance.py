@@ -47,7 +47,7 @@ from benchmarks.proofs.invariance_training import (
     deal_in,
     train,
 )
-from chorusline.runtime.session.holding.slow_start_notice import beside
+from chorusline.actors.worker_group.retry import beside
 
 TIMEOUT_S = 8.0
 """Of a collective, and so of how long a stopped worker is waited for."""

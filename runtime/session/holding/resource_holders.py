@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from chorusline.actors.ray_calls.detached_actors import INCARNATION, names_of
+from chorusline.actors.worker_group.retry import beside
 
 from ... import notebook
 from ..placing import placement
-from .slow_start_notice import beside
 
 _LOOK_AFTER_S = 1.0
 """Longer than a placement takes where there is room, and than Ray needs to count what a session

@@ -1,29 +1,17 @@
-"""Coroutines that run beside a block; and what a start waits for, told while it does."""
+"""What a start waits for, told while it does."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
+from chorusline.actors.worker_group.retry import beside
 from chorusline.actors.worker_group.worker_group import WorkerGroup
 
 from ..showing.starting import Starting
 
 _LOOK_S = 0.25
-
-
-@contextlib.asynccontextmanager
-async def beside(coroutine: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
-    """Run `coroutine` while the body suspends; it has ended before the block has. name: of its
-    task. What it raises is left in the task."""
-    task = asyncio.create_task(coroutine, name=name)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
 
 
 @contextlib.asynccontextmanager
