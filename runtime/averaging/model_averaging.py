@@ -165,10 +165,9 @@ def _marked(
 ) -> list[torch.nn.Parameter]:
     """The parameters, which may differ between ranks from now on: a checkpoint looks whether they
     do."""
-    averaged, listed = between_runs().averaged, [*_parameters(params)]
-    # In each step the same ones come, and one look is enough.
-    if listed and listed[-1] not in averaged:
-        averaged.update((parameter, True) for parameter in listed)
+    listed = [*_parameters(params)]
+    # In each step: a body may average more parameters later, such as those that it unfreezes.
+    between_runs().averaged.update((parameter, True) for parameter in listed)
     return listed
 
 

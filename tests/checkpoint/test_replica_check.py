@@ -101,6 +101,35 @@ def test_parameters_that_the_ranks_train_apart_are_saved_only_where_they_are_ave
     assert "per_rank=True" in said[1]
 
 
+def _average_more_later(group: cl.Group, config: cl.CheckpointConfig) -> str:
+    """What is said of a save after a step apart with all parameters, when so far only those of the
+    head were averaged."""
+
+    def train(ctx: cl.Context) -> str:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1))
+        ctx.register("model", net)
+        averager = cl.PeriodicModelAverager(period=2, process_group=ctx.group)
+        averager.average_parameters(net[1].parameters())
+        net[1].requires_grad_(False)
+        optim = torch.optim.SGD(net[0].parameters(), lr=0.1)
+        net(torch.ones(2, 3) * (1 + ctx.rank)).sum().backward()
+        optim.step()
+        averager.average_parameters(net.parameters())
+        try:
+            ctx.save().wait()
+        except cl.CheckpointWriteFailed as error:
+            return str(error)
+        return ""
+
+    return in_run(group, train, config)
+
+
+def test_parameters_that_are_averaged_later_are_compared_too(ranks_of, tmp_path: Path):
+    for word in ranks_of(2).run(_average_more_later, cl.CheckpointConfig(tmp_path)):
+        assert "was not written, on rank 1: the checksum of model.0.weight is " in word
+
+
 def _keep_own_parameters(
     group: cl.Group, config: cl.CheckpointConfig, num_steps: int
 ) -> list[list[float]]:
