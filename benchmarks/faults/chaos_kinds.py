@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import random
 import sys
 import time
@@ -100,6 +101,7 @@ class Told:
     """What a rank returns."""
 
     rank: int
+    pid: int
     parameters: list[torch.Tensor]
     world_size: int
     resumed_from: str | None
@@ -177,7 +179,7 @@ def _trained(
                 ctx.report(step=ctx.step)
     ctx.report(done=1)
     parameters = [p.detach().clone() for p in module.parameters()]
-    return Told(ctx.rank, parameters, ctx.world_size, ctx.resumed_from)
+    return Told(ctx.rank, os.getpid(), parameters, ctx.world_size, ctx.resumed_from)
 
 
 # -- what has to be true -------------------------------------------------------------------------

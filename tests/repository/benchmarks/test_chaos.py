@@ -175,7 +175,7 @@ def ledger(num_steps: int = 30) -> list[torch.Tensor]:
 
 def test_a_ledger_tells_what_was_used_again_or_never_and_steps_that_were_taken_back() -> None:
     def said(used: torch.Tensor, clock: torch.Tensor) -> list[str]:
-        told = [chaos_kinds.Told(rank, [used, clock], 2, None) for rank in range(2)]
+        told = [chaos_kinds.Told(rank, 17, [used, clock], 2, None) for rank in range(2)]
         return chaos_kinds.complaints(chaos_kinds.Kind("zero"), told)
 
     used, clock = ledger()
