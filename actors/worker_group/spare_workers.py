@@ -37,6 +37,9 @@ class SpareWorkers:
         self._seats = seats
         self._make = make
         self._workers: dict[int, Actor] = {}
+        self._seated: dict[int, Any] = {}
+        """By spare seat, the call that ends when its worker has another seat. One for each worker:
+        the call stays in the worker when the run that waits for it ends."""
         self._ready: set[int] = set()
         self._is_ready = asyncio.Event()
 
@@ -63,13 +66,14 @@ class SpareWorkers:
             if seat not in self._workers:
                 await self._seats.wait_for(seat)
                 self._workers[seat] = self._make(seat)
-            worker = self._workers[seat]
+                self._seated[seat] = self._workers[seat].wait_for_seat.remote()
+            worker, seated = self._workers[seat], self._seated[seat]
             try:
                 await answer(worker.prepare.remote(program))
                 if self._workers.get(seat) is worker:  # It may have been taken meanwhile.
                     self._ready.add(seat)
                     self._is_ready.set()
-                await answer(worker.wait_for_seat.remote())
+                await answer(seated)
                 pause_s = AGAIN_S
                 await asyncio.sleep(_BEHIND_S)
             except ActorGone:

@@ -77,6 +77,24 @@ async def test_a_spare_worker_takes_the_seat_of_a_lost_one(cluster: None, tmp_pa
         assert session.num_workers == 2
 
 
+def rest(ctx: cl.Context, seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.mark.timeout(240)  # A hundred runs, on a busy machine.
+async def test_a_spare_worker_answers_after_a_hundred_runs(cluster: None, tmp_path: Path) -> None:
+    """As many calls as a worker's control loop takes at a time."""
+    async with cl.Session(2, spares=1, max_failures=None, resources_per_worker=FEW) as session:
+        while not session.num_spares:
+            await session.run(rest, seconds=0.5)
+        waited = await pids_of_spares(session)
+        for _ in range(110):
+            await session.run(rest, seconds=0)
+        (tmp_path / "has_spares").touch()
+        told = await session.run(train, folder=tmp_path, dies=True)
+    assert waited <= {pid for pid, _, _ in told}
+
+
 async def test_a_spare_worker_takes_the_seat_in_the_next_run_if_a_loss_ends_this_one(
     cluster: None, tmp_path: Path
 ) -> None:
