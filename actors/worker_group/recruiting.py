@@ -74,7 +74,7 @@ class Recruiter:
         self._starting = starting
         self._program = program
         self._listener = listener
-        self._reasons_told: set[str] = set()
+        self._noted: set[str] = set()
 
     @asynccontextmanager
     async def at_work(self, *, has_taken_over: bool) -> AsyncIterator[None]:
@@ -195,12 +195,14 @@ class Recruiter:
         asked = self._driver.why_waits.remote(self._request.run, str(worker._actor_id.hex()))
         with contextlib.suppress(NoAnswer):
             why = await answer(asked, _ANSWER_S)
-            # Once for each reason: many seats may be filled, and mostly they wait for the same.
-            if why and why not in self._reasons_told:
-                self._reasons_told.add(why)
-                self._listener.note(
-                    f"a new worker is ready, but the function cannot admit it: {why}"
-                )
+            if why:
+                self._note(f"a new worker is ready, but the function cannot admit it: {why}")
+
+    def _note(self, notice: str) -> None:
+        """Once: many seats may be filled, and mostly they wait for the same."""
+        if notice not in self._noted:
+            self._noted.add(notice)
+            self._listener.note(notice)
 
     async def _newcomer(self, seat: int) -> tuple[Actor, bool]:
         """A spare worker; or, if there is room for the seat before one is ready, a new
@@ -232,12 +234,16 @@ class Recruiter:
         if not is_prepared:
             try:
                 await answer(newcomer.prepare.remote(self._program), self._request.pause_s)
-            except ActorGone:
+            except ActorGone as gone:
+                self._note(f"a new worker could not start: {gone.detail}; another one is started")
                 return False
             except NoAnswer:
                 pass  # The driver says what is wrong with it.
         # The driver registers it by that, and what is left over could not be registered.
-        if await self._unfit({seat: newcomer}, self._request.pause_s):
+        for unfit in await self._unfit({seat: newcomer}, self._request.pause_s):
+            self._note(
+                f"a new worker {unfit.reason}; it cannot take part, and another one is started"
+            )
             return False
         self._starting.discard(seat)
         return True

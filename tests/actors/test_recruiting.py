@@ -8,6 +8,7 @@ from typing import Any
 
 from chorusline.actors.driver.driver import Unfit
 from chorusline.actors.messages.messages import RunRequest
+from chorusline.actors.worker_group.news import Listener
 from chorusline.actors.worker_group.recruiting import Recruiter
 from chorusline.actors.worker_group.spare_workers import SpareWorkers
 
@@ -78,3 +79,34 @@ async def test_a_death_of_which_both_the_driver_and_the_session_know_is_replaced
     recruiting.cancel()
     await asyncio.wait([recruiting])
     assert started == [1]
+
+
+async def test_a_worker_that_cannot_take_part_is_told_of_once() -> None:
+    """Each attempt to fill the seat finds the same."""
+    listener = Listener({}, set())
+
+    def adopt(asked: dict[int, Any], timeout_s: float, versions: Any) -> tuple[Unfit, ...]:
+        return (Unfit(1, False, "runs torch 1 (the caller has 2)"),)
+
+    worker: Any = Worker("worker-1")
+    worker.prepare = remote(lambda program: None)
+    nobody: Any = None
+    recruiter = Recruiter(
+        SimpleNamespace(adopt=remote(adopt)),
+        RunRequest(0, 5.0, keep_reports=False, max_failures=None),
+        nobody,
+        {},
+        nobody,
+        nobody,
+        nobody,
+        set(),
+        None,
+        listener,
+    )
+    for _ in range(3):
+        assert not await recruiter._has_come(1, worker, is_prepared=False)
+    [notice] = (await listener.pull(0, 1.0)).notices
+    assert notice == (
+        "a new worker runs torch 1 (the caller has 2); it cannot take part, and another one is "
+        "started"
+    )
