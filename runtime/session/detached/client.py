@@ -291,7 +291,8 @@ class DetachedClient:
 
     async def ending(self, run: int) -> RunSucceeded | RunFailed:
         """How a run has ended, when it has. Raises what ended it before there was an outcome."""
-        ending = await self._ask("ending", run, timeout_s=None)
+        while (ending := await self._ask("ending", run, timeout_s=None)) is None:
+            pass  # The call itself has waited.
         if isinstance(ending, BaseException):
             raise ending
         assert isinstance(ending, RunSucceeded | RunFailed)

@@ -54,6 +54,9 @@ _LINES = 200
 _CLIENT_S = 15.0
 """Seconds after which a client that says nothing is gone."""
 
+_ENDING_S = 10.0
+"""Seconds for which a client's call waits for the end of a run; it asks again."""
+
 _AGAIN_S = 0.1
 _LOOK_S = 1.0
 _SNAPSHOT_S = 1.0
@@ -273,15 +276,25 @@ class SessionHost:
         set_debug_level(debug_level)
         number = self._run.number + 1 if self._run else 0
         run = _Run(number, token, self._id, time.time())
-        # The run before is kept: its clients may hear of its end after another one has begun a run.
-        self._runs = [*self._runs[-1:], run]
         self._detached.save("request", None)  # First: the record is not to go with an older one.
         self._record(run)
+        # The run before is kept: its clients may hear of its end after another one has begun a run.
+        self._runs = [*self._runs[-1:], run]
         self._carry_out(run, program, None)
         return number
 
     def _carry_out(self, run: _Run, program: Parcel | None, begun: RunRequest | None) -> None:
         run.task = self._own(self._until_over(run, program, begun), f"run-{run.number}")
+        # Not in the coroutine: a task that is cancelled before its first step never enters it.
+        run.task.add_done_callback(lambda _: self._is_over(run))
+
+    def _is_over(self, run: _Run) -> None:
+        if run.ending is None:
+            run.ending = GroupAborted(0, [], run.why or "it was cancelled")
+        run.took_s = time.time() - run.began
+        self._busy_at = time.monotonic()
+        run.is_over.set()
+        self._record(run)
 
     async def _until_over(
         self, run: _Run, program: Parcel | None, begun: RunRequest | None
@@ -293,11 +306,6 @@ class SessionHost:
             run.ending = GroupAborted(await self._generation(), [], run.why or "it was cancelled")
         except Exception as error:
             run.ending = error
-        finally:
-            run.took_s = time.time() - run.began
-            self._busy_at = time.monotonic()
-            run.is_over.set()
-            self._record(run)
 
     async def _generation(self) -> int:
         seen = await self._local.ask_workers(_SNAPSHOT_S)
@@ -329,15 +337,17 @@ class SessionHost:
     def _idle_s(self) -> float:
         return time.monotonic() - self._busy_at
 
-    async def ending(self, run: int) -> Ending:
-        """How a run has ended, when it has. Raises nothing of the run's."""
+    async def ending(self, run: int) -> Ending | None:
+        """How a run has ended; None if it has not after a while. Raises nothing of the run's."""
         await self._is_up.wait()
         this = self._kept(run)
         if this is None:
             return _forgotten(b"")
-        await this.is_over.wait()
-        assert this.ending is not None
-        return this.ending
+        # Of a client that is gone, the call would stay here until the run is over; Ray answers
+        # nobody any more when a thousand have come together.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(this.is_over.wait(), _ENDING_S)
+        return this.ending if this.is_over.is_set() else None
 
     async def interrupt(self, why: str) -> bool:
         """Stop the run in progress, after its step if that ends soon; whether there was one.

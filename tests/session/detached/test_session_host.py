@@ -75,6 +75,48 @@ async def test_a_run_that_two_programs_interrupt_ends_by_the_first_interrupt() -
     assert await first and await second
 
 
+async def test_a_run_that_is_interrupted_before_it_begins_is_over() -> None:
+    host = host_of(SimpleNamespace(run=None), Memory())
+    # Both calls wait for a session host that was started again.
+    host._is_up.clear()
+    begins = asyncio.create_task(begun(host, "first"))
+    interrupts = asyncio.create_task(host.interrupt("at once"))
+    await asyncio.sleep(0)
+    host._is_up.set()
+    number = await begins
+    assert await asyncio.wait_for(interrupts, 5)
+    ending = await host.ending(number)
+    assert isinstance(ending, cl.GroupAborted) and "at once" in str(ending)
+    assert not host._is_running
+
+
+async def test_a_run_that_could_not_be_recorded_has_not_begun() -> None:
+    class FullMemory(Memory):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save = self.refuse
+
+        def refuse(self, name: str, value: object) -> None:
+            raise OSError("the head takes no more")
+
+    host = host_of(SimpleNamespace(run=None), FullMemory())
+    with pytest.raises(OSError, match="takes no more"):
+        await begun(host, "first")
+    assert not host._is_running and not await host.interrupt("nothing")
+
+
+async def test_a_call_for_the_end_of_a_run_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_host, "_ENDING_S", 0.05)
+
+    async def run(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    host = host_of(SimpleNamespace(run=run), Memory())
+    number = await begun(host, "first")
+    assert await host.ending(number) is None, "the client asks again"
+    host._runs[-1].task.cancel()
+
+
 class BusyWorker:
     """A worker that holds the reports of its last run, and takes a moment for each answer."""
 
