@@ -256,7 +256,7 @@ def headline(
         parts = [places.of_epochs, f"step {places.done}/{places.total}"]
     if not over and pace is not None and (left := time_left(places, pace, num_steps)):
         parts.append(left)
-    numbers = model.numbers or places.numbers
+    numbers = places.numbers or model.numbers  # The reports of lost ranks stay in the model.
     parts += [f"{name} {_short(value)}" for name, value in [*numbers.items()][:_MAX_NUMBERS]]
     # What the function counts itself comes before what is counted for it.
     if model.tokens_per_s is not None:

@@ -159,6 +159,12 @@ def test_a_lost_rank_has_no_batches_left():
     assert batches_left(reported, places_of(status(0))) == "batches left: rank 0 8"
 
 
+def test_a_lost_rank_has_no_part_in_the_numbers_of_the_headline():
+    reported = seen(Report(0, 0, 0.0, {"loss": 0.1}), Report(1, 0, 0.0, {"loss": 9.0}))
+    places = places_of(status(0), numbers={0: {"loss": 0.1}}, num_lost=1)
+    assert "loss 0.100" in headline(reported, places)
+
+
 def test_steps_without_data_count_in_the_epoch():
     shadows = status(0, taken=5, left=10, batches_shadowed=20)
     assert (places_of(shadows).done, places_of(shadows).total) == (25, 35)
