@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chorusline.actors.reporting.worker_logs import ERR, FIGURE, Printed, PrintedPiece
+from chorusline.actors.reporting.worker_logs import ERR, FIGURE, OUT, Printed, PrintedPiece
 
 _OF_RAY = (":actor_name:", ":task_name:", ":job_id:")
 """Beginnings of lines that Ray writes into the files for itself."""
@@ -30,8 +30,14 @@ class RankLines:
         self._begun: dict[
             tuple[int, int], PrintedPiece
         ] = {}  # by seat and stream: a line without its end
+        self._files: dict[int, tuple[str, str]] = {}  # by seat, of the worker that has printed last
 
     def take(self, seat: int, printed: Printed) -> None:
+        if self._files.get(seat) != printed.files:  # Another worker has the seat now.
+            self._files[seat] = printed.files
+            for stream in (OUT, ERR):
+                if (begun := self._begun.pop((seat, stream), None)) is not None:
+                    self._show(seat, begun)
         for piece in printed.pieces:
             if piece.kind == FIGURE:
                 self.end()  # The line that was begun before it comes before it.

@@ -148,6 +148,15 @@ def test_of_a_progress_bar_that_never_ends_its_line_only_the_last_state_is_held(
     assert lines == ["[rank 0] done", "[rank 0] last"]
 
 
+def test_a_line_that_a_lost_worker_has_begun_is_no_part_of_its_successors() -> None:
+    lines: list[str] = []
+    shown = RankLines(lambda line, is_error: lines.append(line), lambda *_: None)
+    for files, data in ((("a", "b"), b"half a li"), (("c", "d"), b"anew\n")):
+        pieces = (PrintedPiece(ERR, data, 1),)
+        shown.take(0, Printed(pieces, Position(), 1, False, files, ""))
+    assert lines == ["[rank 1] half a li", "[rank 1] anew"]
+
+
 def test_a_line_of_megabytes_is_shown_in_parts_of_which_none_is_lost() -> None:
     lines: list[str] = []
     shown = RankLines(lambda line, is_error: lines.append(line), lambda *_: None)
