@@ -210,9 +210,10 @@ class _Line:
             )
 
     def _main(self) -> None:
-        if not self._call(self._queue.get(), "it does not record this run"):
-            return
+        has_begun = self._call(self._queue.get(), "it does not record this run")
         while (call := self._queue.get()) is not None:
+            if not has_begun:
+                continue  # Else what waits for it would look like the steps of a slow tracker.
             self._call(call, "it still receives later steps")
             # Not after each call: a tracker that writes files would write each number by itself.
             if self._queue.empty():

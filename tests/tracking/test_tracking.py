@@ -135,14 +135,19 @@ async def test_a_tracker_that_raises_is_told_once_and_gets_what_comes_later(
 
 
 async def test_a_tracker_that_cannot_begin_does_not_follow_the_run(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = Kept(raises="begin")
-    run = tracking(broken)
-    run.look([report(1)], status(2))
+    monkeypatch.setattr(module, "MOST_WAITING", 5)
+    broken, other = Kept(raises="begin"), Kept()
+    run = tracking(broken, other)
+    for step in range(1, 10):
+        run.look([report(step)], status(step + 1))
+        while len(other.told) < step + 1:
+            await asyncio.sleep(0.01)
     await run.end(None)
     assert [told[0] for told in broken.told] == ["begin"]
-    assert "it does not record this run" in caplog.text
+    (said,) = [record.message for record in caplog.records]
+    assert said.endswith("Training continues, and it does not record this run")
 
 
 async def test_a_slow_tracker_delays_nobody_and_what_is_left_out_is_counted(
