@@ -146,6 +146,7 @@ class Publisher:
         ((name, says),) = REPORTED.items()
         self._reported = Gauge(name, description=says, tag_keys=(*tags, "name"))
         self._reported.set_default_tags(tags)
+        self._metrics[name] = self._reported
         self._named: dict[str, float] = {}
         self._meter = Meter()
         self._look = look

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -21,7 +22,15 @@ import torch
 from chorusline.actors.messages.run_status import RunStatus
 from chorusline.actors.messages.whereabouts import Whereabouts
 from chorusline.actors.ray_calls.versions import difference, versions_here
-from chorusline.actors.reporting.metrics import COUNTERS, GAUGES, OF_DRIVER, REPORTED, Look, Meter
+from chorusline.actors.reporting.metrics import (
+    COUNTERS,
+    GAUGES,
+    OF_DRIVER,
+    REPORTED,
+    Look,
+    Meter,
+    Publisher,
+)
 from chorusline.collectives.diagnosis.flight_recorder import CAPACITY, FlightRecording
 from chorusline.collectives.group import Group
 from chorusline.collectives.stores.store import HashStore
@@ -159,6 +168,14 @@ def test_clocks_of_hosts_are_aligned_by_the_ends_of_collectives() -> None:
 
 def look(steps: RunStatus, group: Group | None, *, is_running: bool = True) -> Look:
     return Look(steps, group, is_running, 4, 1 << 20, 0)
+
+
+def test_a_worker_that_moves_publishes_all_of_its_metrics_from_its_new_seat() -> None:
+    publisher = Publisher("night", 3, sys.exit)  # Ends the thread at its first look.
+    publisher.move_to(1)
+    seats = {name: one.info["default_tags"]["seat"] for name, one in publisher._metrics.items()}
+    assert seats == dict.fromkeys([*GAUGES, *COUNTERS, *REPORTED], "1")
+    assert publisher._reported.info["default_tags"]["seat"] == "1"
 
 
 def test_a_meter_reads_what_happened_since_its_last_look() -> None:
