@@ -73,7 +73,7 @@ _METHODS = {
     "abort_process_group": "write abort(reason)",
     "all_reduce_coalesced": _COALESCED,
     "all_gather_coalesced": _COALESCED,
-    "record_comm": "the last operations are always recorded: flight_recorder()",
+    "record_comm": "the last operations are always recorded: write flight_recorder",
 }
 """By name of torch.distributed, what a Group has instead."""
 
