@@ -282,6 +282,10 @@ class Checkpoints:
         progress, before = self.tell_progress(), self._last_save
         # Asked before the copies are written over. Then the epoch's end is noted beside both.
         is_again = before is not None and before.holds(step, progress, self._collect)
+        # Of another step, as all ranks know. Else the content may differ on one rank alone, and
+        # rank 0, where it does not, waits for that rank's word.
+        if before is not None and not is_again and before.step == step:
+            self._tell_epoch_end(before.writings, is_end=False)
         contents = self._collect(live)
         kinds = {entry.name: kind_of(entry) for entry in self.registry}
         writing = self._begin(
@@ -311,7 +315,10 @@ class Checkpoints:
         if last is None:
             return
         is_end = last.holds(step, self.tell_progress(), self._collect)
-        for writing in last.writings:
+        self._tell_epoch_end(last.writings, is_end)
+
+    def _tell_epoch_end(self, writings: Sequence[Writing], is_end: bool) -> None:
+        for writing in writings:
             self._epoch_ends.append(EpochEnd(writing, is_end))
             self._epoch_ends[-1].start()
 

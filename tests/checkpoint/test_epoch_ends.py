@@ -61,6 +61,10 @@ def epochs_entered(
             schedule.step()
         if tail not in ("by steps", "after the loop"):
             saving = ctx.save()
+        if tail == "draws on rank 1 between saves":
+            if ctx.rank == 1:
+                torch.rand(1)
+            ctx.save()
         if tail == "named":
             saving.wait()
             ctx.save(Path(saving.path).parent / f"named-{epoch}")
@@ -150,6 +154,18 @@ def test_an_epoch_is_entered_again_if_anything_has_changed_behind_the_save(
     entered, _, (told,) = in_run_of(ranks_of(2), config, 2, tail)
     assert entered == [(0, 0), (1, EVERY)]
     assert "in epoch 0 after its batches, so the rest of its body runs now" in told
+
+
+def test_two_saves_of_one_step_may_differ_on_one_rank_alone(
+    ranks_of: Ranks, tmp_path: Path
+) -> None:
+    config = cl.CheckpointConfig(tmp_path, num_to_keep=None)
+    entered, *_ = in_run_of(ranks_of(2), config, 2, "draws on rank 1 between saves")
+    assert entered == [(0, EVERY), (1, EVERY)]
+    assert len(list(tmp_path.glob("step-*"))) == 4
+    # Only beside the second one of each epoch.
+    noted = [note.parent.name.rpartition("-")[2] for note in tmp_path.glob(f"*/{NOTE}")]
+    assert sorted(noted) == ["1", "3"]
 
 
 def test_an_epoch_whose_run_was_killed_behind_the_save_is_entered_again(
