@@ -13,7 +13,7 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.checkpoint.checkpoints import Checkpoints
-from chorusline.runtime.checkpoint.format.catalog import candidates, newest_whole
+from chorusline.runtime.checkpoint.format.catalog import candidates, newest_whole, prune, sweep
 from chorusline.runtime.checkpoint.format.manifest import read_manifest, write_manifest
 from chorusline.runtime.checkpoint.format.shard_file import write_part
 from chorusline.runtime.checkpoint.format.storage import open_storage
@@ -253,3 +253,14 @@ def test_saves_of_one_run_are_in_order_whatever_the_clock_does(alone, tmp_path, 
             monkeypatch.setattr(time, "time", lambda step=step: now - step)
             checkpoints.save(None, step, [0]).wait()
             assert newest_whole(open_storage(tmp_path)).manifest.step == step
+
+
+def test_a_save_deletes_nothing_of_one_that_other_ranks_have_begun(alone, tmp_path):
+    saved = _saved(alone, cl.CheckpointConfig(tmp_path), 32 * "a", 3)
+    begun = saved.with_name(f"{saved.name.rpartition('-')[0]}-1")
+    begun.mkdir()
+    (begun / "rank-1.distcp").write_bytes(b"half")
+    assert prune(open_storage(tmp_path), 1, saved.name)
+    assert (begun / "rank-1.distcp").exists()
+    # The next run does, in which nobody writes it any more.
+    assert sweep(open_storage(tmp_path)) == [] and not begun.exists()

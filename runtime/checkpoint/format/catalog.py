@@ -90,9 +90,10 @@ def listing(storage: Storage) -> Listing:
 
 
 def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection[str] = ()) -> bool:
-    """Delete old checkpoints now that `newest` is written: all after the `keep` newest whole ones,
-    and all torn ones. No checkpoint is written at the same time. Returns whether `newest` is whole;
-    if it is not, nothing is deleted. Raises OSError if it cannot be read now.
+    """Delete old checkpoints now that `newest` is written: all after the `keep` newest whole ones.
+    Torn ones stay until the next run begins (`sweep`): ranks that have given `newest` up may be
+    writing the next one. Returns whether `newest` is whole; if it is not, nothing is deleted.
+    Raises OSError if it cannot be read now.
 
     A damaged checkpoint is not counted, and stays as long as whole ones before it do. Damage is
     seen by the sizes of files, which come with the list of a folder; to read all bytes would make
@@ -115,9 +116,6 @@ def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection
     if keep is not None and num_whole >= keep:  # When they were written is not known.
         for name in listed.broken:
             remove(storage, name)
-    # No save is under way, so what has no manifest will never have one.
-    for name in listed.torn:
-        storage.delete(name)
     return True
 
 
