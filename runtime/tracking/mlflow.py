@@ -83,17 +83,45 @@ class MLflowTracker(Tracker):
         self.log(event.step, {NUM_WORKERS: float(event.num_workers)}, event.ended_at)
 
     def flush(self) -> None:
+        refused: dict[str, Exception] = {}
         while self._metrics:
+            batch = self._metrics[:_MOST_METRICS]
             try:
-                self._client.log_batch(self._run_id, metrics=self._metrics[:_MOST_METRICS])
+                self._send(batch)
             except Exception as error:
-                # A server that is away gets them with the next flush. What MLflow refuses, such as
-                # a name with "%", it refuses each time, and no later metric would arrive.
-                is_refused = getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE"
-                if is_refused or len(self._metrics) > _MOST_KEPT:
-                    del self._metrics[:_MOST_METRICS]
-                raise
-            del self._metrics[:_MOST_METRICS]
+                # A server that is away gets them with the next flush.
+                if not _is_refused(error):
+                    if len(self._metrics) > _MOST_KEPT:
+                        self._drop(batch)
+                    raise
+                refused |= self._send_by_name(batch)
+        if refused:
+            names = ", ".join(map(repr, refused))
+            (*_, why) = refused.values()
+            raise ValueError(f"MLflow has refused what was reported as {names} ({why})")
+
+    def _send_by_name(self, metrics: list[Any]) -> dict[str, Exception]:
+        """Returns the names that MLflow refuses, such as one with "%", which it does each time: a
+        call with one of them is refused as a whole."""
+        refused: dict[str, Exception] = {}
+        for name in dict.fromkeys(one.key for one in metrics):
+            of_name = [one for one in metrics if one.key == name]
+            try:
+                self._send(of_name)
+            except Exception as error:
+                if not _is_refused(error):
+                    raise
+                refused[name] = error
+                self._drop(of_name)
+        return refused
+
+    def _send(self, metrics: list[Any]) -> None:
+        self._client.log_batch(self._run_id, metrics=metrics)
+        self._drop(metrics)
+
+    def _drop(self, metrics: list[Any]) -> None:
+        gone = {id(one) for one in metrics}
+        self._metrics = [one for one in self._metrics if id(one) not in gone]
 
     def end(self, status: str, error: str) -> None:
         with ExitStack() as calls:  # The last one first, and each of them though another raises.
@@ -101,6 +129,10 @@ class MLflowTracker(Tracker):
             if error:
                 calls.callback(self._client.set_tag, self._run_id, "chorusline.error", error[:5000])
             calls.callback(self.flush)
+
+
+def _is_refused(error: Exception) -> bool:
+    return getattr(error, "error_code", "") == "INVALID_PARAMETER_VALUE"
 
 
 def _ms(seconds: float) -> int:
