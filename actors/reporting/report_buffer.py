@@ -15,6 +15,9 @@ from ..messages.messages import Report, ReportValue, numbers_of
 from ..messages.run_status import RunStatus
 from .worker_logs import Output, Printed
 
+_MOST_PULLED = 10_000
+"""Reports in one answer. An answer with a long backlog would come too late each time."""
+
 _MOST_NAMES = 256
 """Names of reported values that are remembered. Names that contain a number would add up
 forever."""
@@ -26,6 +29,7 @@ class Pulled:
 
     reports: of the run, from the requested number on, or else from the oldest that is still held.
     first: the number of the first of them.
+    has_more: there are more of them to pull at once.
     printed: since the position that was asked for; None if Ray shows the worker's output.
     status: of the worker in the run; None if it is not in it.
     numbers: the last one of each name that was reported in the run.
@@ -36,6 +40,7 @@ class Pulled:
     status: RunStatus | None
     numbers: dict[str, float]
     first: int = 0
+    has_more: bool = False
 
 
 class ReportBuffer:
@@ -69,13 +74,14 @@ class ReportBuffer:
                 self._reports.append(report)
 
     def read(self, since: int) -> list[Report]:
-        """All reports that are held from number `since` on; the earlier ones are dropped."""
+        """Reports that are held from number `since` on; the earlier ones are dropped."""
         with self._lock:
             self._asked_from = since
             while self.dropped < since - self._history and self._reports:
                 self._reports.popleft()
                 self.dropped += 1
-            return list(islice(self._reports, max(0, since - self.dropped), None))
+            begin = max(0, since - self.dropped)
+            return list(islice(self._reports, begin, begin + _MOST_PULLED))
 
     def has_told_all(self) -> bool:
         """Whether whoever pulls is known to have every report."""
@@ -85,7 +91,8 @@ class ReportBuffer:
     def pulled(self, since: int, printed: Printed | None, status: RunStatus | None) -> Pulled:
         reports = self.read(since)
         first = max(since, self.dropped)
-        return Pulled(reports, printed, status, self.latest_numbers(), first)
+        has_more = len(reports) == _MOST_PULLED
+        return Pulled(reports, printed, status, self.latest_numbers(), first, has_more)
 
     def latest_numbers(self) -> dict[str, float]:
         """The last number of each name that was reported."""

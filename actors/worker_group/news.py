@@ -42,7 +42,8 @@ class News:
     numbers: that each of them has reported last, by seat and name.
     num_lost: workers that the run has lost so far.
     notices: sentences for whoever looks at the run.
-    pause: what the run waits for; None unless it is paused."""
+    pause: what the run waits for; None unless it is paused.
+    has_more_reports: there are more to pull at once."""
 
     reports: list[Report] = field(default_factory=list)
     printed: list[tuple[int, Printed]] = field(default_factory=list)
@@ -51,11 +52,12 @@ class News:
     num_lost: int = 0
     notices: list[str] = field(default_factory=list)
     pause: RunPause | None = None
+    has_more_reports: bool = False
 
     @property
     def has_more(self) -> bool:
-        """Whether there is more output to pull at once."""
-        return any(printed.has_more for _, printed in self.printed)
+        """Whether there is more to pull at once."""
+        return self.has_more_reports or any(printed.has_more for _, printed in self.printed)
 
 
 class Listener:
@@ -135,6 +137,7 @@ class Listener:
                 self._silent.pop(asked[seat], None)
                 self._received[seat] = (asked[seat], pulled.first + len(pulled.reports))
                 news.reports.extend(pulled.reports)
+                news.has_more_reports |= pulled.has_more
                 if pulled.status is not None:
                     news.statuses[seat] = pulled.status
                     news.numbers[seat] = pulled.numbers

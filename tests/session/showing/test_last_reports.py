@@ -132,6 +132,29 @@ class Answering:
         self.read_rest_for.append(given)
 
 
+async def test_a_long_backlog_is_heard_in_parts_before_the_run_returns() -> None:
+    received.clear()
+    worker = Answering()
+    reports = [cl.Report(0, step, 0.0, {"loss": 1.0}) for step in range(50_000)]
+    for one in reports:
+        worker.reports.append(one)
+    sizes = []
+    listener = Listener({0: worker}, ())
+    news = await listener.pull(0, 1.0)
+    while news.reports:
+        sizes.append(len(news.reports))
+        received.extend(news.reports)
+        assert news.has_more or len(received) == len(reports)
+        news = await listener.pull(0, 1.0)
+    assert received == reports and max(sizes) <= 10_000 and not news.has_more
+    received.clear()
+    audience = Audience(received.append, None, None, has_output=False)
+    async with delivered_news(Listener({0: worker}, ()), 1, audience):
+        for one in reports:
+            worker.reports.append(one)
+    assert received[-len(reports) :] == reports
+
+
 def test_a_rank_that_has_rested_goes_on_counting_its_reports() -> None:
     worker: Any = object.__new__(Worker)
     of_before = ReportBuffer(keep=True)
