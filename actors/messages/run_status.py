@@ -82,6 +82,7 @@ class RunStatus:
     resumed_step: the step of that checkpoint.
     steps_before: to add to `taken` for the steps of the whole chain.
     generation_changes: from generation to generation, the last ones.
+    num_lost: ranks that died in all of them.
     is_saving: the rank writes down what it holds, since the run is about to end: it has the time.
     models: at debug level INFO, by number of the model, its StepStatistics.
     """
@@ -107,6 +108,7 @@ class RunStatus:
     resumed_step: int = 0
     steps_before: int = 0
     generation_changes: tuple[GenerationChange, ...] = ()
+    num_lost: int = 0
     is_saving: bool = False
     models: dict[int, Any] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)

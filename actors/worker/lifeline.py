@@ -200,6 +200,7 @@ class Lifeline:
             with self._changed:
                 changes = (*status.generation_changes, self._explained(change))
                 status.generation_changes = changes[-MOST_CHANGES:]
+                status.num_lost += len(set(change.lost) - set(change.left))
         status.generation = self.generation
 
     def before_step(self) -> None:

@@ -165,7 +165,11 @@ def happened(seen: Survey) -> list[str]:
         return []
     lost = [one for one in events if one.lost]
     steps = ", ".join(str(one.step) for one in lost)
-    summed = [f"lost so far: {sum(len(one.lost) for one in lost)}, at step {steps}"] if lost else []
+    # The statuses remember the last changes only, and a worker that has come those since.
+    known = sum(len(one.lost) for one in lost)
+    num_lost = max(known, *(status.num_lost for status in statuses))
+    at = "at step" if num_lost == known else "the last ones at step"
+    summed = [f"lost so far: {num_lost}, {at} {steps}"] if lost else []
     return [*summed, *(one.text for one in events[-_LINES_SHOWN:])]
 
 

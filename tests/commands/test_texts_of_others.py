@@ -36,11 +36,14 @@ HOSTILE = ["[/data]", "[bold red]gone", "\x1b]0;owned\x07", "\x1b[2J", "line\rov
 
 
 def shown(
-    value: object, detail: str | None = None, changes: tuple[GenerationChange, ...] = ()
+    value: object,
+    detail: str | None = None,
+    changes: tuple[GenerationChange, ...] = (),
+    num_lost: int = 0,
 ) -> str:
     info = WorkerInfo("id", 0, "node", "host", 7, "cpu", 1.0)
     report = Report(0, 3, time.time(), {"path": value})
-    steps = RunStatus(rank=0, generation_changes=changes)
+    steps = RunStatus(rank=0, generation_changes=changes, num_lost=num_lost)
     word = detail or WorkerSnapshot(info, WorkerState.TRAINING, 0, 0, 1.0, {}, report, status=steps)
     seen = Survey(DriverSnapshot(0, 0, 1, ((info, MemberState.RUNNING),)), (word,))
     printed = io.StringIO()
@@ -65,6 +68,8 @@ def test_the_losses_of_a_run_are_counted_with_their_steps() -> None:
     assert counted == "lost so far: 1, at step 1456"
     assert line.startswith("step 1456: rank 1 (pid 25762) died (its node died). 1 worker continues")
     assert "lost so far" not in shown(1.0)
+    later = shown(1.0, changes=(change,), num_lost=20)
+    assert "lost so far: 20, the last ones at step 1456" in later
 
 
 @pytest.mark.parametrize("value", [1e300, 10**300], ids=["float", "int"])

@@ -9,7 +9,7 @@ from chorusline.actors.messages.messages import (
     Resumption,
     RunRequest,
 )
-from chorusline.actors.messages.run_status import Gone, RunStatus
+from chorusline.actors.messages.run_status import MOST_CHANGES, Gone, RunStatus
 from chorusline.actors.ray_calls.calls import ENDED
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives.contract.errors import GroupAborted
@@ -66,6 +66,21 @@ def test_the_reason_of_a_loss_comes_before_or_after_the_next_generation() -> Non
             one.explain_loss(52, "it was killed")
         (change,) = status.generation_changes
         assert [who.why for who in change.gone] == [ENDED, "it was killed"]
+
+
+def test_every_loss_of_a_run_is_counted_though_only_the_last_changes_are_remembered() -> None:
+    one, status = lifeline(num_ranks=21), RunStatus()
+    one._status = status
+    one.has_entered(runs_again=False)
+    for generation in range(4, 24):
+        one.leave_generation(GroupAborted(generation - 1, [], "a rank is lost"))
+        num_ranks = 24 - generation
+        one.assignment = Assignment(generation, 0, num_ranks, 0, 1, 0)
+        former = FormerRanks.of(tuple(range(num_ranks)))
+        one._changes.attempted(Resumption(one.assignment, former, (), generation - 1))
+        one.has_entered(runs_again=False)
+    assert status.num_lost == 20
+    assert len(status.generation_changes) == MOST_CHANGES
 
 
 def test_nobody_waits_for_a_rank_whose_function_is_over() -> None:
