@@ -313,7 +313,8 @@ class Membership:
             not_called = GroupAborted(found.generation, [], f"rank {rank} was not called")
             todo += self._open_round(run, not_called)
             run.round.died(rank)
-        return todo
+        # A worker may have been registered before the ranks had answered this driver.
+        return [*todo, *self._ask(run)]
 
     # ── How a rank ends ──────────────────────────────────────────────────────────────────────────
 

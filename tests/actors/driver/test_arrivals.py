@@ -17,10 +17,12 @@ from chorusline.actors.driver.membership import Membership
 from chorusline.actors.driver.run_state import Phase
 from chorusline.actors.messages.admission import ReadyToken
 from chorusline.actors.messages.messages import (
+    Assignment,
     Failure,
     Frozen,
     MemberState,
     OptimizerProgress,
+    PlaceInRun,
     RunSucceeded,
     Success,
     Waiting,
@@ -291,3 +293,21 @@ def test_no_order_of_events_loses_a_worker_or_gives_it_another_place(
             assert in_dry_run == set(membership._arrivals.by_id), (first, order, name)
             if run.phase is Phase.RUNNING:
                 assert not set(run.worker_ids) & in_dry_run
+
+
+def test_a_worker_that_is_registered_before_the_run_is_taken_over_is_asked_for() -> None:
+    """The session registers workers while the new driver still asks the ranks where they are."""
+    told = []
+    for is_early in (True, False):
+        membership = Membership()
+        came = events.WorkerRegistered(worker(2), 1)
+        for rank in range(2):
+            membership.handle(events.WorkerRegistered(worker(rank), 1))
+        places = tuple(
+            PlaceInRun(worker(rank), Assignment(1, rank, 2, rank, 2, 0), None) for rank in range(2)
+        )
+        taken = events.RunTakenOver(request(0, 1, None, False), places)
+        both = [came, taken] if is_early else [taken, came]
+        told.append([one for event in both for one in membership.handle(event)])
+    assert told[0] == told[1]
+    assert len(of_kind(told[0], instructions.AwaitReadiness)) == 1

@@ -631,7 +631,7 @@ def test_another_driver_counts_the_losses_of_the_one_before() -> None:
 def test_a_worker_that_has_left_the_run_is_not_taken_for_the_rank_that_has_its_number_now() -> None:
     """Its node is drained, and not gone yet."""
     membership = Membership()
-    for seat in range(4):
+    for seat in range(1, 4):
         membership.handle(WorkerRegistered(worker(seat), 3))
     told_last = Resumption(
         Assignment(3, 0, 3, 0, 3, 0), FormerRanks.of((0, 1, -1)), (OptimizerProgress(5),), 2
