@@ -125,11 +125,11 @@ class Recruiter:
                 if has_taken_over:
                     # No process knows which workers were starting when the previous driver died.
                     for seat in [seat for seat in self._starting if seat in self._workers]:
-                        tasks.create_task(self._await_start(seat), name=f"seat-{seat}")
+                        tasks.create_task(self._await_start(seat, fill), name=f"seat-{seat}")
                     lost_before, busy = await self._sorted_before()
                     fill(lost_before)
                     for seat in busy:
-                        tasks.create_task(self._await_idle(seat), name=f"seat-{seat}")
+                        tasks.create_task(self._await_idle(seat, fill), name=f"seat-{seat}")
                 known, run = 0, self._request.run
                 while lost := await answer(self._driver.lost_workers.remote(run, known)):
                     known += len(lost)
@@ -149,14 +149,14 @@ class Recruiter:
         lost = [one.seat for one in unfit if one.is_gone]
         return lost, [one.seat for one in unfit if one.will_be_idle]
 
-    async def _await_idle(self, seat: int) -> None:
+    async def _await_idle(self, seat: int, fill: Callable[[Iterable[int]], None]) -> None:
         """Wait until a worker has stopped that was in a dry run for the former driver. Then it is
         registered, or another one in its seat. If the former driver had admitted the worker, it is
         a rank by now."""
-        worker, give_up_at = {seat: self._workers[seat]}, time.monotonic() + _STOP_S
+        worker, give_up_at = self._workers[seat], time.monotonic() + _STOP_S
         with contextlib.suppress(ActorGone):
             while time.monotonic() < give_up_at:
-                unfit = await self._unfit(worker, _ANSWER_S)
+                unfit = await self._unfit({seat: worker}, _ANSWER_S)
                 # It is registered, or it is a rank: the driver knows of it.
                 if not unfit or not (unfit[0].is_gone or unfit[0].will_be_idle):
                     return
@@ -164,18 +164,22 @@ class Recruiter:
                 if unfit[0].is_gone:
                     break
                 await asyncio.sleep(_LOOK_S)
-            await self._fill(seat)
+            # The driver may have told of its end, too, and another one may sit there by now.
+            if self._workers.get(seat) is worker:
+                fill([seat])
 
     async def _unfit(self, workers: Mapping[int, Actor], timeout_s: float) -> tuple[Unfit, ...]:
         call = self._driver.adopt.remote(dict(workers), timeout_s, versions_here())
         unfit: tuple[Unfit, ...] = await answer(call)
         return unfit
 
-    async def _await_start(self, seat: int) -> None:
+    async def _await_start(self, seat: int, fill: Callable[[Iterable[int]], None]) -> None:
         """As `_fill`, where a worker is on its way to the seat already."""
+        worker = self._workers[seat]
         with contextlib.suppress(ActorGone):
-            if not await self._has_come(seat, self._workers[seat], is_prepared=False):
-                await self._fill(seat)
+            has_come = await self._has_come(seat, worker, is_prepared=False)
+            if not has_come and self._workers.get(seat) is worker:
+                fill([seat])
 
     async def _fill(self, seat: int) -> None:
         async def attempt() -> bool:

@@ -110,3 +110,62 @@ async def test_a_worker_that_cannot_take_part_is_told_of_once() -> None:
         "a new worker runs torch 1 (the caller has 2); it cannot take part, and another one is "
         "started"
     )
+
+
+async def test_a_worker_that_dies_in_its_dry_run_is_replaced_once() -> None:
+    """The new driver tells of its death while the session waits for it to be idle."""
+    workers: dict[int, Any] = {seat: Worker(f"worker-{seat}") for seat in range(2)}
+    started = []
+    is_dead, is_over = asyncio.Event(), asyncio.Event()
+
+    def start(seat: int) -> Any:
+        started.append(seat)
+        workers[seat] = Worker(f"worker-{seat}-again")
+
+        async def prepare(program: Any) -> None:
+            await is_over.wait()
+
+        workers[seat].prepare = SimpleNamespace(remote=prepare)
+        return workers[seat]
+
+    def adopt(asked: dict[int, Any], timeout_s: float, versions: Any) -> tuple[Unfit, ...]:
+        names = {seat: one._actor_id.hex() for seat, one in asked.items()}
+        return tuple(
+            Unfit(seat, is_dead.is_set(), "stops", not is_dead.is_set())
+            for seat, name in names.items()
+            if name == "worker-1"
+        )
+
+    async def lost_workers(run: int, known: int) -> list[Any]:
+        if known:
+            await is_over.wait()
+            return []
+        await asyncio.sleep(0.05)
+        is_dead.set()
+        return [(1, "worker-1")]
+
+    async def at_once(seat: int) -> None:
+        pass
+
+    seats: Any = SimpleNamespace(most=2, spare_seats=range(0), wait_for=at_once)
+    recruiter = Recruiter(
+        SimpleNamespace(
+            adopt=remote(adopt),
+            lost_workers=SimpleNamespace(remote=lost_workers),
+            why_waits=remote(lambda run, worker: ""),
+        ),
+        RunRequest(0, 5.0, keep_reports=False, max_failures=None),
+        seats,
+        workers,
+        start,
+        SpareWorkers(seats, start),
+        at_once,
+        set(),
+        None,
+        Listener({}, set()),
+    )
+    recruiting = asyncio.create_task(recruiter._recruit(has_taken_over=True))
+    await asyncio.sleep(0.5)
+    recruiting.cancel()
+    await asyncio.wait([recruiting])
+    assert started == [1]
