@@ -92,8 +92,10 @@ class CurrentRun:
 
     def continues_in(self, resumption: Resumption, store: ActorStore) -> bool:
         """Whether this rank is put into another generation. An order may come twice: the driver
-        that gave it is dead, and the next one could not know that it was on its way."""
-        if resumption.assignment.generation <= self.assignment.generation:
+        that gave it is dead, and the next one could not know that it was on its way. Or too late:
+        this worker stops, and would tell the next driver of a generation that nobody else is in."""
+        is_late = resumption.assignment.generation <= self.assignment.generation
+        if is_late or self.stop_error is not None:
             return False
         self.assignment, self.resumption = resumption.assignment, resumption
         self.store = store

@@ -554,7 +554,9 @@ class Worker:
         # Outside the lock, which `_abort` takes.
         if is_dry_run:
             gone = GroupAborted(current.assignment.generation, [], "its driver is gone")
-            await self._abort(run, gone)
+            # Not awaited: the ranks wait for this driver, and an import of the function may take
+            # long.
+            self._stopping = asyncio.create_task(self._abort(run, gone), name="dry-run-stops")
             return None
         return place
 

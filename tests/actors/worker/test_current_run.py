@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-from chorusline.actors.messages.messages import Assignment, FormerRanks, Resumption, RunRequest
+from chorusline.actors.messages.messages import (
+    Assignment,
+    FormerRanks,
+    Resumption,
+    RunRequest,
+    WorkerState,
+)
 from chorusline.actors.ray_calls.actor_store import ActorStore
 from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.actors.worker.current_run import CurrentRun, EarlyOrders
@@ -84,6 +92,26 @@ async def test_a_worker_tells_a_new_driver_how_its_generation_came_about_before_
     worker._run.continues_in(told_next, ActorStore(object()))
     place = await Worker.place_in_run(worker, 0)
     assert (place.assignment, place.resumption) == (told_next.assignment, told_next)
+
+
+async def test_a_new_driver_does_not_wait_until_a_dry_run_has_stopped() -> None:
+    has_stopped, is_asked = asyncio.Event(), asyncio.Event()
+
+    async def stop(grace_s: float) -> None:
+        is_asked.set()
+        await has_stopped.wait()
+
+    worker: Any = object.__new__(Worker)
+    worker._lock, worker._info, worker._ended = threading.Lock(), info(0), None
+    worker._group = None
+    worker._run = run = run_in(THIRD)
+    run.is_dry_run, run.thread = True, SimpleNamespace(stop=stop)  # type: ignore[assignment]
+    assert await asyncio.wait_for(Worker.place_in_run(worker, 0), 5) is None
+    await is_asked.wait()
+    assert run.state is WorkerState.STOPPING and "its driver is gone" in str(run.stop_error)
+    assert not run.continues_in(order(4), ActorStore(object())), "an order of that driver"
+    has_stopped.set()
+    await worker._stopping
 
 
 def test_an_order_that_overtakes_the_first_call_of_a_run_stands_against_it() -> None:
