@@ -16,7 +16,7 @@ from chorusline.runtime.checkpoint.checkpoints import Checkpoints
 from chorusline.runtime.checkpoint.format.catalog import candidates, newest_whole, prune, sweep
 from chorusline.runtime.checkpoint.format.manifest import read_manifest, write_manifest
 from chorusline.runtime.checkpoint.format.shard_file import write_part
-from chorusline.runtime.checkpoint.format.storage import open_storage
+from chorusline.runtime.checkpoint.format.storage import Folder, open_storage
 from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.process.registry import Registry
 from tests.references.checkpoint_places import (
@@ -264,3 +264,24 @@ def test_a_save_deletes_nothing_of_one_that_other_ranks_have_begun(alone, tmp_pa
     assert (begun / "rank-1.distcp").exists()
     # The next run does, in which nobody writes it any more.
     assert sweep(open_storage(tmp_path)) == [] and not begun.exists()
+
+
+@pytest.mark.parametrize("num_deleted", [1, 2])
+def test_one_whose_deletion_was_killed_is_deleted_by_the_next_save(alone, tmp_path, num_deleted):
+    class Killed(Folder):
+        left = num_deleted
+
+        def delete(self, name: str) -> None:
+            if not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            super().delete(name)
+
+    config = cl.CheckpointConfig(tmp_path)
+    old, newest = (_saved(alone, config, 32 * "a", step) for step in (1, 2))
+    with pytest.raises(KeyboardInterrupt):
+        prune(Killed(tmp_path), 1, newest.name)
+    assert old.exists() and newest_whole(open_storage(tmp_path)).manifest.step == 2
+    assert sweep(open_storage(tmp_path)) == []  # None of which a run would warn.
+    assert prune(open_storage(tmp_path), 1, newest.name)
+    assert steps_in(tmp_path) == [2]

@@ -120,9 +120,10 @@ def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection
 
 
 def remove(storage: Storage, folder: str) -> None:
-    """Delete a checkpoint. The files that say that it is whole go first, in the reverse order of
-    writing: a checkpoint that is half deleted must not look whole."""
-    for file in (MANIFEST, METADATA):
+    """Delete a checkpoint. The files that say that it is whole go first: a checkpoint that is half
+    deleted must not look whole. The manifest is the second: with `.metadata` alone it would look
+    like one whose manifest was lost, which no run deletes."""
+    for file in (METADATA, MANIFEST):
         storage.delete(within(folder, file))
     storage.delete(folder)
 
