@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,17 +56,30 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
             # It has the names of the module, wrapped or not.
             if isinstance(stateful, DistributedDataParallel):
                 stateful = stateful.module
-            stateful.load_state_dict(read_tree(reader, entry.name, rank))
+            state = read_tree(reader, entry.name, rank)
+            if isinstance(stateful, torch.nn.Module):
+                state = _with_versions(state, stateful.state_dict())
+            stateful.load_state_dict(state)
     elif isinstance(stateful, torch.nn.Module):
         # A checkpoint has the names of the module, wrapped or not. torch would load what fits
         # before it raises for the rest.
         module = stateful.module if isinstance(stateful, DistributedDataParallel) else stateful
-        check_same_tensors(reader, (entry.name,), module.state_dict())
-        module.load_state_dict(read_tree(reader, entry.name))
+        here = module.state_dict()
+        check_same_tensors(reader, (entry.name,), here)
+        module.load_state_dict(_with_versions(read_tree(reader, entry.name), here))
     elif isinstance(stateful, torch.optim.Optimizer):
         _load_plain(stateful, read_tree(reader, entry.name))
     else:
         stateful.load_state_dict(read_tree(reader, entry.name))
+
+
+def _with_versions(state: Any, here: Mapping[str, Any]) -> Any:
+    """The state of a module with the versions that `here` has of its parts: for a state without
+    them a module converts, once more, what an earlier version of it would have saved."""
+    if isinstance(state, dict) and hasattr(here, "_metadata"):
+        state = OrderedDict(state)
+        setattr(state, "_metadata", here._metadata)  # noqa: B010
+    return state
 
 
 def options_of(stateful: object) -> list[dict[str, Any]]:

@@ -589,3 +589,40 @@ def test_a_resume_inside_a_loop_in_a_loop_goes_on_with_the_very_batches(ranks_of
         config = cl.CheckpointConfig(tmp_path / "b", resume=place)
         resumed = ranks_of(2).run(_train_in_loops, config)
         assert resumed == [given[save:] for given in whole]
+
+
+class Turned(torch.nn.Module):
+    """Its first version kept the weight the other way round."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3, 3))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"].T
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def _save_or_resume_turned(
+    group: cl.Group, config: cl.CheckpointConfig, per_rank: bool, saves: bool
+) -> list[float]:
+    def train(ctx: cl.Context) -> list[float]:
+        net = torch.nn.Sequential(Turned())
+        ctx.register("model", net, per_rank=per_rank)
+        if saves:
+            torch.nn.init.eye_(net[0].weight[:, 1:])
+            ctx.save().wait()
+        return net[0].weight.flatten().tolist()
+
+    return in_run(group, train, config)
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_a_module_with_versions_takes_its_state_as_it_was_saved(ranks_of, tmp_path, per_rank):
+    config = cl.CheckpointConfig(tmp_path)
+    saved = ranks_of(2).run(_save_or_resume_turned, config, per_rank, True)
+    assert saved == [[0, 1, 0, 0, 0, 1, 0, 0, 0]] * 2
+    assert ranks_of(2).run(_save_or_resume_turned, config, per_rank, False) == saved
