@@ -171,7 +171,13 @@ class Writing:
                 if rank != 0:
                     # Only rank 0 can say that the checkpoint is whole: it has all parts, and writes
                     # the manifest.
-                    failure = pickle.loads(self._await(store, "outcome", (0,)))
+                    try:
+                        failure = pickle.loads(self._await(store, "outcome", (0,)))
+                    except CheckpointWriteFailed:
+                        # It is there, and rank 0 still deletes older ones.
+                        if is_whole(self.storage, self.folder):
+                            return None
+                        raise
                     if failure is not None:  # Rank 0 may have given up before this part came.
                         store.delete_key(f"part/{rank}")
                     break

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -372,3 +373,28 @@ def test_what_is_left_under_a_temporary_name_is_removed_and_no_link_followed(tmp
     assert list(target.parent.iterdir()) == [target]
     assert victim.exists() == (left == "a link")
     assert not victim.exists() or victim.read_bytes() == b"precious"
+
+
+class SlowToDelete(Folder):
+    def delete(self, name: str) -> None:
+        if name.startswith("step-"):
+            time.sleep(2.5)
+        super().delete(name)
+
+
+def _save_twice_slowly(group: cl.Group, config: cl.CheckpointConfig) -> int:
+    def body(ctx: cl.Context) -> int:
+        parts = Parts(ctx)
+        for _ in range(2):
+            parts.step()
+            ctx.save().wait()
+        return ctx.step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chorusline.runtime.checkpoint.checkpoints.open_storage", SlowToDelete)
+        return in_run(group, body, config)
+
+
+def test_a_checkpoint_is_whole_on_all_ranks_while_old_ones_are_still_deleted(ranks_of, tmp_path):
+    config = cl.CheckpointConfig(tmp_path, num_to_keep=1, timeout_s=4)
+    assert ranks_of(2).run(_save_twice_slowly, config) == [2, 2]
