@@ -75,7 +75,8 @@ class Stream:
         IterableDataset: its loader processes make the rows, beside the reader, and its batch_size
         and collate_fn are those of `ctx.shard`, which may say otherwise.
 
-    Raises TypeError for a source that is not iterable, or only once.
+    Raises TypeError for a source that is not iterable, or only once, ValueError for a dataset that
+    gives the rows of one rank only.
     """
 
     _is_sent = False
@@ -98,6 +99,12 @@ class Stream:
             raise TypeError(
                 f"source must be something to iterate, got {type(source).__name__}; a dataset with "
                 "a length and numbered samples is passed to ctx.shard directly"
+            )
+        # Of Hugging Face's datasets.
+        if getattr(getattr(source, "dataset", source), "_distributed", None) is not None:
+            raise ValueError(
+                "split_dataset_by_node has left this dataset with the rows of one rank. A Stream "
+                "distributes the rows itself, each to one rank: pass it the whole dataset"
             )
         self.batch_size: int | None = None  # None: the source is no DataLoader
         self.collate_fn: Callable[[list[Any]], Any] | None = None  # None: as batch_size

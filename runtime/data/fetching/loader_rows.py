@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset, default_convert
 from torch.utils.data._utils import worker
 
+from ...process.random_state import seed_all
 from .fetcher import loader_seed
 from .loader_process import AtStart, by_value, end_processes, why_unpicklable
 from .loader_settings import context_of, refuse_sharded
@@ -26,8 +27,7 @@ class LoaderRows:
 
     batch_size, collate_fn: of the loader, for the ranks; None: it does not say.
 
-    Raises TypeError for a loader over a dataset with numbered samples, ValueError for a dataset
-    that gives the rows of one rank only.
+    Raises TypeError for a loader over a dataset with numbered samples.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -37,12 +37,6 @@ class LoaderRows:
             raise TypeError(
                 f"the dataset of this {kind} has numbered samples, which need no Stream: pass the "
                 "loader to the run, and write ctx.shard(loader, epoch=epoch) there"
-            )
-        # Of Hugging Face's datasets.
-        if getattr(dataset, "_distributed", None) is not None:
-            raise ValueError(
-                "split_dataset_by_node has left this dataset with the rows of one rank. A Stream "
-                "distributes the rows itself, each to one rank: pass it the whole dataset"
             )
         self.dataset: Any = dataset
         self.batch_size = loader.batch_size
@@ -75,6 +69,9 @@ class LoaderRows:
             self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
+        # Without processes the dataset draws from this one's generators, which are the reader's.
+        if not self._num_workers:
+            seed_all(loader_seed("rows", self._epoch))
         batches = iter(self._loader())
         try:
             for rows in batches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from .options import FetchOptions
 
@@ -77,11 +77,12 @@ def of_loader(loader: DataLoader[Any]) -> LoaderSettings:
 
 def _shuffles(loader: DataLoader[Any]) -> bool:
     sampler: Any = loader.sampler
-    if isinstance(sampler, SequentialSampler):
-        return False
     # By name: torchdata has a class of its own that is none of torch's.
-    is_random = type(sampler).__name__ == "RandomSampler" and not sampler.replacement
-    if is_random and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+    kind, num_samples = type(sampler).__name__, len(loader.dataset)  # type: ignore[arg-type]
+    if kind == "SequentialSampler" and len(sampler) == num_samples:
+        return False
+    is_random = kind == "RandomSampler" and not sampler.replacement
+    if is_random and sampler.num_samples == num_samples:
         return True
     raise ValueError(
         f"this {type(loader).__name__} has a {type(sampler).__name__} that does not give every "

@@ -125,7 +125,7 @@ class StreamRows:
     ) -> None:
         self._reader = stream.reader
         self._epoch = epoch
-        self._collate = collate_fn or collated
+        self._collate = collate_fn or stream.collate_fn or collated
         self._key: ReadingKey = ("", 0, 0)
 
     def begin(self, key: ReadingKey) -> None:

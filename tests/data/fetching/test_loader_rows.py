@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, ge
 
 import chorusline as cl
 from chorusline.runtime.data.fetching.loader_rows import LoaderRows
+from chorusline.runtime.data.steps.step_rows import MicroBatch, StreamRows
 from tests.data.fetching.test_fetcher import Numbers
 from tests.references.killed_runs import (
     NUM_SAMPLES,
@@ -85,13 +87,17 @@ def test_a_worker_init_fn_may_split_the_dataset_as_torch_documents() -> None:
     assert sorted(LoaderRows(loader)) == list(range(11))
 
 
-def test_random_rows_are_the_same_when_they_are_read_again_and_others_in_another_epoch() -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_random_rows_are_the_same_when_they_are_read_again_and_others_in_another_epoch(
+    num_workers: int,
+) -> None:
     class Drawn(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
-            assert get_worker_info().id >= 0  # type: ignore[union-attr]
+            info = get_worker_info()
+            assert info is None if num_workers == 0 else info.id >= 0  # type: ignore[union-attr]
             return (torch.rand(()) for _ in range(4))
 
-    rows = LoaderRows(DataLoader(Drawn(), 2, num_workers=2))
+    rows = LoaderRows(DataLoader(Drawn(), 2, num_workers=num_workers))
     drawn = []
     for epoch in (0, 0, 1):
         rows.set_epoch(epoch)
@@ -105,6 +111,23 @@ def test_loaders_that_need_no_stream_or_are_sharded_are_refused_before_anything_
     sampler: Any = DistributedSampler(Numbers(), 2, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has a DistributedSampler"):
         cl.Stream(DataLoader(Numbers(), 4, sampler=sampler))
+
+
+def test_the_rows_of_one_rank_are_refused_with_and_without_a_loader() -> None:
+    class Split(Everything):
+        _distributed = "as split_dataset_by_node leaves it"
+
+    for source in (Split(), DataLoader(Split(), 2)):
+        with pytest.raises(ValueError, match="split_dataset_by_node has left this dataset"):
+            cl.Stream(source)
+
+
+def test_steps_collate_the_rows_of_a_stream_as_its_loader_does() -> None:
+    stream: Any = SimpleNamespace(reader=SimpleNamespace(window=None))
+    stream.collate_fn = cl.Stream(DataLoader(Everything(), 2, collate_fn=tuple)).collate_fn
+    rows = StreamRows(stream, epoch=0)
+    rows._ask = lambda method, *place: [1, 2]  # type: ignore[method-assign]
+    assert rows.batch(MicroBatch(0, 2, 0), ()) == (1, 2)
 
 
 class SampleRows(IterableDataset[Any]):

@@ -6,12 +6,19 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 import chorusline as cl
 from chorusline.runtime.data.cursor import Cursor
@@ -243,6 +250,16 @@ def test_a_loader_is_taken_over_as_it_is() -> None:
         multiprocessing_context="forkserver",
     )
     assert not of_loader(DataLoader(Numbers(), 3)).shuffle
+
+
+def test_a_loader_that_gives_some_samples_only_is_refused() -> None:
+    class Reversed(SequentialSampler):
+        def __iter__(self) -> Iterator[int]:
+            return reversed(range(len(self)))
+
+    for sampler in (SequentialSampler(range(10)), Reversed(Numbers())):
+        with pytest.raises(ValueError, match="that does not give every sample exactly once"):
+            of_loader(DataLoader(Numbers(), 3, sampler=sampler))
 
 
 def test_a_loader_of_one_rank_is_refused_before_it_is_sent() -> None:
