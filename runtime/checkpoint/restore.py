@@ -78,7 +78,7 @@ def _with_versions(state: Any, here: Mapping[str, Any]) -> Any:
     them a module converts, once more, what an earlier version of it would have saved."""
     if isinstance(state, dict) and hasattr(here, "_metadata"):
         state = OrderedDict(state)
-        setattr(state, "_metadata", here._metadata)  # noqa: B010
+        state._metadata = here._metadata
     return state
 
 
