@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ import chorusline as cl
 from chorusline.runtime.data.cursor import Cursor
 from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.data.fetching.loader_settings import of_loader
+from chorusline.runtime.data.fetching.on_device import ToDevice
 from chorusline.runtime.data.fetching.options import FetchOptions
 from chorusline.runtime.program.packing import packed_program
 from tests.data.fetching.test_fetcher import Numbers, numbers, runs
@@ -224,6 +225,20 @@ def test_batches_come_on_the_device_that_was_asked_for() -> None:
     shard = Shard([{"x": torch.ones(3), "name": "a"}], 1, rank=0, world_size=1, device="meta")
     (batch,) = shard
     assert batch["x"].device.type == "meta" and batch["name"] == ["a"]
+
+
+def test_a_part_of_a_batch_is_copied_by_its_own_method() -> None:
+    """torch would look into both: a PackedSequence keeps its sizes on the host."""
+
+    class Edge(NamedTuple):
+        origin: torch.Tensor
+        to: torch.Tensor
+
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    batch = ToDevice("meta")({"packed": packed, "edge": Edge(torch.ones(2), torch.ones(2))})
+    assert batch["packed"].data.device.type == "meta"
+    assert batch["packed"].batch_sizes.device.type == "cpu"
+    assert [part.device.type for part in batch["edge"]] == ["meta", "meta"]
 
 
 def test_a_loader_is_taken_over_as_it_is() -> None:
