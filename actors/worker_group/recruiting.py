@@ -119,17 +119,29 @@ class Recruiter:
                         replaced.add(worker)
                     tasks.create_task(self._fill(seat), name=f"seat-{seat}")
 
+            async def fill_unless(
+                comes: Callable[[int, Actor], Awaitable[bool]], seat: int
+            ) -> None:
+                worker = self._workers[seat]
+                with contextlib.suppress(ActorGone):
+                    # The driver may have told of its end, too, and another one may sit there now.
+                    if not await comes(seat, worker) and self._workers.get(seat) is worker:
+                        fill([seat])
+
             with contextlib.suppress(ActorGone):
                 # Those that the cluster had no room for when the run began.
                 fill(seat for seat in range(self._seats.most) if seat not in self._workers)
                 if has_taken_over:
                     # No process knows which workers were starting when the previous driver died.
                     for seat in [seat for seat in self._starting if seat in self._workers]:
-                        tasks.create_task(self._await_start(seat, fill), name=f"seat-{seat}")
+                        comes = partial(self._has_come, is_prepared=False)
+                        tasks.create_task(fill_unless(comes, seat), name=f"seat-{seat}")
                     lost_before, busy = await self._sorted_before()
                     fill(lost_before)
                     for seat in busy:
-                        tasks.create_task(self._await_idle(seat, fill), name=f"seat-{seat}")
+                        tasks.create_task(
+                            fill_unless(self._becomes_idle, seat), name=f"seat-{seat}"
+                        )
                 known, run = 0, self._request.run
                 while lost := await answer(self._driver.lost_workers.remote(run, known)):
                     known += len(lost)
@@ -149,37 +161,25 @@ class Recruiter:
         lost = [one.seat for one in unfit if one.is_gone]
         return lost, [one.seat for one in unfit if one.will_be_idle]
 
-    async def _await_idle(self, seat: int, fill: Callable[[Iterable[int]], None]) -> None:
+    async def _becomes_idle(self, seat: int, worker: Actor) -> bool:
         """Wait until a worker has stopped that was in a dry run for the former driver. Then it is
-        registered, or another one in its seat. If the former driver had admitted the worker, it is
-        a rank by now."""
-        worker, give_up_at = self._workers[seat], time.monotonic() + _STOP_S
-        with contextlib.suppress(ActorGone):
-            while time.monotonic() < give_up_at:
-                unfit = await self._unfit({seat: worker}, _ANSWER_S)
-                # It is registered, or it is a rank: the driver knows of it.
-                if not unfit or not (unfit[0].is_gone or unfit[0].will_be_idle):
-                    return
-                # It has died as it stopped: another one takes its seat.
-                if unfit[0].is_gone:
-                    break
-                await asyncio.sleep(_LOOK_S)
-            # The driver may have told of its end, too, and another one may sit there by now.
-            if self._workers.get(seat) is worker:
-                fill([seat])
+        registered. If the former driver had admitted the worker, it is a rank by now. False if it
+        dies, or does not stop."""
+        give_up_at = time.monotonic() + _STOP_S
+        while time.monotonic() < give_up_at:
+            unfit = await self._unfit({seat: worker}, _ANSWER_S)
+            # It is registered, or it is a rank: the driver knows of it.
+            if not unfit or not (unfit[0].is_gone or unfit[0].will_be_idle):
+                return True
+            if unfit[0].is_gone:
+                return False
+            await asyncio.sleep(_LOOK_S)
+        return False
 
     async def _unfit(self, workers: Mapping[int, Actor], timeout_s: float) -> tuple[Unfit, ...]:
         call = self._driver.adopt.remote(dict(workers), timeout_s, versions_here())
         unfit: tuple[Unfit, ...] = await answer(call)
         return unfit
-
-    async def _await_start(self, seat: int, fill: Callable[[Iterable[int]], None]) -> None:
-        """As `_fill`, where a worker is on its way to the seat already."""
-        worker = self._workers[seat]
-        with contextlib.suppress(ActorGone):
-            has_come = await self._has_come(seat, worker, is_prepared=False)
-            if not has_come and self._workers.get(seat) is worker:
-                fill([seat])
 
     async def _fill(self, seat: int) -> None:
         async def attempt() -> bool:
@@ -244,9 +244,9 @@ class Recruiter:
             except NoAnswer:
                 pass  # The driver says what is wrong with it.
         # The driver registers it by that, and what is left over could not be registered.
-        for unfit in await self._unfit({seat: newcomer}, self._request.pause_s):
+        if unfit := await self._unfit({seat: newcomer}, self._request.pause_s):
             self._note(
-                f"a new worker {unfit.reason}; it cannot take part, and another one is started"
+                f"a new worker {unfit[0].reason}; it cannot take part, and another one is started"
             )
             return False
         self._starting.discard(seat)
