@@ -164,7 +164,7 @@ class Injector:
                 await asyncio.sleep(fault.after_s)
                 if pids := await self._strike(fault, first, tasks):
                     # The other two let a process tell what it has.
-                    if fault.kind not in ("stop", "terminate"):
+                    if fault.kind in KILLS:
                         self.killed |= pids
                     at_s = time.monotonic() - began_at
                     self.struck.append(f"{fault.kind} {sorted(pids)} at {at_s:.2f} s")

@@ -286,9 +286,9 @@ class SessionHost:
     def _carry_out(self, run: _Run, program: Parcel | None, begun: RunRequest | None) -> None:
         run.task = self._own(self._until_over(run, program, begun), f"run-{run.number}")
         # Not in the coroutine: a task that is cancelled before its first step never enters it.
-        run.task.add_done_callback(lambda _: self._is_over(run))
+        run.task.add_done_callback(lambda _: self._note_end(run))
 
-    def _is_over(self, run: _Run) -> None:
+    def _note_end(self, run: _Run) -> None:
         if run.ending is None:
             run.ending = GroupAborted(0, [], run.why or "it was cancelled")
         run.took_s = time.time() - run.began
