@@ -41,9 +41,36 @@ Row = tuple[int, Any]
 ReadingKey = tuple[str, int, int]
 """The run, the generation in which its function began, the iteration's number in that function."""
 
+WindowKey = tuple[str, int, str]
+"""The run, the generation in which its function began, the iteration's name in that run."""
+
 
 class ReaderDied(Exception):
     """The reader has died since this generation began, and has lost this generation's readings."""
+
+
+class _Source:
+    """The rows of one iteration over the source. failure: the error that has ended it, if any."""
+
+    def __init__(self, rows: Iterator[Any]) -> None:
+        self._rows = rows
+        self.failure: Exception | None = None  # None: it has not failed
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        # Each rank that asks has to hear of it: after an error a generator looks as if it had
+        # ended.
+        if self.failure is not None:
+            raise self.failure
+        try:
+            return next(self._rows)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.failure = error
+            raise
 
 
 @dataclass(slots=True)
@@ -76,10 +103,9 @@ class _Reading:
     hands: by holder (see dealer.py), for the holders that are not gone.
     gone, ended: the holders that were lost; those whose iteration is over.
     lost_ids: row numbers that lost holders have used in steps that count.
-    failure: the error of the source; None if there was none.
     """
 
-    source: Iterator[Any]
+    source: _Source
     name: str | None
     num_holders: int
     given: NumberSet
@@ -89,28 +115,17 @@ class _Reading:
     gone: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     lost_ids: Numbers = field(default_factory=Numbers)
-    failure: Exception | None = None
 
     def read(self) -> Row | None:
         """The next row that was not given before; None at the end."""
-        # Each rank that asks has to hear of it, and not only the first.
-        if self.failure is not None:
-            raise self.failure
-        while True:
-            try:
-                row = next(self.source)
-            except StopIteration:
-                return None
-            except Exception as error:
-                # After an error a generator looks as if it had ended, so each later call raises.
-                self.failure = error
-                raise
+        for row in self.source:
             # Every row has its number, also one that is left out: it must mean the same row next
             # time.
             number = self.next_number
             self.next_number += 1
             if number not in self.given:
                 return number, row
+        return None
 
     def take(self, count: int) -> list[Row]:
         rows: list[Row] = []
@@ -134,28 +149,38 @@ class _Reading:
 class _Window:
     """The rows that the ranks of `ctx.steps` may ask for, in a reading that all share by place.
 
-    first: the place of the first kept row; what lies before was used in steps that count.
+    key: of the ranks that have asked last.
+    first: the place of the first kept row.
     """
 
-    source: Iterator[Any]
+    key: WindowKey
+    source: _Source
     first: int = 0
     rows: deque[Any] = field(default_factory=deque)
 
-    def fill(self, first: int, count: int) -> int:
-        """Keep the rows from `first` on, and read up to `count` of them; returns how many are."""
-        while self.first < first and self.rows:
-            self.rows.popleft()
-            self.first += 1
-        while self.first < first:  # A reading that begins in the middle of an epoch.
-            next(self.source, None)
-            self.first += 1
-        self.read(first + count)
-        return max(0, min(count, self.first + len(self.rows) - first))
+    def serves(self, key: WindowKey, first: int) -> bool:
+        """Whether rows from place `first` on can come from this reading. When the function runs
+        again from the top, the rows that it left are here: the source may not give them again."""
+        run, generation, name = self.key
+        # A source that has failed is read again from its beginning, by a function that runs again.
+        is_sound = self.source.failure is None or generation == key[1]
+        return (run, name) == (key[0], key[2]) and self.first <= first and is_sound
 
-    def read(self, up_to: int) -> None:
-        """Read the rows before place `up_to`, as far as there are any."""
-        missing = up_to - self.first - len(self.rows)
+    def drop(self, before: int) -> None:
+        """Keep the rows from place `before` on."""
+        while self.first < before:
+            if self.rows:
+                self.rows.popleft()
+            else:  # A reading that begins in the middle of an epoch.
+                next(self.source, None)
+            self.first += 1
+
+    def read(self, first: int, count: int) -> Iterator[Any]:
+        """The rows from place `first` on, at most `count`."""
+        begin = first - self.first
+        missing = begin + count - len(self.rows)
         self.rows.extend(itertools.islice(self.source, max(0, missing)))
+        return itertools.islice(self.rows, begin, begin + count)
 
 
 class RowReader:
@@ -176,7 +201,7 @@ class RowReader:
         None: no rank has asked since, or none has died."""
         self._source = source
         self._readings: dict[ReadingKey, _Reading] = {}
-        self._window: tuple[ReadingKey, _Window] | None = None  # None: before the first ctx.steps
+        self._window: _Window | None = None  # None: before the first ctx.steps
         if hasattr(source, "iter_rows"):
             # A number must mean the same row when the data is read again.
             source.context.execution_options.preserve_order = True
@@ -225,7 +250,7 @@ class RowReader:
         given: NumberSet,
     ) -> _Reading:
         # A source that has failed is read again from its beginning.
-        if before is not None and before.failure is None:
+        if before is not None and before.source.failure is None:
             left = before.left()
             there = NumberSet(number for number, _ in left) | given
             # If not, the run went back to a checkpoint, and needs rows that were dropped: read all
@@ -236,35 +261,36 @@ class RowReader:
                 return reading
         return _Reading(self._iterated(epoch), name, num_holders, given)
 
-    def _iterated(self, epoch: int) -> Iterator[Any]:
+    def _iterated(self, epoch: int) -> _Source:
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(epoch)
-        return iter(
-            self._source.iter_rows() if hasattr(self._source, "iter_rows") else self._source
-        )
+        rows = self._source.iter_rows() if hasattr(self._source, "iter_rows") else self._source
+        return _Source(iter(rows))
 
     # -- by place, for ctx.steps -------------------------------------------------------------------
 
-    def count_window(self, key: ReadingKey, epoch: int, first: int, count: int) -> int:
-        """How many rows there are from place `first` on, at most `count`. All ranks have used the
-        rows before it, so these are dropped.
+    def count_window(self, key: WindowKey, epoch: int, first: int, count: int) -> int:
+        """How many rows there are from place `first` on, at most `count`: those of a step that is
+        to begin.
 
         key: of the iteration; another one begins again. Also a reader that replaces one that died
         can answer: it reads the rows again."""
-        return self._window_from(key, epoch, first).fill(first, count)
-
-    def window(self, key: ReadingKey, epoch: int, first: int, count: int) -> list[Any]:
-        """The rows from place `first` on, which `count_window` has counted."""
         window = self._window_from(key, epoch, first)
-        window.read(first + count)
-        begin = first - window.first
-        return list(itertools.islice(window.rows, begin, begin + count))
+        # Those of the step before are kept. It counts here, since a rank goes to the next one; if
+        # all ranks that know it are lost, the functions run again before that step.
+        window.drop(first - count)
+        return sum(1 for _ in window.read(first, count))
 
-    def _window_from(self, key: ReadingKey, epoch: int, first: int) -> _Window:
-        if self._window is None or self._window[0] != key or self._window[1].first > first:
-            self._window = key, _Window(self._iterated(epoch))
-            self._window[1].fill(first, 0)
-        return self._window[1]
+    def window(self, key: WindowKey, epoch: int, first: int, count: int) -> list[Any]:
+        """The rows from place `first` on, which `count_window` has counted."""
+        return list(self._window_from(key, epoch, first).read(first, count))
+
+    def _window_from(self, key: WindowKey, epoch: int, first: int) -> _Window:
+        if self._window is None or not self._window.serves(key, first):
+            self._window = _Window(key, self._iterated(epoch))
+            self._window.drop(first)
+        self._window.key = key
+        return self._window
 
     def take(
         self, key: ReadingKey, holder: int, count: int, drop_last: bool, counted: int | None

@@ -195,3 +195,52 @@ def test_of_another_run_a_new_reader_refuses_nothing() -> None:
         reader.end(FIRST, 0)
     begin(reader, ("another", 0, 1))
     assert len(reader.take(("another", 0, 1), 0, 100, False, 0)) == NUM_ROWS
+
+
+STEPS = ("run", 3, "0/0/stream/6/steps/0#0")
+
+
+def rows_of_step(reader: RowReader, number: int, key: Any = STEPS) -> list[str]:
+    count = reader.count_window(key, 0, 6 * number, 6)
+    return reader.window(key, 0, 6 * number, count)
+
+
+def test_steps_that_run_again_continue_with_the_rows_that_are_here() -> None:
+    reader = RowReader(Rows(once=True), lambda: False)
+    steps = [[f"row {n}" for n in range(NUM_ROWS)][at : at + 6] for at in range(0, NUM_ROWS, 6)]
+    assert [rows_of_step(reader, number) for number in range(3)] == steps[:3]
+    # Another rank has asked for step 2 already; whether step 1 counts was known to a lost rank.
+    again = ("run", 4, STEPS[2])
+    assert [rows_of_step(reader, number, again) for number in (1, 2, 3)] == steps[1:]
+    assert reader.count_window(again, 0, 24, 6) == 0
+
+
+def test_steps_that_go_further_back_or_are_of_another_run_read_the_rows_again() -> None:
+    source = Rows()
+    reader = RowReader(source, lambda: False)
+    first = rows_of_step(reader, 0)
+    for number in (1, 2):
+        rows_of_step(reader, number)
+    assert rows_of_step(reader, 0, ("run", 4, STEPS[2])) == first
+    assert rows_of_step(reader, 0, ("another", 4, STEPS[2])) == first
+    assert rows_of_step(reader, 0, ("another", 4, "0/1/stream/6/steps/1#0")) == first
+    assert source.num_readings == 4
+
+
+def test_each_rank_hears_the_error_of_a_source_in_steps_and_what_came_before_it_is_kept() -> None:
+    class Flaky:
+        num_readings = 0
+
+        def __iter__(self) -> Iterator[str]:
+            self.num_readings += 1
+            yield from [f"row {n}" for n in range(8)]
+            if self.num_readings == 1:
+                raise OSError("the disk is gone")
+
+    reader = RowReader(Flaky(), lambda: False)
+    step = rows_of_step(reader, 0)
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            reader.count_window(STEPS, 0, 6, 6)
+    assert reader.window(STEPS, 0, 0, 6) == step, "a rank that is a step late"
+    assert rows_of_step(reader, 1, ("run", 4, STEPS[2])) == ["row 6", "row 7"]

@@ -5,15 +5,19 @@ What they end with has the bits of one worker, which nothing happened to.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import chorusline as cl
+from benchmarks.proofs.invariance_training import digest
 from tests.references.killed_runs import PHASES
 from tests.references.stepped_runs import Enough, Told, train
 from tests.references.stepped_training import points_of
+from tests.references.training_to_kill import die
 
 _ALONE: dict[Any, Told] = {}
 
@@ -100,6 +104,49 @@ async def test_the_rows_of_a_stream_make_the_same_steps(session: cl.Session, clu
     assert_same(told, alone)
     seen = sorted(x for one in told for own in one.seen.values() for x in own)
     assert set(seen) <= {float(row[0]) for row in points_of(53)}
+
+
+class Once:
+    """Rows that can be read once, as from a queue."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.rows: list[Any] = list(points_of(num_rows))
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.rows:
+            yield self.rows.pop(0)
+
+
+def train_and_meet(ctx: cl.Context, stream: cl.Stream, victim: int) -> tuple[int, str]:
+    """A rank dies in a collective of the function, so it runs again from the top."""
+    torch.manual_seed(3)
+    model = cl.DistributedDataParallel(torch.nn.Linear(10, 3))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, replicas=2)
+    ctx.register("model", model)
+    ctx.register("optim", optim)
+    begun_in = ctx.generation
+    for epoch in ctx.epochs(1):
+        for step in ctx.steps(stream, 16, 4, epoch=epoch):
+            for batch in step:
+                model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            if step.number == 1 and victim >= 0:
+                if ctx.rank == victim and ctx.world_size == 3:
+                    die()
+                ctx.reduce(1.0)
+    return begun_in, digest(dict(model.module.state_dict()))
+
+
+async def test_functions_that_run_again_lose_no_row_that_can_be_read_once(
+    session: cl.Session,
+) -> None:
+    with cl.Stream(Once(53)) as stream:
+        alone = await session.run(train_and_meet, stream=stream, victim=-1)
+    with cl.Stream(Once(53)) as stream:
+        told = await session.run(train_and_meet, stream=stream, victim=1)
+    assert {begun_in for begun_in, _ in told} == {alone[0][0] + 1}
+    assert {parameters for _, parameters in told} == {parameters for _, parameters in alone}
 
 
 @pytest.mark.slow

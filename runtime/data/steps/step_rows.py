@@ -22,7 +22,7 @@ from ..fetching.fetcher import Fetcher
 from ..fetching.fetchers import Fetchers
 from ..fetching.options import FetchOptions
 from ..fetching.seeded_dataset import CollateOnly, SeededDataset, SeededIds
-from ..row_reader import ReadingKey
+from ..row_reader import WindowKey
 from ..streaming import RESTART_S, SLICE_S, ReaderGone, Stream, answer
 
 
@@ -42,7 +42,7 @@ class StepRows(Protocol):
 
     num_samples: int | None
 
-    def begin(self, key: ReadingKey) -> None:
+    def begin(self, key: WindowKey) -> None:
         """An iteration begins. key: names it, the same on all ranks."""
 
     def end(self) -> None:
@@ -84,7 +84,7 @@ class DatasetRows:
             len(dataset), world_size=1, epoch=epoch, seed=seed, shuffle=shuffle
         )
 
-    def begin(self, key: ReadingKey) -> None:
+    def begin(self, key: WindowKey) -> None:
         """Raises ValueError if the dataset has changed."""
         if len(self._given) != self._num:
             raise ValueError(
@@ -114,8 +114,8 @@ class DatasetRows:
 class StreamRows:
     """The rows of a Stream, in the order in which its reader reads them.
 
-    The reader keeps the rows of the step under way. If it dies, the next one reads the source from
-    its beginning.
+    The reader keeps the rows of the step under way and of the one before. If it dies, the next one
+    reads the source from its beginning.
     """
 
     num_samples: int | None = None  # as in StepRows
@@ -126,9 +126,9 @@ class StreamRows:
         self._reader = stream.reader
         self._epoch = epoch
         self._collate = collate_fn or stream.collate_fn or collated
-        self._key: ReadingKey = ("", 0, 0)
+        self._key: WindowKey = ("", 0, "")
 
-    def begin(self, key: ReadingKey) -> None:
+    def begin(self, key: WindowKey) -> None:
         self._key = key
 
     def end(self) -> None:

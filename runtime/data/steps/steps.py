@@ -212,7 +212,7 @@ class Steps(ShardIteration):
             self._dealer.ends_body(self)
             with bound.iterating(self):
                 bound.begin_steps()
-                self._rows.begin((*self._dealer.call_key, self.counts.number))
+                self._begin_rows(self.counts.number)
                 if self._admission is not None:
                     # A worker that comes waits here, until it is admitted.
                     self._admission.begin(self)
@@ -244,6 +244,11 @@ class Steps(ShardIteration):
             self._rows.end()
             for model in self._models():
                 model.leave_steps()
+
+    def _begin_rows(self, number: int) -> None:
+        run, generation = self._dealer.call_key
+        # The recorded name is the same when the function runs again from the top.
+        self._rows.begin((run, generation, self.iteration or f"{generation}/{number}"))
 
     def _models(self) -> list[SummableModel]:
         return [engine.steps for engine in between_runs().models_of(self._group())]
@@ -390,7 +395,7 @@ class Steps(ShardIteration):
         number, rest, paces: of their pass. position: of one of them, in all passes."""
         self.rest, self._first, self.paces = rest, _first_step(rest), list(paces)
         self._dealer.take_position(self, number, position)
-        self._rows.begin((*self._dealer.call_key, number))
+        self._begin_rows(number)
 
     # -- for the dealer, to which a step is a sample -----------------------------------------------
 
