@@ -15,7 +15,9 @@ exchange their places; so a *place* is the number that a seat began with.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,10 @@ from . import placement
 from .placement import Needs
 
 _LOOK_S = 0.5  # between two looks whether a group was placed
+
+_SHARED_S = 0.25
+"""Seconds for which all empty seats use one look at the cluster: each look asks the head for every
+group of the session."""
 
 _ASKED_AT_ONCE = 16
 """The most groups that are pending at once, so that a session of up to a thousand workers does not
@@ -82,6 +88,8 @@ class PlacedSeats:
         self._waiting: set[int] = set()
         """Places whose groups are pending."""
         self._seen: dict[int, str] = {}  # by place: its node, when it was last looked for
+        self._leaving: frozenset[str] = frozenset()  # nodes that were drained at that time
+        self._looked_at = -math.inf
         self._homes: dict[int, str] = {}  # by place with a group of its own: its first node
         self._moved: dict[int, int] = {}
         """By seat, its place, where the two are not the same."""
@@ -159,17 +167,19 @@ class PlacedSeats:
                 self._waiting.add(place)
                 self._own[place] = self._asked_for(set(nodes.values()))
                 self._on_change()
-                nodes = self._nodes()
-        # A worker on a node that is being drained would have to leave at once.
-        return nodes.get(place, "") not in {"", *nodes_leaving()}
+            # A worker on a node that is being drained would have to leave at once.
+            return nodes.get(place, "") not in {"", *self._leaving}
 
     def _asked_for(self, taken: set[str]) -> PlacementGroup:
         """A new group for one seat. taken: nodes that have a seat."""
         return (self._needs.apart_from(taken) if self._is_spread else self._needs).group()
 
     def _nodes(self) -> dict[int, str]:
-        """The node of each place that has one. Ray moves a group whose node has died; a group that
-        Ray has not been able to move yet is replaced."""
+        """The node of each place that has one, as was seen within _SHARED_S. Ray moves a group
+        whose node has died; a group that Ray has not been able to move yet is replaced."""
+        if time.monotonic() - self._looked_at < _SHARED_S:
+            return self._seen
+        self._leaving = frozenset(nodes_leaving())
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         places = {(group, 0): place for place, group in self._own.items()}
         if self._first is not None:
@@ -188,7 +198,8 @@ class PlacedSeats:
         if self._is_spread:
             found = self._apart(found)
         self._waiting.difference_update(found)
-        self._seen = found
+        # From the end of the look: the seats that have waited for it use it, however long it took.
+        self._seen, self._looked_at = found, time.monotonic()
         return found
 
     def _renew(self, place: int) -> None:
@@ -203,6 +214,7 @@ class PlacedSeats:
 
     def _drop(self, place: int) -> None:
         remove_placement_group(self._own.pop(place))
+        self._seen.pop(place, None)
         self._homes.pop(place, None)
         self._waiting.discard(place)
 
