@@ -44,7 +44,7 @@ class Used(Enum):
     COMMITTED = auto()
 
 
-_OF_ORDER = {"seed", "shuffle", "global_batch_size"}
+_OF_ORDER = {"seed", "shuffle", "global_batch_size", "keep_together"}
 """What decides, beside the dataset and the epoch, which samples an iteration gives first. Steps are
 counted in steps, and all other iterations in samples, whatever their batch size."""
 
@@ -190,7 +190,8 @@ class Cursor:
             others = {field for field in now if now[field] != before[field]}
             # What was over before an epoch began may have another length since.
             is_past = _OUTSIDE in name and left.given is None
-            if others == {"samples"} and left != Remainder() and not is_past:
+            # Other samples have other keys.
+            if others - {"keep_together"} == {"samples"} and left != Remainder() and not is_past:
                 raise ValueError(
                     f"the dataset has {now['samples']} samples, and had {before['samples']} when "
                     "this epoch started, so it is not known which samples are left. Restore the "
@@ -198,6 +199,12 @@ class Cursor:
                 )
             is_within = left.given is not None and left != Remainder()
             if others and others <= _OF_ORDER and is_within:
+                if "keep_together" in others:
+                    raise ValueError(
+                        "this epoch was begun with other groups of keep_together, so it is not "
+                        "known which samples are left. Keep the same samples together until the "
+                        f"epoch is over, and change that only between two epochs; {_START_OVER}"
+                    )
                 one, two = (
                     ", ".join(f"{field}={of[field]}" for field in now if field in others)
                     for of in (before, now)
@@ -318,7 +325,8 @@ def _fields(key: str) -> dict[str, str]:
     """What a key says, by name."""
     parts = key.split("/")
     if parts[-2:-1] != ["steps"] or len(parts) < 4:  # Of `ctx.shard`.
-        return dict(zip(("samples", "epoch", "seed", "shuffle"), parts, strict=False))
+        fields = dict(zip(("samples", "epoch", "seed", "shuffle"), parts, strict=False))
+        return fields | {"keep_together": "/".join(parts[4:])}
     *first, global_batch_size, _, epoch = parts
     fields = dict(zip(("samples", "seed", "shuffle"), first, strict=False))
     return fields | {"global_batch_size": global_batch_size, "epoch": epoch}

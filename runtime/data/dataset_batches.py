@@ -14,7 +14,7 @@ from chorusline.collectives.contract.errors import with_article
 from .batches import Batches
 from .cursor import Cursor
 from .dealer import Cut, Dealer, Left
-from .dealing import Hands, Remainder, dealt_hands, keys_of, redeal
+from .dealing import Hands, Remainder, dealt_hands, digest_of_keys, keys_of, redeal
 from .fetching.fetcher import Fetcher, loader_seed
 from .fetching.fetchers import Fetchers
 from .fetching.options import FetchOptions
@@ -133,10 +133,11 @@ class Shard(Batches):
         self._options = options or FetchOptions(collate_fn=collate_fn)
         self._fetchers = fetchers or Fetchers()
         self._fetcher: Fetcher | None = None  # None: nothing is fetched
-        self._keep_together = keys_of(keep_together)
+        self._keep_together = keys = keys_of(keep_together)
+        groups = "" if keys is None else f"/{digest_of_keys(keys)}"
         super().__init__(
             batch_size,
-            key=f"{len(dataset)}/{epoch}/{seed}/{shuffle}",
+            key=f"{len(dataset)}/{epoch}/{seed}/{shuffle}{groups}",
             dealer=dealer or Dealer(rank, world_size),
             epoch=epoch,
             cursor=cursor,

@@ -6,6 +6,7 @@ a rank is in them.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
 from array import array
@@ -84,6 +85,13 @@ def keys_of(given: Any) -> Sequence[Hashable] | None:
     except TypeError as error:
         raise TypeError(f"a key of keep_together cannot be compared: {error}") from None
     return keys
+
+
+def digest_of_keys(keys: Sequence[Hashable]) -> str:
+    """Equal where the same samples are kept together, whatever the keys are called."""
+    numbers: dict[Hashable, int] = {}
+    groups = array("q", (numbers.setdefault(key, len(numbers)) for key in keys))
+    return hashlib.blake2b(groups, digest_size=8).hexdigest()
 
 
 _SEVERAL = (torch.Tensor, numpy.ndarray, list, tuple)

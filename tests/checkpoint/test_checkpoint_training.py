@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -453,6 +454,8 @@ def test_an_epoch_is_not_gone_on_with_in_a_dataset_of_another_length() -> None:
     assert next(epochs) == 1
     with pytest.raises(ValueError, match="the dataset has 70 samples, and had 61 when this epoch"):
         cursor.begin("70/1/0/True", _Pass([], []))
+    with pytest.raises(ValueError, match="the dataset has 70 samples, and had 61 when this epoch"):
+        cursor.begin("70/1/0/True/of-70-keys", _Pass([], []))
     cursor.begin("61/1/0/True", _Pass([], []))
     cursor.begin(
         "70/1/0/True", _Pass([], [])
@@ -465,6 +468,8 @@ def test_an_epoch_is_not_gone_on_with_in_another_order(tmp_path: Path) -> None:
         ("61/1/0/True", "61/1/7/True", "begun with seed=0, and continues with seed=7"),
         ("61/1/0/True", "61/1/0/False", "begun with shuffle=True, and continues with shuffle=F"),
         ("61/1/3/True", "61/1/0/False", "begun with seed=3, shuffle=True, and"),
+        ("61/1/0/True/abc", "61/1/0/True", "begun with other groups of keep_together"),
+        ("61/1/0/True/abc", "61/1/7/True/abd", "Keep the same samples together until the epoch is"),
         ("61/0/True/8/steps/1", "61/0/True/16/steps/1", "with global_batch_size=8, and"),
         ("stream/8/steps/1", "stream/16/steps/1", "Write global_batch_size=8 until the epoch is"),
     ]:
@@ -482,6 +487,35 @@ def test_an_epoch_is_not_gone_on_with_in_another_order(tmp_path: Path) -> None:
                     cursor.begin(now, _Pass([], []))
                 cursor.begin(before, _Pass([], []))
             cursor.begin(now, _Pass([], []))
+
+
+def test_an_epoch_continues_with_the_same_samples_kept_together_whatever_the_keys_are() -> None:
+    def shard(cursor: Cursor, keys: Any) -> Shard:
+        return Shard(
+            list(range(12)),
+            2,
+            rank=0,
+            world_size=2,
+            keep_together=keys,
+            cursor=cursor,
+            collate_fn=list,
+        )
+
+    before = Cursor()
+    for _ in before.epochs(1):
+        used = next(iter(shard(before, [n // 3 for n in range(12)])))
+        break
+    parts = [before.state(), before.state()]
+    for keys, is_refused in (
+        (None, True),
+        ([n // 4 for n in range(12)], True),
+        (["abcd"[n // 3] for n in range(12)], False),
+    ):
+        cursor = Cursor()
+        cursor.resume(parts)
+        for _ in cursor.epochs(1):
+            with pytest.raises(ValueError) if is_refused else contextlib.nullcontext():
+                assert not {*used} & {*itertools.chain(*shard(cursor, keys))}
 
 
 @pytest.mark.parametrize("by_id", [False, True])
