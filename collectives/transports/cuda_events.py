@@ -14,16 +14,29 @@ of about a thousand, where the launches around it, which are many more, would ha
 
 The driver's library is asked and not the runtime's: it has one name for all versions of CUDA, and
 an event of the one is an event of the other.
+
+While any thread captures a CUDA graph in the global mode, which is torch's default, a query from a
+thread that is not relaxed fails, and invalidates the capture. The events here are recorded outside
+of captures, since a collective in one is refused, so that a relaxed thread may query them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 
 import torch
 
 _ENDED, _NOT_READY = 0, 600  # CUDA_SUCCESS, CUDA_ERROR_NOT_READY
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+class _Thread(threading.local):
+    is_relaxed = False
+
+
+_thread = _Thread()
 
 
 @functools.cache
@@ -32,9 +45,18 @@ def driver() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL("libcuda.so.1")
         library.cuEventQuery.argtypes = [ctypes.c_void_p]
+        library.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
     except (OSError, AttributeError):
         return None
     return library
+
+
+def relax_this_thread() -> None:
+    """For a thread that queries often: each call of the driver takes Python's lock again."""
+    library = driver()
+    if library is not None:
+        library.cuThreadExchangeStreamCaptureMode(ctypes.c_int(_RELAXED))
+        _thread.is_relaxed = True
 
 
 def has_ended(event: torch.cuda.Event) -> bool:
@@ -43,7 +65,16 @@ def has_ended(event: torch.cuda.Event) -> bool:
     library = driver()
     if library is None:
         return bool(event.query())
-    status = library.cuEventQuery(event.cuda_event)
+    if _thread.is_relaxed:
+        status = library.cuEventQuery(event.cuda_event)
+    else:
+        # For this query only: the mode is the caller's, and guards what else it does.
+        mode = ctypes.c_int(_RELAXED)
+        library.cuThreadExchangeStreamCaptureMode(mode)
+        try:
+            status = library.cuEventQuery(event.cuda_event)
+        finally:
+            library.cuThreadExchangeStreamCaptureMode(mode)
     if status in (_ENDED, _NOT_READY):
         return bool(status == _ENDED)
     raise RuntimeError(f"CUDA error {status} of an event")

@@ -34,7 +34,7 @@ import torch
 from ..contract.errors import CollectiveError, GroupAborted
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import STARTED, Kind, Operation
-from .cuda_events import has_ended
+from .cuda_events import has_ended, relax_this_thread
 from .liveness import LOOK_S, RollCall, StorePosition, look_s, position_after, position_in
 
 TRUST_S = 0.05
@@ -177,6 +177,7 @@ class Watcher:
 
     def _watch(self) -> None:
         torch.cuda.set_device(self._device)  # Without it, a query would open a context on GPU 0.
+        relax_this_thread()
         try:
             self._follow()
         except Exception as error:

@@ -535,6 +535,33 @@ def test_a_collective_in_a_cuda_graph_is_refused_and_the_group_goes_on() -> None
         ranks.run(capture)
 
 
+def wait_beside_a_capture(rank: Rank) -> bool:
+    """A graph is captured while a work is in flight, which the watcher and this thread query."""
+    guard = streams.machine().guard
+    with rank.group() as group:
+        if rank.rank == 1:
+            rank.store.wait(["said/captured/0"], 30)
+            group.all_reduce(torch.ones(3, device=group.device)).wait_on_host()
+            return True
+        work = group.all_reduce(torch.ones(3, device=group.device))
+        guard.stand_in_begin_capture()
+        time.sleep(0.1)
+        assert not work.is_completed()
+        is_valid = bool(guard.stand_in_end_capture())
+        rank.say("captured")
+        work.wait_on_host()
+        guard.stand_in_begin_capture()
+        assert guard.cuEventQuery(work.ended.cuda_event) == 900, "the mode is as before"
+        guard.stand_in_end_capture()
+        return is_valid
+
+
+@needs_stand_in
+def test_works_in_flight_leave_the_capture_of_a_cuda_graph_valid() -> None:
+    with StandInRanks(2) as ranks:
+        assert ranks.run(wait_beside_a_capture) == [True, True]
+
+
 def train_with_one_step_in_a_capture(rank: Rank, tries: bool) -> list[torch.Tensor]:
     with rank.group() as group:
         torch.manual_seed(0)

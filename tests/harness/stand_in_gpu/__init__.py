@@ -13,6 +13,6 @@ their own (ranks.py). Streams, memory and NCCL go wrong here as the real ones ma
 - nccl.py is `cupy.cuda.nccl` as NCCL's sources describe it. Its kernels meet in hub.py.
 
 Not modelled: Python's lock and the driver's held by CUDA calls, but for the query of an event;
-kernels that cannot run at the same time; several devices; CUDA graphs; torch.distributed; kernels'
-numerics; time.
+kernels that cannot run at the same time; several devices; CUDA graphs, but for the refusal of
+collectives in them and for queries beside them; torch.distributed; kernels' numerics; time.
 """

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 
 using namespace c10;
 
@@ -88,6 +89,11 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 
 Guard guard;
 
+enum { relaxed = 2 }; // Of CUstreamCaptureMode, whose first is the global one.
+thread_local int capture_mode = 0;
+std::atomic<bool> capturing{false}; // In the global mode.
+std::atomic<bool> capture_is_valid{true};
+
 std::mutex driver; // Of the GPU's context: a call may hold it for as long as kernels run.
 
 } // namespace
@@ -120,7 +126,23 @@ extern "C" void stand_in_count_launch(long long stream) {
 // An event is the address of what the query returns.
 extern "C" int cuEventQuery(void *event) {
   std::lock_guard<std::mutex> held(driver);
+  if (capturing && capture_mode != relaxed) {
+    capture_is_valid = false;
+    return 900; // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+  }
   return *static_cast<volatile int *>(event);
+}
+extern "C" int cuThreadExchangeStreamCaptureMode(int *mode) {
+  std::swap(*mode, capture_mode);
+  return 0;
+}
+extern "C" void stand_in_begin_capture() {
+  capture_is_valid = true;
+  capturing = true;
+}
+extern "C" bool stand_in_end_capture() {
+  capturing = false;
+  return capture_is_valid;
 }
 extern "C" void stand_in_keep_driver_busy(double seconds) {
   std::thread([seconds] {

@@ -69,6 +69,8 @@ def load(library: Path) -> ctypes.CDLL:
     guard.stand_in_count_launch.argtypes = [ctypes.c_longlong]
     guard.stand_in_count_launch.restype = None
     guard.cuEventQuery.argtypes = [ctypes.c_void_p]
+    guard.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
+    guard.stand_in_end_capture.restype = ctypes.c_bool
     guard.stand_in_keep_driver_busy.argtypes = [ctypes.c_double]
     return guard
 
