@@ -284,7 +284,7 @@ class SessionHost:
         return number
 
     def _carry_out(self, run: _Run, program: Parcel | None, begun: RunRequest | None) -> None:
-        run.task = self._own(self._until_over(run, program, begun), f"run-{run.number}")
+        run.task = self._own(self._until_over(run, [program], begun), f"run-{run.number}")
         # Not in the coroutine: a task that is cancelled before its first step never enters it.
         run.task.add_done_callback(lambda _: self._note_end(run))
 
@@ -297,14 +297,17 @@ class SessionHost:
         self._record(run)
 
     async def _until_over(
-        self, run: _Run, program: Parcel | None, begun: RunRequest | None
+        self, run: _Run, program: list[Parcel | None], begun: RunRequest | None
     ) -> None:
+        """program: taken out of the list, so that no frame of this process holds the arguments
+        beside Ray's object store as long as the run lasts."""
         audience = Audience(None, None, None, has_output=False, record=run.history.add)
         try:
-            run.ending = await self._local.run(program, audience, begun)
+            run.ending = await self._local.run(program.pop(), audience, begun)
         except asyncio.CancelledError:
             run.ending = GroupAborted(await self._generation(), [], run.why or "it was cancelled")
         except Exception as error:
+            _drop_frames(error)
             run.ending = error
 
     async def _generation(self) -> int:
@@ -428,6 +431,14 @@ class SessionHost:
         self, timeout_s: float
     ) -> dict[int, tuple[WorkerSnapshot, Whereabouts] | str]:
         return await self._local.whereabouts(timeout_s)
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Have an error hold no frames: their variables would keep the arguments of its run for as long
+    as the run is kept. A client gets the error pickled, without them."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    for part in error.exceptions if isinstance(error, BaseExceptionGroup) else ():
+        _drop_frames(part)
 
 
 def _forgotten(recorded: bytes | None) -> RuntimeError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 
 from chorusline.actors.driver.driver import GRACE_S
@@ -194,20 +196,21 @@ class LocalSession:
         """
         self._is_running = True
         try:
-            return await self._run(program, audience, begun)
+            payload = ray.put(program)  # Now: later the caller may change what it has passed.
+            del program  # A session host holds it nowhere else.
+            return await self._run(payload, audience, begun)
         finally:
             self._is_running = False
 
     async def _run(
-        self, program: Parcel | None, audience: Audience, begun: RunRequest | None
+        self, payload: Any, audience: Audience, begun: RunRequest | None
     ) -> RunSucceeded | RunFailed:
         """1. Replace the workers that are missing since the last run. 2. Run, and hand on reports
         meanwhile; if the run failed before any worker began, repeat from 1.
 
-        begun: without 1."""
+        payload: a reference to the function's Parcel. begun: without 1."""
         worker_group = self.worker_group
         assert worker_group is not None
-        payload = ray.put(program)  # Now: later the caller may change what it has passed.
         for left in reversed(range(_BEGINNINGS)):
             request = begun or self._new_request(audience)
             if begun is None:

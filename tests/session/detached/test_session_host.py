@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,3 +192,66 @@ async def test_the_end_of_a_run_is_heard_after_another_program_has_begun_the_nex
             assert await begun(host, "of the slow one") == 0, "a call that is repeated begins none"
     assert "of its last two runs" in str(await host.ending(0)), "no more are kept"
     assert [one.values["number"] for one in await host.reports()] == [2]
+
+
+class WatchedParcel(Parcel):
+    """One that can be watched by a weak reference."""
+
+
+async def run_of_a_watched_parcel(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, weakref.ref[Parcel]]:
+    """A session host whose worker group has `run`, with a run that has begun; and its arguments."""
+    monkeypatch.setattr(ray, "put", lambda program: "a reference")
+
+    async def nobody(timeout_s: float) -> tuple[()]:
+        return ()
+
+    local: Any = LocalSession(cl.Session()._options)
+    local.worker_group = SimpleNamespace(
+        assemble=nobody, run=run, listener=Listener({}, ()), workers_seen=nobody
+    )
+    host = host_of(local, Memory())
+    parcel = WatchedParcel(b"")
+    await host.begin("first", parcel, DebugLevel.OFF)
+    return host, weakref.ref(parcel)
+
+
+async def test_a_session_host_does_not_hold_the_arguments_beside_the_object_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_begun = asyncio.Event()
+
+    async def run(request: RunRequest, payload: object) -> RunSucceeded:
+        has_begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    host, parcel = await run_of_a_watched_parcel(run, monkeypatch)
+    await asyncio.wait_for(has_begun.wait(), 5)
+    gc.collect()
+    assert parcel() is None
+    host._runs[-1].task.cancel()
+    await asyncio.wait([host._runs[-1].task])
+
+
+async def test_the_error_of_a_run_does_not_hold_what_its_functions_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[weakref.ref[Parcel]] = []
+
+    async def run(request: RunRequest, payload: object) -> RunSucceeded:
+        argument = WatchedParcel(b"")
+        held.append(weakref.ref(argument))
+        try:
+            raise ValueError("first")
+        except ValueError as error:
+            cause = error
+        raise ExceptionGroup("both", [cause, KeyError("second")]) from cause
+
+    host, _ = await run_of_a_watched_parcel(run, monkeypatch)
+    ending = await host.ending(0)
+    assert isinstance(ending, ExceptionGroup) and "both" in str(ending)
+    assert [str(one) for one in ending.exceptions] == ["first", "'second'"]
+    gc.collect()
+    assert held[0]() is None
