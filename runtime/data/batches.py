@@ -24,6 +24,36 @@ from .dealing import Remainder
 from .fetching.on_device import ToDevice
 
 
+class _Given:
+    """The batches that an iteration gives."""
+
+    def __init__(self, batches: Generator[Any]) -> None:
+        self._batches = batches
+        self._failure = ""
+
+    def __iter__(self) -> _Given:
+        return self
+
+    def __next__(self) -> Any:
+        # After an error a generator looks as if it had ended; a loop that catches the error would
+        # leave out the rest of the epoch without a word.
+        if self._failure:
+            raise RuntimeError(
+                f"this iteration has ended with an error ({self._failure}), so it gives no further "
+                "batches. Handle what a sample may raise in the dataset, or in collate_fn"
+            )
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+
+    def close(self) -> None:
+        self._batches.close()
+
+
 class Batches(ShardIteration):
     """One rank's batches of an epoch. It can be iterated more than once.
 
@@ -70,7 +100,7 @@ class Batches(ShardIteration):
         self._at_boundary = at_boundary
         self._to_device = None if device is None else ToDevice(device)
         self.rest = cursor.rest_of(key) if cursor and torch.is_grad_enabled() else Remainder()
-        self._running: weakref.ref[Generator[Any]] | None = None  # None: not iterated yet
+        self._running: weakref.ref[_Given] | None = None  # None: not iterated yet
         self.num_given = 0
         """The number of batches that the iteration has given."""
         self._together: list[Batches] = []
@@ -85,8 +115,9 @@ class Batches(ShardIteration):
         batches = self._iterate()
         # Up to the first `yield`: from here on the dealer knows that this rank is in it.
         next(batches)
-        self._running = weakref.ref(batches)
-        return batches
+        given = _Given(batches)
+        self._running = weakref.ref(given)
+        return given
 
     def _iterate(self) -> Generator[Any]:
         """Gives None when the iteration has begun, and then the batches.
@@ -253,7 +284,7 @@ class Batches(ShardIteration):
                 "is not inside a Join: where a rank has run out of data, the others wait for it "
                 "until the deadline. Write `with chorusline.Join([model, optimizer]):` around the "
                 "loop",
-                stacklevel=3,  # the loop, which called `_iterate`
+                stacklevel=4,  # the loop, which called `_Given.__next__`
             )
 
     def _check(self) -> None:

@@ -72,8 +72,8 @@ class Stream:
     source: an object that gives the same rows in each iteration, such as an IterableDataset, or a
         `ray.data.Dataset`. It is pickled and sent to the reader. If it has `set_epoch`, that is
         called before each iteration with the epoch of `ctx.shard`. Or a DataLoader over an
-        IterableDataset: its loader processes make the rows, beside the reader, and its batch_size
-        and collate_fn are those of `ctx.shard`, which may say otherwise.
+        IterableDataset: its loader processes make the rows, beside the reader. Its batch_size,
+        collate_fn, drop_last and pin_memory hold for `ctx.shard`, which may say otherwise.
 
     Raises TypeError for a source that is not iterable, or only once, ValueError for a dataset that
     gives the rows of one rank only.
@@ -107,9 +107,11 @@ class Stream:
                 "distributes the rows itself, each to one rank: pass it the whole dataset"
             )
         self.batch_size: int | None = None  # None: the source is no DataLoader
+        self.drop_last = self.pin_memory = False
         self.collate_fn: Callable[[list[Any]], Any] | None = None  # None: as batch_size
         has_epochs = hasattr(source, "set_epoch")
         if isinstance(source, DataLoader):
+            self.drop_last, self.pin_memory = source.drop_last, source.pin_memory
             source = LoaderRows(source)
             has_epochs = source.has_epochs
             self.batch_size, self.collate_fn = source.batch_size, source.collate_fn
@@ -171,8 +173,21 @@ class Stream:
             "_is_closed": False,
             "has_epochs": self.has_epochs,
             "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+            "pin_memory": self.pin_memory,
             "collate_fn": self.collate_fn,
         }
+
+
+def maker_of_batches(
+    stream: Stream, collate_fn: Callable[[list[Any]], Any] | None, *, pins: bool
+) -> Callable[[list[Any]], Any]:
+    """collate_fn: None: that of the stream's loader, or torch's. pins: batches come in page-locked
+    memory, where there is an accelerator."""
+    collate = collate_fn or stream.collate_fn or collated
+    if (pins or stream.pin_memory) and torch.accelerator.is_available():
+        return lambda rows: pin_memory(collate(rows))
+    return collate
 
 
 class StreamShard(Batches):
@@ -214,8 +229,7 @@ class StreamShard(Batches):
             device=device,
         )
         self._reader = stream.reader
-        self._collate = collate_fn or stream.collate_fn or collated
-        self._pins = pin_memory and torch.accelerator.is_available()
+        self._collate = maker_of_batches(stream, collate_fn, pins=pin_memory)
         self._drop_last = drop_last
         self._survives = survives
         self._without_reader = without_reader or (lambda error: error)
@@ -266,16 +280,17 @@ class StreamShard(Batches):
         # The step that could end without the reader has ended, and there is no batch after it.
         if self._gone is not None:
             raise self._lost(self._gone)
-        batch = self._ahead.popleft()
+        # First: an error of collate_fn must not count the rows as taken.
+        batch = self._collate([row for _, row in self._ahead[0]])
+        rows = self._ahead.popleft()
         # By number: a count would not say which rows they were.
-        self._numbers.extend(number for number, _ in batch)
-        self.counts.take(len(batch))
+        self._numbers.extend(number for number, _ in rows)
+        self.counts.take(len(rows))
         try:
             self._look_ahead()
         except ReaderGone as gone:
             raise self._lost(gone) from None
-        collated = self._collate([row for _, row in batch])
-        return pin_memory(collated) if self._pins else collated
+        return batch
 
     def _end(self) -> None:
         if self._reading is not None:

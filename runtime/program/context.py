@@ -440,7 +440,7 @@ class Context:
         rows: StepRows
         if isinstance(dataset, Stream):
             refuse_loaders_of_stream(options)
-            rows, key = StreamRows(dataset, epoch=epoch, collate_fn=collate_fn), "stream"
+            rows, key = StreamRows(dataset, epoch, collate_fn, pin_memory=pin_memory), "stream"
         else:
             check_dataset(dataset, "steps")
             rows = DatasetRows(

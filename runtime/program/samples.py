@@ -42,7 +42,7 @@ def batches_of(
         dataset, batch_size, options = loader.dataset, loader.batch_size, loader.options
         shuffle, drop_last = loader.shuffle, loader.drop_last
     if batch_size is None and isinstance(dataset, Stream):
-        batch_size = dataset.batch_size
+        batch_size, drop_last = dataset.batch_size, drop_last or dataset.drop_last
     if batch_size is None:
         raise TypeError(
             "ctx.shard() is missing batch_size, the number of samples per rank and step, which "

@@ -169,3 +169,26 @@ def test_keys_are_what_is_in_tensors_arrays_and_lists(keys):
 def test_what_cannot_be_a_key_is_refused():
     with pytest.raises(TypeError, match="a key of keep_together cannot be compared"):
         deal(2, world_size=1, keep_together=[{1}, {2}])
+
+
+def test_an_iteration_that_an_error_has_ended_does_not_look_as_if_its_epoch_were_over():
+    class Torn:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, number: int) -> int:
+            if number == 2:
+                raise OSError("the file is torn")
+            return number
+
+    shard = Shard(Torn(), 2, rank=0, world_size=1, shuffle=False)
+    batches = iter(shard)
+    assert next(batches).tolist() == [0, 1]
+    with pytest.raises(OSError, match="the file is torn"):
+        next(batches)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"ended with an error \(OSError: the file is torn\)"
+        ):
+            next(batches)
+    assert shard.taken_ids == [0, 1]

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple, Protocol
 from ...process.random_state import seed_all
 from ..dataset_batches import MapStyleDataset
 from ..dealing import dealt_hands
-from ..fetching.collating import collated
 from ..fetching.fetcher import Fetcher
 from ..fetching.fetchers import Fetchers
 from ..fetching.options import FetchOptions
 from ..fetching.seeded_dataset import CollateOnly, SeededDataset, SeededIds
 from ..row_reader import WindowKey
-from ..streaming import RESTART_S, SLICE_S, ReaderGone, Stream, answer
+from ..streaming import RESTART_S, SLICE_S, ReaderGone, Stream, answer, maker_of_batches
 
 
 class MicroBatch(NamedTuple):
@@ -121,11 +120,16 @@ class StreamRows:
     num_samples: int | None = None  # as in StepRows
 
     def __init__(
-        self, stream: Stream, *, epoch: int, collate_fn: Callable[[list[Any]], Any] | None = None
+        self,
+        stream: Stream,
+        epoch: int,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        *,
+        pin_memory: bool = False,
     ) -> None:
         self._reader = stream.reader
         self._epoch = epoch
-        self._collate = collate_fn or stream.collate_fn or collated
+        self._collate = maker_of_batches(stream, collate_fn, pins=pin_memory)
         self._key: WindowKey = ("", 0, "")
 
     def begin(self, key: WindowKey) -> None:

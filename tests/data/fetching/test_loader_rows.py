@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
 
 import chorusline as cl
+from chorusline.runtime.data import streaming
 from chorusline.runtime.data.fetching.loader_rows import LoaderRows
 from chorusline.runtime.data.steps.step_rows import MicroBatch, StreamRows
 from tests.data.fetching.test_fetcher import Numbers
@@ -122,12 +124,27 @@ def test_the_rows_of_one_rank_are_refused_with_and_without_a_loader() -> None:
             cl.Stream(source)
 
 
-def test_steps_collate_the_rows_of_a_stream_as_its_loader_does() -> None:
-    stream: Any = SimpleNamespace(reader=SimpleNamespace(window=None))
-    stream.collate_fn = cl.Stream(DataLoader(Everything(), 2, collate_fn=tuple)).collate_fn
-    rows = StreamRows(stream, epoch=0)
-    rows._ask = lambda method, *place: [1, 2]  # type: ignore[method-assign]
-    assert rows.batch(MicroBatch(0, 2, 0), ()) == (1, 2)
+def sent(stream: cl.Stream) -> cl.Stream:
+    """As a rank has it."""
+    stream._reader, stream._is_sent = SimpleNamespace(window=None), True
+    return pickle.loads(pickle.dumps(stream))  # type: ignore[no-any-return]
+
+
+def test_steps_make_batches_of_the_rows_as_the_loader_of_the_stream_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(streaming, "pin_memory", lambda batch: ("pinned", batch))
+    plain = sent(cl.Stream(DataLoader(Everything(), 2, collate_fn=tuple)))
+    pinned = sent(cl.Stream(DataLoader(Everything(), 2, collate_fn=tuple, pin_memory=True)))
+    for stream, pins, made in (
+        (plain, False, (1, 2)),
+        (plain, True, ("pinned", (1, 2))),
+        (pinned, False, ("pinned", (1, 2))),
+    ):
+        rows = StreamRows(stream, epoch=0, pin_memory=pins)
+        rows._ask = lambda method, *place: [1, 2]  # type: ignore[method-assign]
+        assert rows.batch(MicroBatch(0, 2, 0), ()) == made
 
 
 class SampleRows(IterableDataset[Any]):
@@ -153,13 +170,18 @@ async def test_rows_of_loader_processes_are_used_once_whoever_is_killed(
     assert_as_if_nothing_was(Kind(), str(tmp_path), told, victims)
 
 
-async def test_batch_size_and_collate_fn_are_those_of_the_loader(session: cl.Session) -> None:
+@pytest.mark.parametrize("drop_last", [False, True])
+async def test_the_options_of_batches_are_those_of_the_loader(
+    session: cl.Session, drop_last: bool
+) -> None:
     def read(ctx: cl.Context, stream: cl.Stream) -> list[list[int]]:
         return list(ctx.shard(stream))
 
-    loader = DataLoader(Range(), 3, collate_fn=lambda rows: [10 * row for row in rows])
+    loader = DataLoader(
+        Range(), 3, drop_last=drop_last, collate_fn=lambda rows: [10 * row for row in rows]
+    )
     with cl.Stream(loader) as stream:
         by_rank = await session.run(read, stream=stream)
     batches = [*itertools.chain(*by_rank)]
-    assert sorted(itertools.chain(*batches)) == [10 * number for number in range(11)]
-    assert sorted(map(len, batches)) == [2, 3, 3, 3]
+    assert sorted(itertools.chain(*batches)) == [10 * n for n in range(9 if drop_last else 11)]
+    assert sorted(map(len, batches)) == ([3, 3, 3] if drop_last else [2, 3, 3, 3])
