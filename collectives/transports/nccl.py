@@ -14,6 +14,7 @@ take seconds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -322,6 +323,7 @@ class NcclCommunicator(Communicator):
     def _enqueue(self, work: NcclWork, launches: list[_Launch]) -> None:
         # Launches of zero elements are skipped: they have no address to send from.
         real = [one for one in launches if any(tensor.numel() for tensor in one.tensors)]
+        work.used = used = [tensor for one in launches for tensor in one.tensors]
         with self._on_device:
             # What the caller has launched on the tensors comes first; the host waits for nothing.
             self._issued_before.record(torch.cuda.current_stream(self.device))
@@ -337,7 +339,6 @@ class NcclCommunicator(Communicator):
                         one.start(self._stream.cuda_stream)
                 finally:
                     self._library.groupEnd()
-            used = [tensor for one in launches for tensor in one.tensors]
             for one in launches:
                 finish = one.operation.finish  # An abort may end the operation meanwhile.
                 if finish is not None:
@@ -360,13 +361,17 @@ class NcclCommunicator(Communicator):
         error in the store: `error`, or one that another rank wrote before it.
         """
         with self.in_flight.changed:
+            stopped = self.in_flight.in_order()
             # Another error was first, and its thread ends NCCL.
             if not self.in_flight.fail(error):
                 return
             telling = self._roll_call.publish_meanwhile(error)
             # A daemon: the abort may hang in NCCL, and must not keep the process alive.
             self._ending = threading.Thread(
-                target=self._end_nccl, args=(telling,), name="chorusline-abort-nccl", daemon=True
+                target=self._end_nccl,
+                args=(telling, stopped),
+                name="chorusline-abort-nccl",
+                daemon=True,
             )
             self._ending.start()
 
@@ -400,11 +405,11 @@ class NcclCommunicator(Communicator):
         with torch.cuda.device(self.device):  # The control loop's threads have chosen none.
             self._let_finish()
         with self.in_flight.changed:
-            idle = not self.in_flight.works
+            left = self.in_flight.in_order()  # Held until NCCL has ended their kernels.
             first = self.in_flight.fail(GroupClosed("close", self.generation))
         # 2. Wait for the others
         published = first and self._roll_call.tell_closed(self.in_flight.operations_done())
-        gently = published and idle and self._roll_call.all_close(CLOSE_TIMEOUT_S)
+        gently = published and not left and self._roll_call.all_close(CLOSE_TIMEOUT_S)
         # 3. Destroy or abort
         # The other ranks have to read of it first, or take garbage of stopped kernels for results.
         if not gently:
@@ -415,12 +420,16 @@ class NcclCommunicator(Communicator):
         self._give_back(gently)
         self.watcher.join(CLOSE_TIMEOUT_S)
 
-    def _end_nccl(self, telling: threading.Thread) -> None:
+    def _end_nccl(self, telling: threading.Thread, stopped: list[NcclWork]) -> None:
         # Publish first: ncclCommAbort may return only after the other ranks abort as well.
         telling.join(CLOSE_TIMEOUT_S)
         time.sleep(ABORT_AFTER_S)
         torch.cuda.set_device(self.device)
         self._give_back(gently=False)
+        # Their kernels, and the copies after them, run to their end on what the works keep.
+        with contextlib.suppress(RuntimeError):  # The GPU has failed.
+            while not all(work.see_end() for work in stopped if work.is_launched):
+                time.sleep(LONGEST_PAUSE_S)
 
     def _give_back(self, gently: bool) -> None:
         # A launch blocks when the GPU's queue is full of kernels that wait for a lost rank, or when

@@ -49,11 +49,14 @@ class NcclWork(PendingWork):
     """An operation, or a coalesced block of them, on the communicator's stream.
 
     is_launched: the events are recorded; before that they say nothing.
+    is_over: `ended` has been seen complete, and nothing uses the tensors any more.
     started: this rank's GPU has reached the work. ended: the work is over, or NCCL was aborted.
     waited_for: a stream waits for the work, so `close` lets it finish.
     is_awaited: a thread waits for it on the host.
     blocks_host: the work contains a barrier.
     before: the operations of a coalesced block that precede the last one, which is `operation`.
+    used: the tensors that its kernels use, until it is over. `record_stream` protects only what is
+        of torch's allocator: the memory of a CuPy array goes to another one when it is dropped.
     """
 
     def __init__(
@@ -67,12 +70,20 @@ class NcclWork(PendingWork):
         self.device = device
         self.settle_ended = settle_ended
         self.is_launched = False
+        self.is_over = False
         self.started = torch.cuda.Event()
         self.ended = torch.cuda.Event()
         self.waited_for = False
         self.is_awaited = False
         self.blocks_host = operation.kind is Kind.BARRIER
         self.before: Sequence[Operation] = ()
+        self.used: Sequence[torch.Tensor] = ()
+
+    def see_end(self) -> bool:
+        """Whether it is over; lets go of its tensors then. Raises RuntimeError if the GPU fails."""
+        if not self.is_over and self.is_launched and has_ended(self.ended):
+            self.is_over, self.used = True, ()
+        return self.is_over
 
     def settle(self, failure: CollectiveError | None) -> None:
         for operation in self.before:
@@ -160,15 +171,15 @@ class Watcher:
         for work in in_flight.in_order():
             try:
                 # Works end in the order of the stream, so none after it has ended either.
-                if not (work.is_launched and has_ended(work.ended)):
+                if not work.see_end():
                     break
             except Exception as error:  # A CUDA error, perhaps of an earlier kernel.
                 self._abort(self._broken("the GPU failed", error))
                 break
             if time.monotonic() - self._trusted_at > TRUST_S:
                 needs_look = True
-                break
-            ended.append(work)
+            else:
+                ended.append(work)
         # Another thread may have settled them meanwhile, or an abort.
         settled = [work for work in ended if in_flight.settle_if_head(work)]
         for work in settled:

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -489,6 +490,57 @@ def drop_outputs(rank: Rank) -> None:
 def test_memory_that_is_dropped_stays_until_the_communicators_stream_has_left_it() -> None:
     with StandInRanks(2) as ranks:
         ranks.run(drop_outputs)  # Fails with each use of memory that was given back.
+
+
+class Forgetful(set[int]):
+    """What `record_stream` does to memory that is not of torch's allocator: nothing."""
+
+    def add(self, _: int) -> None:
+        pass
+
+
+def as_of_cupy(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.block.allocation.recorded = Forgetful()  # type: ignore[attr-defined]
+    return tensor
+
+
+def drop_inputs_of_cupy(rank: Rank, ends: str) -> None:
+    """Both before the kernels start, and before an abort ends them."""
+    nccl.settings.kernel_s = 0.3
+    group = rank.group()
+    group.barrier().wait_on_host()
+    total, whole = torch.zeros(3, device=group.device), torch.zeros(6, device=group.device)
+    given = as_of_cupy(torch.ones(6, device=group.device))
+    block = weakref.ref(given.block)  # type: ignore[attr-defined]
+    works = [group.reduce_scatter(total, given)]
+    with group.coalesce() as work:
+        group.all_gather(whole, as_of_cupy(torch.ones(3, device=group.device)))
+    works.append(work)
+    del given
+    streams.Stream(number=0).synchronize()  # Another array may be in their memory by now.
+    for work in works:
+        work.wait_on_host()
+    assert total.tolist() == [2.0] * 3 and whole.tolist() == [1.0] * 6
+    assert block() is None, "a work that is over, and still held, keeps it"
+    nccl.settings.kernel_s, nccl.settings.abort_s = 0.0, 0.5
+    if rank.rank == 0:
+        for _ in range(2):
+            group.reduce_scatter(
+                as_of_cupy(torch.zeros(6, device=group.device))[::2],
+                as_of_cupy(torch.ones(6, device=group.device)),
+            )
+        group.abort("over") if ends == "abort" else group.close()
+        streams.Stream(number=0).synchronize()
+        torch.cuda.synchronize()
+        rank.say("over")
+    rank.store.wait(["said/over/0"], 30)
+
+
+@needs_stand_in
+@pytest.mark.parametrize("ends", ["abort", "close"])
+def test_arrays_of_cupy_that_are_dropped_stay_until_their_kernels_have_ended(ends: str) -> None:
+    with StandInRanks(2) as ranks:
+        ranks.run(drop_inputs_of_cupy, ends)  # Fails with each use of memory that was given back.
 
 
 def use_every_thread(rank: Rank) -> set[str]:
