@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 
@@ -20,6 +20,10 @@ class Seats(Protocol):
     def placed(self) -> list[int]:
         """The workers' seats that there is room for now. Blocks for some questions to the
         cluster."""
+
+    def vacant(self, taken: Collection[int]) -> list[int]:
+        """The workers' seats but `taken` that there is room for now, on nodes that stay. The other
+        seats that had room before ask for it again. Blocks as `placed` does."""
 
     async def wait_for(self, seat: int) -> None:
         """Ask for room for a seat, unless that was done; return when it is there, and stays."""

@@ -213,8 +213,7 @@ class WorkerGroup:
         give_up_at = time.monotonic() + timeout_s
         while True:
             self._check_not_dismissed()
-            placed = await asyncio.to_thread(self._seats.placed)
-            empty = [seat for seat in placed if seat not in self._workers]
+            empty = await asyncio.to_thread(self._seats.vacant, set(self._workers))
             num_workers = len(self._workers) + len(empty)
             # The run begins with those; the others come when there is room (Recruiter).
             if num_workers >= self._fewest:
@@ -222,9 +221,9 @@ class WorkerGroup:
             if time.monotonic() > give_up_at:
                 raise StartupError(
                     f"there is room for {num_workers} workers, and {self._fewest} are the fewest",
-                    f"nodes were lost, and none was added within {timeout_s:g} s. Add nodes, "
-                    "raise startup_timeout_s if they are still starting, or ask for fewer with "
-                    "num_workers=(fewest, most)",
+                    "nodes were lost or drained, and none was added within "
+                    f"{timeout_s:g} s. Add nodes, raise startup_timeout_s if they are still "
+                    "starting, or ask for fewer with num_workers=(fewest, most)",
                 )
             await asyncio.sleep(_LOOK_S)
 

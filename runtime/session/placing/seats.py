@@ -18,7 +18,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,8 @@ class PlacedSeats:
         self._lock = threading.Lock()  # Every `wait_for` looks from a thread of its own.
         self._is_spread = strategy == "STRICT_SPREAD"
         num_first = len(self._first_bundles)
+        self._num_begun = num_first + len(self._own)
+        """The session has started with so many places, for which it asks again at any time."""
         # A trial has no more than it holds.
         if self._is_borrowed:
             most = min(most, num_first - spares)
@@ -110,7 +112,7 @@ class PlacedSeats:
 
     def state(self) -> dict[str, Any]:
         """For a session host that is started again: the groups, and which seat is where."""
-        kept = ("_needs", "_first", "_first_bundles", "_own", "_homes", "_moved")
+        kept = ("_needs", "_first", "_first_bundles", "_own", "_num_begun", "_homes", "_moved")
         both = {name: getattr(self, name) for name in kept}
         return both | {"most": self.most, "spares": len(self.spare_seats)}
 
@@ -119,6 +121,7 @@ class PlacedSeats:
         """The seats that had this state."""
         seats = cls((), state["_needs"], state["most"], state["spares"])
         seats._first, seats._first_bundles = state["_first"], state["_first_bundles"]
+        seats._num_begun = state["_num_begun"]
         seats.most = state["most"]  # With STRICT_PACK the groups have decided it.
         seats.spare_seats = range(seats.most, seats.most + state["spares"])
         seats._own, seats._homes = dict(state["_own"]), dict(state["_homes"])
@@ -136,6 +139,12 @@ class PlacedSeats:
             nodes = self._nodes()
             return [seat for seat in range(self.most) if self._place_of(seat) in nodes]
 
+    def vacant(self, taken: Collection[int]) -> list[int]:
+        # Places that have never been there are only asked for during a run (`wait_for`).
+        known = {*range(self._num_begun), *self._own}
+        empty = [seat for seat in range(self.most) if seat not in taken]
+        return [s for s in empty if self._place_of(s) in known and self._has_room(s)]
+
     def swap(self, seat: int, other: int) -> None:
         # In one assignment: other threads read it, and none waits here for the lock.
         here, there = self._place_of(seat), self._place_of(other)
@@ -152,12 +161,15 @@ class PlacedSeats:
             await asyncio.sleep(_LOOK_S)
 
     def _has_room(self, seat: int) -> bool:
-        """Whether the seat has a node that will stay. Makes a group for it if it has none."""
+        """Whether a seat without a worker has a node that will stay. Makes a group for it if it has
+        none, or if its node is drained: Ray starts no workers there."""
         with self._lock:
             place = self._place_of(seat)
             nodes = self._nodes()
-            if self._has_moved(place):
-                self._drop(place)  # The nodes that its group avoids are out of date.
+            is_leaving = nodes.get(place) in self._leaving
+            # After a move the nodes that its group avoids are out of date.
+            if place in self._own and (is_leaving or self._has_moved(place)):
+                self._drop(place)
             # The first seats have theirs from the start, and keep them.
             if place >= len(self._first_bundles) and place not in self._own:
                 # Asked again later: each pending group is looked at by Ray's scheduler all the
@@ -167,7 +179,6 @@ class PlacedSeats:
                 self._waiting.add(place)
                 self._own[place] = self._asked_for(set(nodes.values()))
                 self._on_change()
-            # A worker on a node that is being drained would have to leave at once.
             return nodes.get(place, "") not in {"", *self._leaving}
 
     def _asked_for(self, taken: set[str]) -> PlacementGroup:

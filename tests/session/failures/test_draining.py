@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.programs import output_of
+from tests.harness.programs import last_line_of, output_of
 
 PROGRAM = """
 import asyncio, os, sys, time
@@ -71,3 +71,58 @@ def test_ranks_leave_a_node_that_is_drained_and_the_others_go_on(
     said = output_of(program, str(replicas), timeout_s=150)
     assert "RANKS 2" in said
     assert said.count("SIZES 3 2 80") == 2, said
+
+
+NEXT_RUN = """
+import asyncio, json, os, signal, time
+import ray
+from ray.cluster_utils import Cluster
+from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
+from ray._raylet import GcsClient
+import chorusline as cl
+
+def where(ctx):
+    return os.getpid(), ray.get_runtime_context().get_node_id()
+
+async def main():
+    head = {"num_cpus": 1, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    node = cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    until_ms = int((time.time() + 300) * 1000)
+    async with cl.Session(
+        (1, 2), address=cluster.address, placement_strategy=STRATEGY, startup_timeout_s=30
+    ) as session:
+        first = dict(map(reversed, await session.run(where)))
+        GcsClient(address=cluster.address).drain_node(
+            node.node_id, DRAIN_NODE_REASON_PREEMPTION, "", until_ms
+        )
+        while node.node_id not in ray._private.state.state.get_draining_nodes():
+            await asyncio.sleep(0.1)
+        os.kill(first[node.node_id], signal.SIGKILL)
+        second = await session.run(where)
+        other = cluster.add_node(num_cpus=1)
+        async with asyncio.timeout(40):
+            while len(third := await session.run(where)) < 2:
+                await asyncio.sleep(0.2)
+    here = ray.get_runtime_context().get_node_id()
+    names = {here: "here", node.node_id: "drained", other.node_id: "other"}
+    print(json.dumps([[names[one] for _, one in run] for run in (second, third)]))
+    ray.shutdown()
+    cluster.shutdown()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "strategy", ["PACK", pytest.param("STRICT_SPREAD", marks=pytest.mark.slow)]
+)
+def test_the_next_run_starts_no_worker_on_a_node_that_is_drained(
+    tmp_path: Path, strategy: str
+) -> None:
+    program = tmp_path / "next_run.py"
+    program.write_text(NEXT_RUN.replace("STRATEGY", repr(strategy)))
+    second, third = last_line_of(program, timeout_s=150)
+    assert second == ["here"]
+    assert sorted(third) == ["here", "other"]
