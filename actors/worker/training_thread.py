@@ -59,6 +59,8 @@ class TrainingThread(Generic[Outcome]):
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None  # None: no coroutine runs yet
         self._task: asyncio.Task[object] | None = None  # None: as `_loop`, and after its end
+        self._has_returned = False
+        """Whether the function is over; its outcome may still be in the making."""
         self._has_ended = threading.Event()
 
     async def run(self) -> Outcome:
@@ -98,11 +100,21 @@ class TrainingThread(Generic[Outcome]):
             for each, _ in traceback.walk_stack(frame)
         ):
             return False
-        if not self._has_ended.is_set() and self._thread.ident is not None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self._thread.ident), ctypes.py_object(asyncio.CancelledError)
-            )
+        with self._lock:
+            # The outcome of a function that has returned is made without an interrupt.
+            if not self._has_returned:
+                self._raise_in_thread(ctypes.py_object(asyncio.CancelledError))
         return True
+
+    def _raise_in_thread(self, error: ctypes.py_object[type[BaseException]] | None) -> None:
+        """None: not even what was to be raised before."""
+        if self._thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), error)
+
+    def _end_interrupts(self) -> None:
+        with self._lock:
+            self._has_returned = True
+            self._raise_in_thread(None)
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Block until the function is over. Returns whether it is."""
@@ -135,12 +147,16 @@ class TrainingThread(Generic[Outcome]):
         value: object = None
         error: BaseException | None = None
         try:
-            value = function()
-            if inspect.isawaitable(value):
-                value = self._run_async(value)
+            try:
+                value = function()
+                if inspect.isawaitable(value):
+                    value = self._run_async(value)
+            finally:
+                self._end_interrupts()
         except BaseException as raised:
             # BaseException: a SystemExit or KeyboardInterrupt of the function is an ending, too.
             value, error = None, raised
+            self._end_interrupts()  # An interrupt may have come first in `finally`.
         outcome: Outcome | BaseException
         try:
             outcome = self._conclude(value, error)

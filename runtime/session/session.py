@@ -34,7 +34,7 @@ from .detached.status import IDLE_TIMEOUT_S, check_attachable, check_name
 from .holding.local_session import LocalSession
 from .holding.options import DEFAULT, Default, SessionOptions, checked_progress
 from .placing import placement
-from .showing.news_pump import Audience
+from .showing.news_pump import Audience, results_come_first
 from .showing.progress import Progress
 from .showing.starting import Starting
 from .state import REMEDIES, SessionKind, SessionSnapshot, SessionState
@@ -420,19 +420,11 @@ class Session:
         return [cloudpickle.loads(result) for result in outcome.results]
 
     async def _finish(self, audience: Audience, error: BaseException | None) -> None:
-        """Bring the view and the trackers to their end. Who does not want to wait for them still
-        gets the results of a run that has ended."""
-        try:
+        """Bring the view and the trackers to their end."""
+        if error is not None:
             await audience.finish(error)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if error is not None or task is None:
-                raise
-            task.uncancel()
-            _log.warning(
-                "interrupted while the last reports were written: the run had ended, and its "
-                "results are returned; a tracker may lack its last lines"
-            )
+        else:
+            await results_come_first(audience.finish(None), "a tracker may lack its last lines")
 
     async def _last_step(self, failed: RunFailed) -> int:
         """How many optimizer steps a run had taken that has lost a worker; 0 if nobody knows."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -160,6 +160,24 @@ class Audience:
                 await self._tracking.end(error)
 
 
+async def results_come_first(last: Awaitable[object], lacks: str) -> bool:
+    """Await the last news of a run that has ended. Returns False, as its results come first, if
+    the caller is cancelled meanwhile. lacks: what may be missing then, for the log."""
+    try:
+        await last
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
+        _log.warning(
+            "interrupted while the last reports were written: the run had ended, and its "
+            "results are returned; %s",
+            lacks,
+        )
+        return False
+    return True
+
+
 @asynccontextmanager
 async def delivered_news(listener: Source, run: int, audience: Audience) -> AsyncIterator[None]:
     """Hand on what the workers say while the body runs, and the rest when it has ended.
@@ -192,13 +210,17 @@ async def delivered_news(listener: Source, run: int, audience: Audience) -> Asyn
             passing = tasks.create_task(pass_on(), name="reports")
             if audience.view is not None:
                 tasks.create_task(audience.view.keep_drawing(is_over), name="view")
+            # The last pull begins when the pull that is under way has ended.
+            last_pull = asyncio.wait([passing], timeout=_ANSWER_S + LAST_PULL_S)
             try:
                 yield
-            finally:
+            except BaseException:
                 is_over.set()
-                # After an interrupt, too: the task group would cancel the last pull. It begins
-                # when the pull that is under way has ended.
-                await asyncio.wait([passing], timeout=_ANSWER_S + LAST_PULL_S)
+                await last_pull  # After an interrupt, too: the task group would cancel it.
+                raise
+            is_over.set()
+            if not await results_come_first(last_pull, "lines of its output may be missing"):
+                passing.cancel()
     except BaseExceptionGroup as group:
         if audience.has_raised:  # What the ranks have said while they were stopped.
             await pull_all(LAST_PULL_S)

@@ -62,3 +62,19 @@ async def test_a_module_that_is_being_imported_is_imported_whole_before_the_func
     _, error = await running
     assert isinstance(error, asyncio.CancelledError)
     assert sys.modules.pop("slowly_imported").last == 1
+
+
+async def test_an_interrupt_comes_too_late_where_the_outcome_is_being_made():
+    begun = threading.Event()
+
+    def conclude(value: object, error: BaseException | None) -> object:
+        begun.set()
+        for _ in range(60):
+            time.sleep(0.01)
+        return value, error
+
+    thread = thread_of(lambda: 1, conclude)
+    running = asyncio.create_task(thread.run(), name="running")
+    await asyncio.to_thread(begun.wait)
+    await thread.stop(0.1)
+    assert await running == (1, None)

@@ -277,3 +277,28 @@ async def test_an_error_in_on_report_keeps_nothing_from_the_trackers_and_the_pro
     assert [report.step for report in received] == [0], "it was called again"
     assert tracker.taken == [1, 2, 3]
     assert all(text in shown.getvalue() for text in ("one came", "one left", "loss 3"))
+
+
+async def test_who_does_not_wait_for_the_last_output_gets_the_results_of_the_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Slow(Saying):
+        is_asked = asyncio.Event()
+
+        async def pull(self, run: int, timeout_s: float) -> News:
+            self.is_asked.set()
+            await asyncio.sleep(30)
+            return News()
+
+    source = Slow()
+
+    async def results() -> str:
+        audience = Audience(received.append, None, None, has_output=False)
+        async with delivered_news(source, 0, audience):
+            return "of the run"
+
+    waiting = asyncio.create_task(results(), name="results")
+    await source.is_asked.wait()
+    waiting.cancel()
+    assert await waiting == "of the run"
+    assert "lines of its output may be missing" in caplog.text
