@@ -137,12 +137,13 @@ class Work(ABC):
         """A future of what `result()` returns; tensors are always in a list, as in torch.
 
         The future is complete, or has the work's error, before `wait()` returns. Callbacks run in
-        the thread that ends the work. On CUDA, `wait()` blocks the host once a future was made.
+        the thread that ends the work, and return tensors of the work's GPU or of the CPU, as in
+        torch. On CUDA, `wait()` blocks the host once a future was made.
         """
         with _futures:
             made = self._future is None
             if self._future is None:
-                self._future = torch.futures.Future(devices=_cuda_devices())
+                self._future = torch.futures.Future(devices=list(self._cuda_devices()))
             future = self._future
         # Outside the lock: a work that has ended calls back at once, and takes it.
         if made:
@@ -213,6 +214,12 @@ class Work(ABC):
         else:
             output = self._output
             future.set_result([output] if isinstance(output, torch.Tensor) else output)
+
+    def _cuda_devices(self) -> list[torch.device]:
+        """Those of the result: a future refuses tensors on devices that were not named at its
+        making, and opens a context on each that was when it has a callback."""
+        tensors = self._output if isinstance(self._output, list) else [self._output]
+        return [one.device for one in tensors if isinstance(one, torch.Tensor) and one.is_cuda]
 
     # -- implemented by a transport ---------------------------------------------------------------
 
@@ -300,8 +307,8 @@ class SettledWork(Work):
             raise fresh_copy(self.failure)
 
 
-def _cuda_devices() -> list[int | str | torch.device] | None:
-    """All CUDA devices: a future refuses tensors on devices that were not named at its making."""
+def every_cuda_device() -> list[torch.device]:
+    """For a future of objects, which may bring tensors of any."""
     if not torch.cuda.is_initialized():
-        return None
+        return []
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
+import torch
+
 from ..contract.call_site import users_frame
 from ..contract.errors import (
     CollectiveError,
@@ -37,6 +39,7 @@ from ..contract.errors import (
 )
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import Kind, Operation
+from ..contract.work import every_cuda_device
 from ..diagnosis.blame import describe_issued, usual_and_blamed
 from ..diagnosis.flight_recorder import FlightRecorder
 from ..stores.signed_store import Seal
@@ -74,6 +77,9 @@ class ObjectWork(PendingWork):
         self.body = body
         self.read = read
         self.map_location = map_location
+
+    def _cuda_devices(self) -> list[torch.device]:
+        return every_cuda_device()
 
 
 class RecorderOnBehalf(FlightRecorder):

@@ -25,7 +25,7 @@ from ..contract.dtypes import DTYPE_INDEX
 from ..contract.errors import CollectiveError, CollectiveMismatch, GroupAborted, PayloadUnreadable
 from ..contract.modes import outside_modes
 from ..contract.operation import FIRST_OBJECT_TAG, STARTED, Kind, OnBehalf, Operation
-from ..contract.work import SettledWork, Work
+from ..contract.work import SettledWork, Work, every_cuda_device
 from ..stores.signed_store import Seal
 from .payloads import MapLocation, bytes_of, loads, opened, words_of
 
@@ -144,6 +144,9 @@ class ScriptedWork(SettledWork):
 
     def _end_generation(self, reason: str) -> None:
         self._abort(GroupAborted(self.operation.generation, [self._rank], reason))
+
+    def _cuda_devices(self) -> list[torch.device]:
+        return every_cuda_device()
 
 
 class ObjectMessages:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
+
 from ..contract.errors import CollectiveTimeout
 from ..contract.operation import Operation
 from ..contract.work import Work
@@ -67,6 +69,9 @@ class Coalesced(Work):
 
         for work in self._works:
             work.add_done_callback(count)
+
+    def _cuda_devices(self) -> list[torch.device]:
+        return [device for work in self._works for device in work._cuda_devices()]
 
     def _end_generation(self, reason: str) -> None:
         for work in self._works:

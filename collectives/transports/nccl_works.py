@@ -85,6 +85,9 @@ class NcclWork(PendingWork):
             self.is_over, self.used = True, ()
         return self.is_over
 
+    def _cuda_devices(self) -> list[torch.device]:
+        return [self.device]  # Also without a result: what its callbacks return is there.
+
     def settle(self, failure: CollectiveError | None) -> None:
         for operation in self.before:
             operation.end(failure)

@@ -565,6 +565,38 @@ def test_every_thread_of_the_transport_chooses_its_gpu() -> None:
         assert ranks.run(use_every_thread) == [set(), set()]
 
 
+def make_futures(rank: Rank) -> list[list[str]]:
+    """The GPUs that futures name, in a process that sees eight and uses one."""
+    named: list[list[str]] = []
+
+    plain = torch.futures.Future.__init__
+
+    def note(self: object, *, devices: Sequence[torch.device]) -> None:
+        named.append([str(device) for device in devices])
+        plain(self, devices=list(devices))
+
+    with rank.group() as group, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 8)
+        patch.setattr(torch.futures.Future, "__init__", note)
+        tensor = torch.ones(3, device=group.device)
+        with group.coalesce() as block:
+            group.all_reduce(torch.ones(3, device=group.device))
+        total = torch.ones(3, device=group.device)
+        for work in (group.all_reduce(total), group.barrier(), block):
+            doubled = work.get_future().then(lambda _: tensor * 2)
+            work.wait()
+            assert doubled.wait().tolist() == [2.0] * 3
+        assert work.get_future().wait() is None and total.tolist() == [2.0] * 3
+    return named
+
+
+@needs_stand_in
+def test_a_future_names_the_gpu_of_its_group_only() -> None:
+    """Its callbacks would open a context on each other one."""
+    with StandInRanks(2) as ranks:
+        assert ranks.run(make_futures) == [[["cuda:0"]] * 3] * 2
+
+
 def capture(rank: Rank) -> None:
     with rank.group() as group:
         tensor = torch.ones(3, device=group.device)
