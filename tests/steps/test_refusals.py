@@ -365,6 +365,24 @@ def test_the_mean_is_over_samples_and_equals_one_large_batch(alone: cl.Group) ->
         assert torch.allclose(model.module.weight, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+def test_a_last_step_of_one_short_micro_batch_is_a_mean_over_its_samples(
+    alone: cl.Group, sharded: bool
+) -> None:
+    def trained(deterministic: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, optim = made(alone, sharded)
+        for step in steps_of(alone, num=9, whole=8, part=8, deterministic=deterministic):
+            for batch in step:
+                model(batch).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+        weight: torch.Tensor = model.module.weight.detach().clone()
+        return weight
+
+    assert torch.equal(trained(True), trained(False))
+
+
 def test_models_that_no_micro_batch_uses_do_as_they_always_do(alone: cl.Group) -> None:
     hooked, _ = made(alone, sharded=False)
     hooked.register_comm_hook(None, allreduce_hook)

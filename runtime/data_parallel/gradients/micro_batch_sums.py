@@ -243,8 +243,9 @@ class MicroBatchSums:
 
     def begin_step(self, plan: StepPlan) -> None:
         self._plan = plan
-        # With one share and any order, backward passes may add up in the bucket itself.
-        self._accumulates = not plan.deterministic and len(set(plan.shares)) == 1
+        # In any order, backward passes may add up in the bucket itself, if all micro-batches are
+        # whole ones: a share is multiplied into the sum of its own micro-batch.
+        self._accumulates = not plan.deterministic and set(plan.shares) == {1.0}
         self._has_begun = False
         self._exchanges = []
         self._gradients.summed.clear()
