@@ -23,6 +23,7 @@ Publishing relies on stores becoming visible in program order. x86 guarantees th
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import select
@@ -70,6 +71,9 @@ from .layout import (
     slots_start,
 )
 from .wait_table import Waits
+
+OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What this process is short of; such an error says nothing of another one."""
 
 _ABSENT, _OPEN, _CLOSED = 0, 1, 2
 
@@ -143,7 +147,7 @@ class SharedSegment:
         )
         try:
             self._watch_peers()
-        except PeerLost:
+        except BaseException:
             self.leave()
             raise
 
@@ -159,7 +163,9 @@ class SharedSegment:
                     "rendezvous", self.generation, [peer], f"process {pid} ended"
                 ) from error
             # A kernel before 5.3, or a sandbox without the call; a Python that was built without.
-            except (OSError, AttributeError):
+            except (OSError, AttributeError) as error:
+                if getattr(error, "errno", None) in OWN_LIMITS:
+                    raise
                 # Without a pidfd the process is told from a later one of the same number by its
                 # start.
                 if not (started_at := _started_at(pid)):
@@ -358,7 +364,7 @@ class SharedSegment:
         with self._polling:
             ended.update(self._rank_of_pidfd[descriptor] for descriptor, _ in self._exits.poll(0))
             looked_at = self._looked_at.items()
-            return ended.union(rank for rank, (pid, at) in looked_at if _started_at(pid) != at)
+            return ended.union(rank for rank, (pid, at) in looked_at if _has_ended(pid, at))
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -547,10 +553,18 @@ def what_of(operation: Operation) -> int:
 
 def _started_at(pid: int) -> str:
     """When the process started, in ticks since the kernel did; empty if it has ended. Another one
-    may get its number, but not its start."""
+    may get its number, but not its start. Raises OSError where that cannot be read."""
     try:
         # The name in parentheses may hold anything; the fields after it are plain.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
     return "" if fields[0] in "ZX" else fields[19]
+
+
+def _has_ended(pid: int, started_at: str) -> bool:
+    """Whether the process that started then has ended, as far as this one can see."""
+    try:
+        return _started_at(pid) != started_at
+    except OSError:  # This process is short of something (OWN_LIMITS), and the other one lives.
+        return False

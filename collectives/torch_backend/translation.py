@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..contract.deadlines import LONGEST_S
 from ..contract.dtypes import DTYPE_INDEX
 from ..contract.operation import ReduceOp
 
@@ -47,6 +48,10 @@ def factor_of(op: Any) -> Any:
     return op.factor if hasattr(op, "factor") else op.__getstate__()[1]
 
 
+MOST_S = LONGEST_S / 4
+"""Of torch's users, who write years for "no timeout"; a wait may take twice as long as they say."""
+
+
 def seconds(timeout: Any) -> float | None:
     """A timedelta, or that of options, in seconds; None for no timeout.
 
@@ -55,8 +60,13 @@ def seconds(timeout: Any) -> float | None:
     timeout = getattr(timeout, "timeout", timeout)
     if not isinstance(timeout, timedelta):
         return None
-    total = timeout.total_seconds()
+    total = min(timeout.total_seconds(), MOST_S)
     return total if total > 0 else None
+
+
+def of_group(timeout: timedelta | None, default_s: float) -> float:
+    """The timeout of a process group in seconds; None: default_s."""
+    return default_s if timeout is None else min(timeout.total_seconds(), MOST_S)
 
 
 _OF_THE_SAME_WIDTH = {

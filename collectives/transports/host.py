@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import time
@@ -16,10 +15,8 @@ from ..contract.endpoint import Endpoint
 from ..contract.errors import PeerLost, StoreLost, StoreTimeout
 from ..shared_memory.algorithms import SLOT_BYTES, SharedMemoryCommunicator
 from ..shared_memory.layout import key_of, make_memory, open_memory
-from ..shared_memory.segment import SharedSegment
+from ..shared_memory.segment import OWN_LIMITS, SharedSegment
 from ..stores.store import Store
-
-_OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 _LOOK_S = 0.05
 """Seconds between two looks into the store, while ranks wait for each other in the memory. All of
@@ -137,7 +134,7 @@ def _opened(root: Endpoint, generation: int) -> int:
     try:
         return open_memory(root.pid, root.descriptor, root.key)
     except OSError as error:
-        if error.errno in _OWN_LIMITS:
+        if error.errno in OWN_LIMITS:
             raise
         # Of a process that ends, the kernel refuses its descriptors before they are gone (EACCES),
         # and the number may be that of another file by now, which cannot be opened or read so.

@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.device_mesh
 from ray.util import get_node_ip_address
 
-from chorusline.collectives.contract.deadlines import Seconds, checked_seconds
+from chorusline.collectives.contract.deadlines import LONGEST_S, Seconds, checked_seconds
 from chorusline.collectives.objects.blocking import broadcast_object
 from chorusline.collectives.stores.torch_store import TorchStore
 from chorusline.collectives.torch_backend.options import Options
@@ -159,7 +159,7 @@ def _patched(original: Callable[..., None], running: RunningContext) -> Callable
                 f"init_process_group(rank={rank}, world_size={world_size}) on rank {group.rank} of "
                 f"{group.size}; leave both out, or take them from RANK and WORLD_SIZE"
             )
-        initialise(running, timeout.total_seconds() if timeout is not None else None)
+        initialise(running, None if timeout is None else min(timeout.total_seconds(), LONGEST_S))
 
     return init_process_group
 

@@ -247,3 +247,19 @@ def several(rank, size):
 
 def test_lists_of_several_tensors_mean_what_they_mean_to_gloo(ranks_of, backend):
     ranks_of(2).run(with_torch, backend, several)
+
+
+def years(rank, size):
+    """As configurations write it that want no timeout."""
+    long = timedelta(seconds=180_000_000)
+    group = dist.new_group([0, 1], timeout=long)
+    group.set_timeout(long)
+    for options in ({}, {"timeout": long}):
+        tensor = torch.full((2,), rank + 1.0)
+        group.allreduce([tensor], op=dist.ReduceOp.SUM, **options).wait()
+        assert tensor.tolist() == [3.0, 3.0]
+    group.monitored_barrier(long)
+
+
+def test_a_timeout_of_years_is_taken(ranks_of, backend):
+    ranks_of(2).run(with_torch, backend, years)

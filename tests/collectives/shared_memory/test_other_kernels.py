@@ -30,8 +30,8 @@ REFUSALS = {
 }
 
 
-def _refuse(error: Exception) -> Callable[..., int]:
-    def refused(pid: int, flags: int = 0) -> int:
+def _refuse(error: Exception) -> Callable[..., Any]:
+    def refused(*_: object, **__: object) -> Any:
         raise error
 
     return refused
@@ -62,6 +62,26 @@ def test_a_rank_that_died_before_the_others_looked_is_lost_without_pidfds_too(
     monkeypatch.setattr(os, "pidfd_open", _refuse(REFUSALS["a kernel"]))
     with pytest.raises(PeerLost, match=f"process {ended.pid} ended"):
         SharedSegment(make_memory(2, 1 << 16), [os.getpid(), ended.pid], 0, 0, 1 << 16)
+
+
+def test_a_rank_without_file_descriptors_does_not_take_another_one_for_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = OSError(errno.EMFILE, "Too many open files")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        pids = [os.getpid(), other.pid]
+        with monkeypatch.context() as without:
+            without.setattr(os, "pidfd_open", _refuse(full))
+            with pytest.raises(OSError, match="Too many open files"):
+                SharedSegment(make_memory(2, 1 << 16), pids, 0, 0, 1 << 16)
+            without.setattr(os, "pidfd_open", _refuse(REFUSALS["a kernel"]))
+            segment = SharedSegment(make_memory(2, 1 << 16), pids, 0, 0, 1 << 16)
+            without.setattr(Path, "read_text", _refuse(full))
+            assert segment.ended_ranks() == set()
+        other.kill()
+        other.wait()
+        assert segment.ended_ranks() == {1}
+        segment.leave()
 
 
 @pytest.mark.parametrize(
