@@ -55,15 +55,18 @@ async def run_cell(ctx: Context, source: str, name: str) -> Any:
 
 
 def _parts(source: str, name: str) -> list[CodeType]:
-    """The cell without its last expression, then that expression, if there is one."""
+    """The cell without its last expression, then that expression, if there is one.
+
+    dont_inherit: the __future__ statements of this file would make the cell's annotations texts."""
     awaiting = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    tree = compile(source, name, "exec", awaiting | ast.PyCF_ONLY_AST)
+    tree = compile(source, name, "exec", awaiting | ast.PyCF_ONLY_AST, dont_inherit=True)
     assert isinstance(tree, ast.Module)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    parts = [compile(tree, name, "exec", awaiting)]
+    parts = [compile(tree, name, "exec", awaiting, dont_inherit=True)]
     if last is not None:
         assert isinstance(last, ast.Expr)
-        parts.append(compile(ast.Expression(last.value), name, "eval", awaiting))
+        value = ast.Expression(last.value)
+        parts.append(compile(value, name, "eval", awaiting, dont_inherit=True))
     return parts
 
 

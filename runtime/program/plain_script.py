@@ -69,7 +69,8 @@ def run_plain_script(ctx: Context, script: PlainScript, num_restarts: int = 0) -
 
     Raises what the script raises; RuntimeError for an exit code other than 0.
     """
-    code = compile(script.source, script.path, "exec")
+    # Not with the __future__ statements of this file, which make texts of annotations.
+    code = compile(script.source, script.path, "exec", dont_inherit=True)
     call = call_of(ctx)
     last_step = call.last_step = LastStep(ctx.group)
     with (

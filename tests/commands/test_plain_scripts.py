@@ -61,10 +61,14 @@ def ours(*words: str | Path, more: Mapping[str, str] = {}) -> subprocess.Complet
 # ── One rank's process ───────────────────────────────────────────────────────────────────────────
 
 LOOKS = """
-import os, pickle, sys
+import dataclasses, os, pickle, sys
 import torch, torch.distributed as dist
 
-class Mine: ...
+@dataclasses.dataclass
+class Mine:
+    number: int = 0
+
+assert dataclasses.fields(Mine)[0].type is int, "Python itself makes no text of it"
 
 assert __name__ == "__main__" and type(pickle.loads(pickle.dumps(Mine()))) is Mine
 assert not dist.is_initialized() and dist.is_torchelastic_launched()
