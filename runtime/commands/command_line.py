@@ -19,7 +19,7 @@ from pathlib import Path
 from chorusline.actors.ray_calls.versions import our_version
 
 from . import arguments, function_flags
-from .script import exit_code, run_script
+from .script import exit_code, run_script, unwind_on_sigterm
 
 FAILED = 1
 
@@ -123,6 +123,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_function = given[:1] == ["run"] and arguments.names_function(given[1:2])
     end = given.index("--") if is_function and "--" in given else len(given)
     options = parser.parse_args(given[:end])
+    # A script is ended by SIGTERM as `python` would be; a session in it changes that.
+    if options.command != "run" or is_function:
+        unwind_on_sigterm()
 
     match options.command:
         case "run":
@@ -193,6 +196,7 @@ def _run_on_ranks(flags: argparse.ArgumentParser, given: list[str]) -> int:
         )
     if not script.is_file():
         flags.error(f"argument script: there is no file {str(script)!r} in {Path.cwd()}")
+    unwind_on_sigterm()
     from .plain_script import run_on_ranks
 
     try:

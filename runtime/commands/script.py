@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,14 @@ from .arguments import WrongUsage
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it.
 TERMINATED = 128 + signal.SIGTERM
+
+
+def unwind_on_sigterm() -> None:
+    """From now on SIGTERM unwinds this process, which removes its files and ends its processes;
+    unless its program has a handler."""
+    is_main = threading.current_thread() is threading.main_thread()  # Others set no handlers.
+    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
 
 
 def exit_code(script: Path, act: Callable[[], int]) -> int:

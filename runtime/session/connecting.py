@@ -77,8 +77,7 @@ def connect(
     thread, and a start in another thread could not be cancelled.
     """
     global _our_node, _num_users
-    with _one_at_a_time:
-        before = signal.getsignal(signal.SIGTERM)
+    with _one_at_a_time, _sigterm_unwinds():
         try:
             if _connect(address, log_to_driver, may_start):
                 _our_node, _num_users = _node(), 0
@@ -87,7 +86,6 @@ def connect(
             rays_notices.leave_out()
             return Connection(_node(), is_ours)
         finally:
-            _restore_sigterm(before)
             show_in_one_line()
 
 
@@ -253,7 +251,8 @@ def connected(address: str | None) -> Iterator[None]:
         if was_connected:
             _check_is_ours(address)
         else:
-            join(address, log_to_driver=False, logging_level=logging.WARNING)
+            with _sigterm_unwinds():
+                join(address, log_to_driver=False, logging_level=logging.WARNING)
         yield
     finally:
         if not was_connected:
@@ -276,18 +275,28 @@ def no_cluster(address: str, reason: str, may_start: bool) -> NoCluster:
     )
 
 
-def _restore_sigterm(before: Any) -> None:
-    """Make SIGTERM unwind this process, so that sessions are closed, as after an interrupt.
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Have SIGTERM unwind this process during and after the body, which may call ray.init, so that
+    sessions are closed, as after an interrupt. A handler of the user is put back.
 
-    ray.init replaces the handler with its own, which ends the process with a stack dump.
-    before: the handler before ray.init; a handler of the user is put back.
+    ray.init begins with a handler of its own, which stays. It dumps the stack, and exits with 15,
+    where a shell reports SIGTERM as 143.
     """
-    # Python sets handlers in the main thread only.
-    if threading.current_thread() is not threading.main_thread():
-        return
-    is_rays = getattr(before, "__module__", "").startswith("ray.")
-    is_users = callable(before) and before is not signal.SIG_DFL and not is_rays
-    signal.signal(signal.SIGTERM, before if is_users else lambda number, _: sys.exit(128 + number))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as error:
+        if error.code == signal.SIGTERM:
+            sys.exit(128 + signal.SIGTERM)
+        raise
+    finally:
+        # Python sets handlers in the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            is_rays = getattr(before, "__module__", "").startswith("ray.")
+            is_users = callable(before) and not is_rays
+            after = before if is_users else lambda number, _: sys.exit(128 + number)
+            signal.signal(signal.SIGTERM, after)
 
 
 def _reached(address: str) -> str:

@@ -41,6 +41,7 @@ from chorusline.runtime.commands.doctor import Severity, _exits, _ray
 from chorusline.runtime.commands.status import _show, survey
 from chorusline.runtime.commands.visible_gpus import traps
 from tests import ROOT
+from tests.checkpoint.failures.test_forgeries import _write
 from tests.harness.forked_workers import python
 from tests.harness.head_node import free_ports, head_node, wait_until
 
@@ -474,6 +475,34 @@ def address() -> str:
 
 def on_cluster(*args: str) -> subprocess.CompletedProcess[str]:
     return call(*args, RAY_ADDRESS=address())
+
+
+TERMINATED_EXPORT = """
+import os, signal, sys, torch
+from chorusline.runtime.commands.command_line import main
+
+def save(states, file):
+    file.write(b"half of it")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+torch.save = save
+sys.exit(main(["checkpoint", "export", *sys.argv[1:]]))
+"""
+
+
+def test_an_export_that_is_ended_by_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    place, target = tmp_path / "place", tmp_path / "target"
+    _write(place)
+    command, variables = python()
+    done = subprocess.run(
+        [*command, "-c", TERMINATED_EXPORT, str(place), str(target / "states.pt")],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (143, "")
+    assert [*target.iterdir()] == []
 
 
 # ── doctor, bench ────────────────────────────────────────────────────────────────────────────────
