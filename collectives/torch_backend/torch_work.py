@@ -80,13 +80,7 @@ class TorchWork(_TorchWork):
     def get_future(self) -> OrderedFuture:
         if self._future is None:
             thread = callback_thread(self._depth)
-            first = self._outputs[0] if self._outputs else None
-            # Outputs of several ranks come as lists of lists.
-            while isinstance(first, list):
-                first = first[0]
-            device = None if first is None else first.device
-            on_gpu = [device] if device is not None and device.type == "cuda" else []
-            self._future = OrderedFuture(thread, on_gpu)
+            self._future = OrderedFuture(thread, self._inner._cuda_devices())
             thread.add(self._settle)
         return self._future
 
@@ -121,9 +115,14 @@ class TorchWork(_TorchWork):
     def _finish(self) -> None:
         if self._after is not None:
             with self._finishing:
-                after, self._after = self._after, None
-                if after is not None:
-                    after()
+                # Cleared last: a thread that sees None reads the outputs.
+                if self._after is not None:
+                    self._after()
+                    # The threads that wait have other streams, which nothing orders after this one,
+                    # and so has the memory that it copies from.
+                    for device in self._inner._cuda_devices():
+                        torch.cuda.current_stream(device).synchronize()
+                    self._after = None
 
     def _wait_for(self, limit_s: float) -> None:
         over = threading.Event()

@@ -26,6 +26,7 @@ from chorusline.collectives.contract.errors import (
     PeerLost,
     UnsupportedOperation,
 )
+from chorusline.collectives.torch_backend.torch_work import TorchWork
 from chorusline.runtime.process.agreement import Vote, check_votes, vote_numel
 from chorusline.runtime.process.leftovers import LeftoverVote
 from chorusline.runtime.zero.ballot import Ballot, ShardedVote
@@ -595,6 +596,54 @@ def test_a_future_names_the_gpu_of_its_group_only() -> None:
     """Its callbacks would open a context on each other one."""
     with StandInRanks(2) as ranks:
         assert ranks.run(make_futures) == [[["cuda:0"]] * 3] * 2
+
+
+def wait_after_a_future(rank: Rank) -> list[float]:
+    """Of a work of torch.distributed whose outputs are complete only after copies."""
+    with rank.group() as group:
+        staged, output = torch.ones(3, device=group.device), torch.zeros(3, device=group.device)
+
+        def copy() -> None:
+            streams.launch(lambda: time.sleep(0.2))  # As long as the copies may take.
+            output.copy_(staged)
+
+        with group.coalesce() as block:
+            group.all_reduce(staged)
+        work = TorchWork(block, [output], "coalesced", copy)
+        future = work.get_future()
+        while not future.done():  # The copies are launched, on the stream of the callbacks' thread.
+            time.sleep(0.001)
+        work.wait()
+        return output.tolist()  # type: ignore[no-any-return]
+
+
+@needs_stand_in
+def test_wait_comes_after_copies_that_a_future_has_begun_on_another_stream() -> None:
+    with StandInRanks(2) as ranks:
+        assert ranks.run(wait_after_a_future) == [[2.0] * 3] * 2
+
+
+def follow_a_block(rank: Rank) -> list[float]:
+    """The work of a coalesced block of torch.distributed has no outputs."""
+    with rank.group() as group:
+        tensor = torch.ones(3, device=group.device)
+        group.barrier().wait_on_host()
+        if rank.rank == 1:
+            rank.store.wait(["said/computed/0"], 30)
+        with group.coalesce() as block:
+            group.all_reduce(tensor)
+        doubled = TorchWork(block, [], "coalesced").get_future().then(lambda _: tensor * 2)
+        if rank.rank == 0:
+            time.sleep(0.2)
+            streams.Stream(number=0).synchronize()  # Does not wait for rank 1.
+            rank.say("computed")
+        return doubled.wait().tolist()  # type: ignore[no-any-return]
+
+
+@needs_stand_in
+def test_the_future_of_a_coalesced_block_leaves_the_programs_stream_alone() -> None:
+    with StandInRanks(2) as ranks:
+        assert ranks.run(follow_a_block) == [[4.0] * 3] * 2
 
 
 def capture(rank: Rank) -> None:
