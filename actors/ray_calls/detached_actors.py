@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 import ray
@@ -96,10 +97,12 @@ class DetachedActors:
         stored = internal_kv._internal_kv_get(self._key(what), namespace=_STORED)
         return None if stored is None else cloudpickle.loads(stored)
 
-    def remove_groups(self) -> None:
-        """Remove the placement groups of this session (`new_group_name`)."""
+    def remove_groups(self, kept: Collection[PlacementGroup] = ()) -> None:
+        """Remove the placement groups of this session (`new_group_name`) but those in `kept`."""
+        stay = {group.id.hex() for group in kept}
         for number, entry in placement_group_table().items():
-            if entry["name"].startswith(_groups_of(self.name)) and entry["state"] != "REMOVED":
+            is_ours = entry["name"].startswith(_groups_of(self.name))
+            if is_ours and entry["state"] != "REMOVED" and number not in stay:
                 remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(number))))
 
     def clear(self) -> None:

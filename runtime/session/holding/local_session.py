@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ray
@@ -17,7 +18,7 @@ from chorusline.actors.messages.messages import (
 )
 from chorusline.actors.messages.whereabouts import Whereabouts
 from chorusline.actors.parcels.parcel import Parcel
-from chorusline.actors.ray_calls.calls import HEAD_ANSWER_S, head_stays_gone
+from chorusline.actors.ray_calls.calls import HEAD_ANSWER_S, head_is_gone, head_stays_gone
 from chorusline.actors.ray_calls.detached_actors import DetachedActors
 from chorusline.actors.worker_group.worker_group import CLOSED, STEP_S, WorkerGroup
 from chorusline.collectives.diagnosis.debug import get_debug_level
@@ -120,6 +121,8 @@ class LocalSession:
         # Numbers of runs do not repeat: workers, and the listener, know a run by its number.
         self._next_run = next_run
         self._seats = PlacedSeats.recalled(self._detached.saved("seats"))
+        # The one before may have died between a new group and the note of it.
+        self._detached.remove_groups(kept=self._seats.groups)
         self.worker_group = self._worker_group_of(self._seats)
         await self.worker_group.find()
 
@@ -127,20 +130,24 @@ class LocalSession:
         """End the actors, even of a start that has failed; may be called more than once."""
         worker_group, self.worker_group = self.worker_group, None
         seats, self._seats = self._seats, None
-        # After a ray.shutdown() of the user there is nothing left to end; and where the head has
-        # gone, Ray's calls would wait for it for a minute, and end this process.
-        if not ray.is_initialized() or (worker_group and await head_stays_gone(HEAD_ANSWER_S)):
+        # After a ray.shutdown() of the user there is nothing left to end.
+        if not ray.is_initialized():
             return
-        # First the actors, then their resources, even if ending the actors fails.
         try:
+            # Where the head has gone, Ray's calls would wait for it for a minute, and end this
+            # process.
+            if worker_group is not None and await head_stays_gone(HEAD_ANSWER_S):
+                worker_group = seats = None
             # A function that runs is aborted, and not killed: its caller gets the reason.
-            if worker_group is not None:
-                if self._is_running:
-                    await worker_group.cancel(self._next_run - 1, CLOSED)
-                await worker_group.dismiss()
+            elif worker_group is not None and self._is_running:
+                await worker_group.cancel(self._next_run - 1, CLOSED)
+        except asyncio.CancelledError:
+            if head_is_gone(HEAD_ANSWER_S):
+                worker_group = seats = None
+            raise
         finally:
-            if seats is not None and ray.is_initialized():
-                await seats.give_back()
+            # Even if this was cancelled: nobody else knows the actors any more.
+            await _end(worker_group, seats)
 
     @property
     def num_workers(self) -> int:
@@ -250,3 +257,13 @@ class LocalSession:
         if self._detached is not None:
             self._detached.save("request", request)
         return request
+
+
+async def _end(worker_group: WorkerGroup | None, seats: PlacedSeats | None) -> None:
+    """First the actors, then their resources, even if ending the actors fails."""
+    try:
+        if worker_group is not None:
+            await worker_group.dismiss()
+    finally:
+        if seats is not None and ray.is_initialized():
+            await seats.give_back()

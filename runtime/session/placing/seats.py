@@ -95,6 +95,7 @@ class PlacedSeats:
         """By seat, its place, where the two are not the same."""
         self._on_change: Callable[[], None] = lambda: None
         self._lock = threading.Lock()  # Every `wait_for` looks from a thread of its own.
+        self._is_over = False
         self._is_spread = strategy == "STRICT_SPREAD"
         num_first = len(self._first_bundles)
         self._num_begun = num_first + len(self._own)
@@ -176,10 +177,17 @@ class PlacedSeats:
                 # time.
                 if len(self._waiting) >= (1 if self._is_spread else _ASKED_AT_ONCE):
                     return False
-                self._waiting.add(place)
-                self._own[place] = self._asked_for(set(nodes.values()))
-                self._on_change()
+                self._ask(place, set(nodes.values()))
             return nodes.get(place, "") not in {"", *self._leaving}
+
+    def _ask(self, place: int, taken: set[str]) -> None:
+        self._own[place] = group = self._asked_for(taken)
+        self._waiting.add(place)
+        # The caller of this thread may have been cancelled, and the session closed meanwhile.
+        if self._is_over:
+            remove_placement_group(group)
+        else:
+            self._on_change()
 
     def _asked_for(self, taken: set[str]) -> PlacementGroup:
         """A new group for one seat. taken: nodes that have a seat."""
@@ -200,8 +208,9 @@ class PlacedSeats:
         bundles = {group: table.get("bundles_to_node_id", {}) for group, table in tables.items()}
         nodes = {place: str(bundles[group].get(i, "")) for (group, i), place in places.items()}
         for place, group in list(self._own.items()):
-            # Ray's own search for another node is dear, and may last forever: see `_renew`.
-            if tables[group].get("state") == "RESCHEDULING":
+            # Ray's own search for another node is dear, and may last forever: see `_renew`. A
+            # group is removed already where a session host has died before it noted the next one.
+            if tables[group].get("state") in ("RESCHEDULING", "REMOVED"):
                 del nodes[place]
                 self._renew(place)
         # A pending group has no node, and one whose node has died may still name that.
@@ -219,9 +228,7 @@ class PlacedSeats:
         github.com/ray-project/ray/pull/65007). A new pending group costs nothing."""
         self._drop(place)
         if not self._is_spread:  # With STRICT_SPREAD one group is pending at a time: `_has_room`.
-            self._waiting.add(place)
-            self._own[place] = self._asked_for(set())
-            self._on_change()
+            self._ask(place, set())
 
     def _drop(self, place: int) -> None:
         remove_placement_group(self._own.pop(place))
@@ -258,10 +265,15 @@ class PlacedSeats:
             group, index = self._own[place], 0
         return placement.options_of_bundle(group, index, self._needs.bundle)
 
-    async def give_back(self) -> None:
+    @property
+    def groups(self) -> list[PlacementGroup]:
         # What is borrowed is given back by its owner.
-        groups = [*self._own.values()]
-        if self._first is not None and not self._is_borrowed:
-            groups.append(self._first)
+        first = [] if self._first is None or self._is_borrowed else [self._first]
+        return [*self._own.values(), *first]
+
+    async def give_back(self) -> None:
+        # First: a thread that makes a group now either sees this, or its group is among these.
+        self._is_over = True
+        groups = self.groups
         self._own, self._waiting, self._homes = {}, set(), {}
         await placement.give_back(groups)

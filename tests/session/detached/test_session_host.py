@@ -32,6 +32,9 @@ class Memory:
         self.values = saved
         self.save, self.saved = self.values.__setitem__, self.values.get
 
+    def remove_groups(self, kept: object) -> None:
+        pass
+
 
 def host_of(local: Any, memory: Memory) -> Any:
     """A session host that has begun, and has had no run yet."""
@@ -145,7 +148,7 @@ async def test_a_session_host_restarted_after_a_run_hears_that_run_and_the_next_
     num_repeats: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_host, "_SNAPSHOT_S", 0.02)
-    monkeypatch.setattr(PlacedSeats, "recalled", lambda state: None)
+    monkeypatch.setattr(PlacedSeats, "recalled", lambda state: SimpleNamespace(groups=()))
     monkeypatch.setattr(ray, "put", lambda program: program)
     # The last run was run 0, or began once more under the next number.
     last, worker = RunRequest(num_repeats, 1.0, True), BusyWorker()
