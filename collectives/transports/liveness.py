@@ -197,7 +197,16 @@ class RollCall:
         operation: the overdue one. head: the first one in flight. position: this rank's.
         """
         asked = [rank for rank in range(self.size) if rank != self.rank]
-        positions = {rank: self._position_of(rank) for rank in asked}
+        try:
+            positions = {rank: self._position_of(rank) for rank in asked}
+        except Exception as error:  # It is not known which ranks are late.
+            return CollectiveTimeout(
+                str(operation),
+                self.generation,
+                [],
+                operation.timeout_s,
+                f"the store fails: {error}",
+            )
         waits_for = {rank: at.peers for rank, at in positions.items() if at.peers}
         # The numbers of messages are known to two ranks only, so positions do not compare there.
         if head.is_between_two:
@@ -229,9 +238,8 @@ class RollCall:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _position_of(self, rank: int) -> StorePosition:
-        with contextlib.suppress(Exception):
-            if self.store.check([f"position/{rank}"]):
-                return StorePosition(*json.loads(self.store.get(f"position/{rank}")))
+        if self.store.check([f"position/{rank}"]):
+            return StorePosition(*json.loads(self.store.get(f"position/{rank}")))
         return StorePosition(-1, "has not reported in this generation")
 
     # -- who is gone -----------------------------------------------------------------------------
@@ -260,11 +268,12 @@ class RollCall:
 
         An error that another rank has published comes first. Otherwise it is PeerLost with the
         ranks that do not answer within `patience_s`, which must be several times the pause between
-        two of their reads.
+        two of their reads; it names nobody if the store fails, as it does with the rank that hosts
+        it.
         """
         issued = operation if isinstance(operation, Operation) else None
         give_up_at = time.monotonic() + patience_s
-        with contextlib.suppress(Exception):
+        try:
             self.store.set("call/asked", "1")
             self.store.set(f"call/{self.rank}", "here")
             while True:
@@ -279,4 +288,6 @@ class RollCall:
                     how = f"no answer for {patience_s:g} s, after {reason}"
                     return PeerLost(str(operation), self.generation, silent, how)
                 time.sleep(0.02)
+        except Exception as error:
+            return PeerLost(str(operation), self.generation, [], f"{reason}; {error}")
         return None

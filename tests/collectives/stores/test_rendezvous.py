@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import time
 import traceback
@@ -15,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from chorusline.collectives.contract.errors import StaleStore, StoreLost, StoreTimeout
+from chorusline.collectives.contract.errors import PeerLost, StaleStore, StoreLost, StoreTimeout
 from chorusline.collectives.group import Group
 from chorusline.collectives.stores.file_store import FileStore
 from chorusline.collectives.stores.rendezvous import store_from_url
 from chorusline.collectives.stores.store import HashStore
 from tests.harness.programs import output_of
-from tests.harness.ranks import FORKS
+from tests.harness.ranks import FORKS, error_of
 
 
 @pytest.fixture
@@ -132,6 +133,29 @@ def test_hosts_that_share_only_a_port_meet_for_several_generations(
         url = f"tcp://127.0.0.1:{port}?world_size=2"
         processes.start(through_gloo, url, rank, CHORUSLINE_HOST_ID=f"host {rank}")
     assert processes.results() == [["gloo", 3.0] * 2] * 2
+
+
+def lose_the_host(url: str, rank: int) -> tuple[str, list[int], str]:
+    store, rank, size = store_from_url(url, rank, timeout_s=30)
+    group = Group.create(store, rank, size, timeout_s=30)
+    group.all_reduce(torch.ones(1)).wait()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = error_of(lambda: group.all_reduce(torch.ones(1)).wait(), PeerLost)
+    return type(error).__name__, error.ranks, str(error)
+
+
+def test_ranks_whose_store_dies_with_its_host_do_not_blame_themselves(
+    processes: Processes, port: int
+) -> None:
+    for rank in range(3):
+        url = f"tcp://127.0.0.1:{port}?world_size=3"
+        processes.start(lose_the_host, url, rank, CHORUSLINE_HOST_ID=f"host {rank}")
+    for found, failure in (pipe.recv() for _, pipe in processes._started[1:]):
+        assert not failure, failure
+        kind, ranks, told = found
+        assert kind == "PeerLost" and ranks in ([], [0])
+        assert "can no longer be reached" in told or "rank 0 is gone" in told
 
 
 def test_who_does_not_come_is_named(processes: Processes, port: int, tmp_path: Path) -> None:
