@@ -73,6 +73,8 @@ class Listener:
         self._workers = workers
         self._starting = starting
         self._logs: dict[int, _WorkerLog] = {}
+        self._rests: list[tuple[int, _WorkerLog]] = []
+        """By seat, of workers that are gone and have no seat: not all of it has been read."""
         self._run = -1
         self._received: dict[int, tuple[Actor, int]] = {}  # by seat: of whom, how many reports
         self._lost: list[Actor] = []  # in this run
@@ -111,21 +113,24 @@ class Listener:
         asked = {
             seat: worker for seat, worker in self._workers.items() if seat not in self._starting
         }
-        calls, since = {}, {}
+        calls, since, logs = {}, {}, {}
         # Another worker has a seat, or nobody: of the one before, what it printed last is still to
         # be read from its file, since it cannot be asked any more.
         for seat in [*self._logs]:
             if self._logs[seat].worker is not self._workers.get(seat):
-                await self._read_rest(seat, news)
-                gone = self._logs.pop(seat).worker
+                gone = self._logs.pop(seat)
+                self._rests.append((seat, gone))
                 if not is_new:  # Else it is no loss of this run.
-                    self._lose(gone)
+                    self._lose(gone.worker)
+        for rest in [*self._rests]:
+            if not await self._read_rest(*rest, news):
+                self._rests = [one for one in self._rests if one is not rest]
         for seat, worker in asked.items():
-            log = self._logs.setdefault(seat, _WorkerLog(worker))
+            log = logs[seat] = self._logs.setdefault(seat, _WorkerLog(worker))
             # One that did not answer in time would hold every pull up; its file can be read.
             until_s, waited_s = self._silent.get(worker, (0.0, 0.0))
             if until_s > time.monotonic() and timeout_s <= waited_s:
-                await self._read_rest(seat, news, is_gone=False)
+                await self._read_rest(seat, log, news, is_gone=False)
                 continue
             # A worker that has taken the seat over begins to count its reports.
             received = self._received.get(seat)
@@ -142,54 +147,47 @@ class Listener:
                     news.statuses[seat] = pulled.status
                     news.numbers[seat] = pulled.numbers
                 if pulled.printed is not None:
-                    self._note(seat, pulled.printed, news)
+                    _note(seat, logs[seat], pulled.printed, news)
             elif isinstance(pulled, ActorGone):
-                await self._read_rest(seat, news)
+                await self._read_rest(seat, logs[seat], news)
                 self._lose(asked[seat])
             else:
                 assert isinstance(pulled, NoAnswer)
                 # Asked again after a while: its control loop may only be slow, on a busy machine.
                 self._silent[asked[seat]] = time.monotonic() + _SILENT_S, timeout_s
-                await self._read_rest(seat, news, is_gone=False)
+                await self._read_rest(seat, logs[seat], news, is_gone=False)
         news.num_lost = len(self._lost)
         news.notices, self._notices = self._notices, []
         # Workers answer in any order, and the caller's function is called by step.
         news.reports.sort(key=lambda report: (report.step, report.rank))
         return news
 
-    def _note(self, seat: int, printed: Printed, news: News) -> None:
-        log = self._logs.get(seat)
-        if log is None:
-            return  # Forgotten meanwhile.
-        log.printed = printed
-        if printed.pieces:
-            news.printed.append((seat, printed))
-
     def _lose(self, worker: Actor) -> None:
         if not any(worker is one for one in self._lost):
             self._lost.append(worker)
 
-    async def _read_rest(self, seat: int, news: News, *, is_gone: bool = True) -> None:
-        """What a worker that is gone, or does not answer, has printed last, out of its files."""
-        log = self._logs[seat]
-        while (last := log.printed) is not None:
-            given = (last.files, last.node_id, last.until, last.rank)
-            rest = read_rest(*given)
-            if rest is None:  # On another node: have another worker there read it.
-                rest = await self._read_there(given)
-            # It lives, and will be asked again.
-            if rest is None and not is_gone:
-                return
-            if rest is None:
-                text = f"(it is gone; its last output is in {last.files[0]} on its node)\n"
-                piece = PrintedPiece(ERR, text.encode(), last.rank)
-                rest = Printed((piece,), last.until, last.rank, False, last.files, last.node_id)
-                news.printed.append((seat, rest))
-                log.printed = None
-                return
-            self._note(seat, rest, news)
-            if not rest.has_more:
-                return
+    async def _read_rest(
+        self, seat: int, log: _WorkerLog, news: News, *, is_gone: bool = True
+    ) -> bool:
+        """What a worker that is gone, or does not answer, has printed last, out of its files: as
+        much as one answer of a worker has. Whether there is more, for the next pull."""
+        last = log.printed
+        if last is None:
+            return False
+        given = (last.files, last.node_id, last.until, last.rank)
+        rest = read_rest(*given)
+        if rest is None:  # On another node: have another worker there read it.
+            rest = await self._read_there(given)
+        if rest is not None:
+            _note(seat, log, rest, news)
+            return rest.has_more
+        if is_gone:  # Else it lives, and will be asked again.
+            text = f"(it is gone; its last output is in {last.files[0]} on its node)\n"
+            piece = PrintedPiece(ERR, text.encode(), last.rank)
+            rest = Printed((piece,), last.until, last.rank, False, last.files, last.node_id)
+            news.printed.append((seat, rest))
+            log.printed = None
+        return False
 
     async def _read_there(
         self, given: tuple[tuple[str, str], str, Position, int | None]
@@ -208,3 +206,9 @@ class Listener:
             assert found is None or isinstance(found, Printed)
             return found
         return None
+
+
+def _note(seat: int, log: _WorkerLog, printed: Printed, news: News) -> None:
+    log.printed = printed
+    if printed.pieces:
+        news.printed.append((seat, printed))

@@ -14,9 +14,10 @@ import pytest
 from rich.console import Console
 
 import chorusline as cl
+from chorusline.actors.ray_calls.calls import ActorGone
 from chorusline.actors.reporting import worker_logs
 from chorusline.actors.reporting.report_buffer import Pulled, ReportBuffer
-from chorusline.actors.reporting.worker_logs import Output, Position, Printed
+from chorusline.actors.reporting.worker_logs import ERR, OUT, Output, Position, Printed
 from chorusline.actors.worker.worker import Worker
 from chorusline.actors.worker_group.news import Listener, News
 from chorusline.runtime.session.showing import news_pump
@@ -205,6 +206,38 @@ async def test_a_silent_worker_is_not_asked_for_what_is_in_its_files() -> None:
     workers[1].is_silent = True
     await listener.pull(0, 0.05)
     assert len(workers[0].read_rest_for) == 1
+
+
+@pytest.mark.parametrize("keeps_its_seat", [True, False])
+async def test_what_a_dead_worker_has_printed_is_heard_in_parts(
+    keeps_its_seat: bool, tmp_path: Path
+) -> None:
+    files = str(tmp_path / "out"), str(tmp_path / "err")
+    texts = {OUT: b"of stdout\n" * 500_000, ERR: b"of stderr\n" * 10}
+    for file, text in zip(files, texts.values(), strict=True):
+        Path(file).write_bytes(text)
+    worker = Answering(Printed((), Position(0, 0, 0), 0, False, files, "node"))
+    workers = {0: worker}
+    listener = Listener(workers, ())
+    await listener.pull(0, 1.0)
+
+    async def is_gone(*_: object) -> None:
+        raise ActorGone("killed")
+
+    worker.pull = SimpleNamespace(remote=is_gone)
+    if not keeps_its_seat:
+        workers[0] = Answering()
+    heard = dict.fromkeys(texts, b"")
+    has_more = True
+    while has_more:
+        news = await listener.pull(0, 1.0)
+        has_more = news.has_more
+        pieces = [piece for _, printed in news.printed for piece in printed.pieces]
+        assert sum(len(piece.data) for piece in pieces) <= 2 << 20
+        for piece in pieces:
+            heard[piece.kind] += piece.data
+    assert heard == texts
+    assert not (await listener.pull(0, 1.0)).printed and news.num_lost == 1
 
 
 def test_output_that_cannot_be_read_now_costs_nothing(tmp_path: Path) -> None:
