@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..contract.dtypes import DTYPE_INDEX
+from ..contract.errors import CollectiveError, StoreTimeout
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import ANY_RANK, WATCHING_TAG, Kind, OnBehalf, Operation
 from ..contract.work import Work
@@ -117,11 +118,20 @@ class GlooMessages:
         words = torch.zeros(len(others), 1, dtype=torch.uint8, device="cpu")
         for other, word in zip(others, words, strict=True):
             self.recv(message(Kind.RECV, other), word)
-        yield
-        # All receives are under way by now. This rank does not wait for them: a rank that stops
-        # after some of its sends would delay only some of the others.
-        for work in [self.send(message(Kind.SEND, other), words.new_ones(1)) for other in others]:
-            work.wait()
+        has_failed = False
+        try:
+            yield
+        except (CollectiveError, StoreTimeout):
+            has_failed = True  # The generation ends, and the receives with it.
+            raise
+        finally:
+            # Also after a ValueError, since the group continues, and the receives have a deadline.
+            # All receives are under way by now. This rank does not wait for them: a rank that stops
+            # after some of its sends would delay only some of the others.
+            to_send = [] if has_failed else others
+            sends = [self.send(message(Kind.SEND, one), words.new_ones(1)) for one in to_send]
+            for work in sends:
+                work.wait()
 
     def free(self, patience_s: float) -> None:
         """Get the threads out of Gloo after the end of the generation, and release it."""

@@ -261,3 +261,26 @@ async def test_torchruns_variables_follow_the_ranks_after_a_loss(session, tmp_pa
         for found, rank, size in said:
             assert (found["RANK"], found["WORLD_SIZE"]) == (rank, size)
             assert found["LOCAL_WORLD_SIZE"] == size
+
+
+def refused_and_continued(rank):
+    dist.init_process_group(
+        "chorusline",
+        store=TorchStore(cl.PrefixStore("first", rank.store)),
+        rank=rank.rank,
+        world_size=rank.size,
+        timeout=timedelta(seconds=2),
+    )
+    with pytest.raises(ValueError, match="device must be a cpu or cuda device, got meta"):
+        dist.all_reduce(torch.ones(2, device="meta"))
+    time.sleep(3)  # Longer than the deadline of what the ranks have said to each other by then.
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.item()
+
+
+@pytest.mark.parametrize("transport", [SHARED_MEMORY, GLOO])
+def test_a_tensor_that_is_refused_ends_no_group_later(tmp_path, transport):
+    with Ranks(refused_and_continued, 2, tmp_path, transport) as ranks:
+        assert ranks.results() == [2.0, 2.0]
