@@ -207,6 +207,27 @@ def test_clipping_takes_the_norm_of_the_whole_mean_gradient(ranks_of, max_norm):
             assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
 
 
+def clip_after_plain_steps(group):
+    torch.manual_seed(0)
+    # On two ranks the shards of 64 elements have room behind them, where plain steps had votes.
+    model = cl.DistributedDataParallel(torch.nn.Linear(8, 8, bias=False), group)
+    plain = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=100.0)
+    model(torch.ones(2, 8)).square().mean().backward()
+    expected = model.module.weight.grad.norm().item()
+    optimizer.step()
+    return optimizer.grad_norm, expected
+
+
+def test_the_norm_counts_nothing_of_steps_before_the_optimizer_was_made(ranks_of):
+    for norm, expected in ranks_of(2).run(clip_after_plain_steps):
+        assert norm == pytest.approx(expected, rel=1e-6)
+
+
 def spoiled_loss(model, rank, bad):
     """On rank 1 some gradients are no numbers."""
     output = model(batches_of(rank, 1, torch.float32)[0])

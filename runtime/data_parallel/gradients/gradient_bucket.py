@@ -96,6 +96,9 @@ class GradientBucket:
         return self.flat[: self.plan.content]
 
     def prepare_shard(self, group: Group) -> None:
+        # What comes after the content is reduced with it, into the last shards: the vote of an
+        # ended step there would count in the norm of the gradient.
+        self.flat[self.plan.content :] = 0
         self.shard = self.flat.new_zeros(shard_numel(self.plan.content, group.size))
 
     def change_group(self, group: Group) -> None:
@@ -104,10 +107,8 @@ class GradientBucket:
         self.work = None
         self.padded = padded_numel(self.plan.content, group.size)
         assert self.padded <= self.flat.numel()
-        # The vote of the ended step, or padding for another number of ranks.
-        self.flat[self.plan.content :] = 0
-        self.note_content()
         self.prepare_shard(group)
+        self.note_content()
 
     def note_content(self, *, sums: bool = False) -> None:
         """What `flat` holds now is sent; later writes are noticed. sums: also those that torch does
