@@ -51,6 +51,32 @@ def test_an_optimizer_whose_model_has_got_another_one_does_not_step_in_vain(rank
         assert told.startswith("another ZeroRedundancyOptimizer was made over this model after")
 
 
+def made_between_a_pass_and_its_step(group):
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    batch = torch.full((3, 7), 1.0 + group.rank, dtype=torch.float64)
+    loss_of(model, batch).backward()
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    with pytest.raises(RuntimeError) as raised:
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+    return str(raised.value), [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_optimizer_takes_no_step_by_gradients_from_before_it_was_made(ranks_of, size):
+    model = make_model(torch.float64)
+    for rank in range(size):
+        batch = torch.full((3, 7), 1.0 + rank, dtype=torch.float64)
+        (loss_of(model, batch) / size).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for told, parameters in ranks_of(size).run(made_between_a_pass_and_its_step):
+        assert told.startswith("step() needs gradients that were reduced since the last step")
+        for ours, expected in zip(parameters, model.parameters(), strict=True):
+            assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
+
+
 def step_with_a_sparse_gradient():
     with cl.Group.create(cl.HashStore(), 0, 1) as own:
         embedding = torch.nn.Embedding(5, 3, sparse=True)

@@ -916,6 +916,8 @@ class Reducer:
         self._reduction = ReduceScatter()
         self.held.are_means = False
         self._reduction.adopt(self.buckets, self.group)
+        # What was sent before is in no shard: no step can be taken by it.
+        self._num_launched, self.num_in_step, self.has_more = 0, 0, False
 
     def tell_no_samples(self) -> None:
         """Leave sample counts out of the votes; all ranks call this between the same steps."""
