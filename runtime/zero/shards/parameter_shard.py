@@ -487,7 +487,9 @@ class ParameterShard:
 
     def gather_state(self, to: int) -> dict[int, dict[str, Any]]:
         """State of all parameters, by their id(), on rank `to`; empty on the others."""
-        gathered = gather_state(self.layout, self.held(), self.group, to)
+        gathered = gather_state(
+            self.layout, self.held(), self.group, to, may_have_state=self.may_have_state
+        )
         numbered = [(self.parameters[number], state) for number, state in gathered.items()]
         return {id(p): {k: in_format_of(p, v) for k, v in s.items()} for p, s in numbered}
 

@@ -295,6 +295,53 @@ def test_what_half_precision_rounds_away_is_saved_and_loaded_at_other_numbers_of
     plain.load_state_dict(copy.deepcopy(expected))  # it carries what it does not know along
 
 
+class SecondLater(torch.nn.Module):
+    """Its second layer is used, and stepped, when the program says so."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (torch.nn.Linear(7, 3).bfloat16() for _ in range(2))
+        self.uses_both = False
+
+    def forward(self, batch):
+        return self.first(batch) + (self.second(batch) if self.uses_both else 0)
+
+
+def half_precision_without_some_state(group):
+    model = cl.DistributedDataParallel(SecondLater(), group)
+    zero = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1)
+    batch = torch.ones(2, 7, dtype=torch.bfloat16)
+    zero.consolidate_state_dict()
+    fresh = zero.state_dict() if group.rank == 0 else None
+    model(batch).square().mean().backward()
+    zero.step()
+    zero.zero_grad()
+    zero.consolidate_state_dict()
+    # What was changed since, and is in no entry, stays.
+    with torch.no_grad():
+        model.module.second.weight.fill_(2.0)
+    zero.load_state_dict(broadcast_object(group, zero.state_dict() if group.rank == 0 else None, 0))
+    assert torch.all(model.module.second.weight == 2)
+    model.module.uses_both = True
+    model(batch).square().mean().backward()
+    zero.step()
+    # The first step of AdamW is of size lr, less lr times its decay.
+    assert torch.all(model.module.second.weight.sub(2).abs() < 0.11)
+    return fresh, zero.state_dict() if group.rank == 0 else None
+
+
+def test_a_parameter_without_state_has_none_for_a_plain_optimizer_either(ranks_of):
+    fresh, state = ranks_of(2).run(half_precision_without_some_state)[0]
+    assert fresh["state"] == {} and list(state["state"]) == [0, 1]
+    model = SecondLater()
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+    plain.load_state_dict(state)
+    model.uses_both = True
+    model(torch.ones(2, 7, dtype=torch.bfloat16)).square().mean().backward()
+    plain.step()
+
+
 def overwrite_parameters(group):
     model = torch.nn.Linear(100, 3).bfloat16()
     zero = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, group=group)
