@@ -144,6 +144,33 @@ def test_later_parameters_are_stepped_as_the_plain_optimizer_does(
             assert torch.equal(state["state"][number][entry], value), (number, entry)
 
 
+def unfreeze_between_steps_of_two_passes(group, adds):
+    module = model = Tower()
+    parameters = module.head.parameters() if adds else module.parameters()
+    if group is None:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+    else:
+        model = cl.DistributedDataParallel(module, group)
+        optimizer = cl.ZeroRedundancyOptimizer(parameters, torch.optim.SGD, group=group, lr=0.1)
+    for step in range(4):
+        if step == 2:
+            module.deep.requires_grad_(True)
+        for batch in data_of(0)[step : step + 2]:
+            loss_of(model, batch).backward()
+        if adds and step == 2:
+            optimizer.add_param_group({"params": [*module.deep.parameters()], "lr": 0.03})
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["given before", "added"])
+def test_parameters_are_unfrozen_in_steps_of_several_passes(ranks_of, adds):
+    expected = unfreeze_between_steps_of_two_passes(None, adds)
+    for parameters in ranks_of(2).run(unfreeze_between_steps_of_two_passes, adds):
+        assert largest_difference(parameters, expected) < 1e-6
+
+
 def load_while_frozen(group, name, with_model, weights, state, size=3):
     """`deep` was trained before, is frozen when the state is loaded, and again trained later. The
     state as saved at once, that at the end, and the parameters. group: None for a plain run."""

@@ -264,8 +264,12 @@ class Reducer:
         self._watch.add([parameter for _, parameter in named], first)
         self._place_vote()
         self._has_measured_order = len(self.buckets) == 1  # One bucket has only one order.
-        for bucket in fresh if is_in_step else ():
-            self._launch(bucket)
+        for bucket in fresh:
+            if is_in_step:
+                self._launch(bucket)
+            else:
+                # A step of several passes looks now for what was changed since they ended.
+                bucket.note_content()
         return fresh
 
     def lay_out(self, order: Sequence[int]) -> None:
