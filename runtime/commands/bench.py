@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -29,6 +30,7 @@ from chorusline.collectives.contract.work import Work
 from chorusline.collectives.group import Group
 from chorusline.collectives.stores.file_store import FileStore
 
+from ..process.end_with import end_with
 from .arguments import WrongUsage
 
 OPERATIONS = (
@@ -129,15 +131,21 @@ def measure(
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(num_ranks, mp_context=context) as pool,
+        ProcessPoolExecutor(num_ranks, context, end_with, (os.getpid(),)) as pool,
     ):
         path = str(Path(folder) / "store")
-        calls = [
-            pool.submit(_rank, rank, num_ranks, path, operations, sizes, backend)
-            for rank in range(num_ranks)
-        ]
-        rows, *_ = [call.result() for call in calls]
-        return rows
+        try:
+            calls = [
+                pool.submit(_rank, rank, num_ranks, path, operations, sizes, backend)
+                for rank in range(num_ranks)
+            ]
+            rows, *_ = [call.result() for call in calls]
+            return rows
+        except BaseException:
+            # The ranks know nothing of SIGTERM, and the pool would wait until they end.
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
 
 
 def _rank(

@@ -42,6 +42,7 @@ from chorusline.runtime.commands.status import _show, survey
 from chorusline.runtime.commands.visible_gpus import traps
 from tests import ROOT
 from tests.checkpoint.failures.test_forgeries import _write
+from tests.data.fetching.test_fetcher import runs
 from tests.harness.forked_workers import python
 from tests.harness.head_node import free_ports, head_node, wait_until
 
@@ -660,6 +661,32 @@ def test_the_bench_counts_wrong_elements_of_every_operation_and_finds_none() -> 
         assert row.wrong == 0 and row.time_us > 0
         assert row.busbw == pytest.approx(row.algbw * bus_factor(row.op, 2))
         assert row.algbw == pytest.approx(row.size / row.time_us / 1e3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_the_ranks_of_a_bench_end_with_it(tmp_path: Path, how: signal.Signals) -> None:
+    """SIGTERM leaves no folder either; a process that is killed can remove nothing."""
+    with subprocess.Popen(
+        [*CHORUSLINE, "bench", "--op", "all", "--sizes", ",".join(["1M"] * 20)],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as bench:
+        wait_until(lambda: any(tmp_path.glob("*/store*")), 60)
+        children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()
+        bench.send_signal(how)
+        wait_until(lambda: bench.poll() is not None, 10)
+        wait_until(lambda: not any(runs(int(pid)) for pid in children), 10)
+        left = [pid for pid in children if runs(int(pid))]
+        for pid in left:
+            os.kill(int(pid), signal.SIGKILL)
+        assert bench.stderr is not None
+        told = bench.stderr.read()
+    assert len(children) >= 2 and not left
+    if how is signal.SIGTERM:
+        assert (bench.returncode, told, [*tmp_path.iterdir()]) == (143, "", [])
 
 
 def test_the_benchs_table_has_nccl_tests_columns() -> None:

@@ -25,11 +25,8 @@ import io
 import mmap
 import os
 import pickle
-import select
 import stat
 import sys
-import threading
-import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -40,8 +37,7 @@ import numpy
 from ray import cloudpickle
 from torch.utils.data import IterableDataset
 
-_LOOK_S = 0.5
-"""Seconds between two looks at the rank's process, where the kernel has no pidfd."""
+from ...process.end_with import end_with
 
 
 class AtStart:
@@ -73,36 +69,6 @@ def end_processes(batches: object) -> None:
     end = getattr(batches, "_shutdown_workers", None)
     if end is not None:
         end()
-
-
-def end_with(pid: int) -> None:
-    """End this process when the process `pid` ends. Returns at once."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        os._exit(1)
-    # A kernel before 5.3, or a sandbox without the call; a Python that was built without.
-    except (OSError, AttributeError):
-        wait: Callable[[], None] = lambda: _look_until_gone(pid)  # noqa: E731
-    else:
-        exits = select.poll()
-        exits.register(descriptor, select.POLLIN)
-
-        def wait() -> None:
-            exits.poll()
-
-    def end() -> None:
-        wait()
-        os._exit(1)  # Without the clean-up of torch's queues, which may wait for a reader.
-
-    threading.Thread(target=end, name="end with the rank", daemon=True).start()
-
-
-def _look_until_gone(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        while True:
-            os.kill(pid, 0)
-            time.sleep(_LOOK_S)
 
 
 def close_connections() -> None:
