@@ -18,7 +18,7 @@ environment, and in it the backend of the kernel itself."""
 
 def use() -> None:
     """Make this the backend of this process, if it has none that shows anything."""
-    if os.environ.get("MPLBACKEND", "") in _REPLACED:
+    if os.environ.get("MPLBACKEND", "").lower() in _REPLACED:  # matplotlib ignores the case.
         os.environ["MPLBACKEND"] = NAME
     pyplot = sys.modules.get("matplotlib.pyplot")
     # Imported already: it has chosen its backend, and does not read the variable again.
