@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,7 +55,9 @@ def _module(script: Path) -> ModuleType:
     """The script as a module of its own name. Its functions are pickled by value, since workers
     cannot import it. Code under `if __name__ == "__main__"` does not run."""
     name = script.stem if script.stem not in sys.modules else f"script_{script.stem}"
-    spec = importlib.util.spec_from_file_location(name, script)
+    # With its loader: importlib finds one by the end of the file's name, which may not be .py.
+    loader = SourceFileLoader(name, str(script.absolute()))
+    spec = importlib.util.spec_from_file_location(name, script, loader=loader)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

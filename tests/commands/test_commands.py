@@ -268,6 +268,18 @@ def test_wrong_usage_of_a_function_costs_no_cluster_and_exits_with_2(
     assert sentence in capsys.readouterr().err
 
 
+def test_the_file_of_a_function_may_have_any_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend("")
+    monkeypatch.delitem(sys.modules, "program", raising=False)
+    (tmp_path / "program").write_text(SCRIPT)
+    with pytest.raises(SystemExit) as exited:
+        main(["run", f"{tmp_path}/program:nope"])
+    assert exited.value.code == 2
+    assert "program has no function named 'nope'; it has train" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
