@@ -41,6 +41,8 @@ def name_for(script: Path, given: str | None) -> str:
 
     Raises WrongUsage for a name that no session can have."""
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).strip("._-")[:50] or "run"
+    if f"{stem}-".startswith("session-"):
+        stem = f"run-{stem}"  # Sessions that are not detached have names that begin so.
     name = given if given is not None else f"{stem}-{uuid.uuid4().hex[:4]}"
     try:
         check_name(name, True)

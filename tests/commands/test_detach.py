@@ -203,6 +203,22 @@ def test_flags_that_do_not_go_together_are_refused_with_the_mend(
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("script", "made"),
+    [
+        ("train.py", "train-"),
+        ("sessions.py", "sessions-"),
+        ("session.py", "run-session-"),
+        ("session-2.py", "run-session-2-"),
+        (f"session-{'x' * 70}.py", "run-session-xxx"),
+    ],
+)
+def test_a_name_that_is_made_up_is_one_that_a_detached_session_can_have(
+    script: str, made: str
+) -> None:
+    assert detached.name_for(Path(script), None).startswith(made)
+
+
 @pytest.mark.parametrize("command", ["attach", "stop"])
 @pytest.mark.parametrize(
     ("name", "sentence"),
