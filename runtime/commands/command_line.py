@@ -120,16 +120,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] == ["run"] and has_flag:
         return _run_on_ranks(function_flags.made_for_script(run.prog), given[1:])
     # argparse drops a `--` that comes first in a REMAINDER, so split there before it parses.
-    is_function = given[:1] == ["run"] and arguments.names_function(given[1:2])
-    end = given.index("--") if is_function and "--" in given else len(given)
+    is_run, is_function = given[:1] == ["run"], arguments.names_function(given[1:2])
+    if is_run and not is_function:
+        end, theirs = 2, given[2:]  # All that follows the script is its own.
+    else:
+        end = given.index("--") if is_run and "--" in given else len(given)
+        theirs = given[end + 1 :]
     options = parser.parse_args(given[:end])
     # A script is ended by SIGTERM as `python` would be; a session in it changes that.
-    if options.command != "run" or is_function:
+    if not is_run or is_function:
         unwind_on_sigterm()
 
     match options.command:
         case "run":
-            return _run(run, options, given[end + 1 :])
+            return _run(run, options, theirs)
         case "status":
             from .status import show_status
 
@@ -163,7 +167,7 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
     if not script.is_file():
         run.error(f"argument script: {str(script)!r} is not a file; name a Python script")
     if function is None:
-        return exit_code(script, lambda: run_script(script, options.args))
+        return exit_code(script, lambda: run_script(script, theirs))
     flags = function_flags.made(run.prog)
     given, unknown = flags.parse_known_args(options.args)
     if unknown:
@@ -184,6 +188,9 @@ def _run(run: argparse.ArgumentParser, options: argparse.Namespace, theirs: list
 
 def _run_on_ranks(flags: argparse.ArgumentParser, given: list[str]) -> int:
     options = flags.parse_args(given)
+    # argparse drops a `--` right after the script, which is the script's.
+    if given[: len(given) - len(options.args)][-1:] == ["--"]:
+        options.args.insert(0, "--")
     if wrong := function_flags.why_not_detached(options):
         flags.error(wrong)
     if options.spares and not options.max_restarts:

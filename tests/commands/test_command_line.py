@@ -27,8 +27,10 @@ def test_script_runs_as_main_with_its_arguments_and_its_folder(chorusline, tmp_p
     (tmp_path / "beside" / "ours.py").write_text(
         "import sys, neighbour\nprint(__name__, neighbour.name, sys.argv)"
     )
-    done = chorusline("run", "beside/ours.py", "--epochs", "3", "-h")
-    assert done.stdout == "__main__ neighbour ['beside/ours.py', '--epochs', '3', '-h']\n"
+    done = chorusline("run", "beside/ours.py", "--", "--epochs", "3", "-h", "--")
+    assert (
+        done.stdout == "__main__ neighbour ['beside/ours.py', '--', '--epochs', '3', '-h', '--']\n"
+    )
     assert done.returncode == 0
 
 

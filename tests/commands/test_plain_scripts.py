@@ -14,6 +14,7 @@ import pytest
 import ray
 
 import chorusline as cl
+from chorusline.runtime.commands import plain_script
 from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.process.torch_distributed import is_stock
 from chorusline.runtime.program.plain_script import (
@@ -161,6 +162,16 @@ def test_wrong_usage_of_a_script_on_ranks_costs_no_cluster_and_exits_with_2(
         main(["run", *words])
     assert exited.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--", "--x"], ["--", "--"], ["a", "--", "-h"], ["--x"], []])
+def test_all_that_follows_a_script_on_ranks_is_its_own(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[list[str]] = []
+    monkeypatch.setattr(plain_script, "run_on_ranks", lambda _, options: got.append(options.args))
+    main(["run", "--workers", "2", __file__, *words])
+    assert got == [words]
 
 
 LEAVES_MUCH = """
