@@ -99,7 +99,8 @@ def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
     yield from _nccl()
     yield from _shared_memory()
     yield from _links(environment)
-    yield from _ports(environment)
+    yield from _ports()
+    yield from _address(environment)
     yield from _ray(environment)
     yield from _limits()
 
@@ -393,7 +394,7 @@ def _nccl_finds(wanted: str, here: list[str]) -> bool:
     return len(found) < len(here) if is_not else bool(found)
 
 
-def _ports(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _ports() -> Iterator[Finding]:
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     if high - low < _LEAST_PORTS:
         yield poor(
@@ -415,19 +416,31 @@ def _ports(environment: Mapping[str, str]) -> Iterator[Finding]:
         )
         return
     yield fine("ports", f"{low} to {high}; between hosts all of them must be open")
+
+
+def _address(environment: Mapping[str, str]) -> Iterator[Finding]:
     address = environment.get("RAY_ADDRESS", "")
-    host, _, port = address.rpartition(":")
-    if host and port.isdigit() and "://" not in address:
-        try:
-            socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
-        except OSError as error:
-            yield broken(
-                "RAY_ADDRESS",
-                f"nothing answers at {address}: {error}",
-                "correct it, unset it to have a local cluster, or `ray start --head` there",
-            )
-            return
-        yield fine("RAY_ADDRESS", f"a cluster answers at {address}")
+    # "local" is a cluster that is still to be started, and a URL leads to no port of the head.
+    if address in ("", "local") or "://" in address:
+        return
+    try:
+        from ..session.connecting import reached
+    except ImportError:
+        return  # Ray is missing, which was said before.
+    try:
+        found = reached(address)
+    except OSError as error:
+        is_auto = address == "auto"
+        yield broken(
+            "RAY_ADDRESS",
+            "auto, and no Ray cluster answers on this machine"
+            if is_auto
+            else f"nothing answers at {address}: {error}",
+            "correct it, unset it to have a local cluster, or `ray start --head` "
+            f"{'here' if is_auto else 'there'}",
+        )
+        return
+    yield fine("RAY_ADDRESS", f"a cluster answers at {found}")
 
 
 def _ray(environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -196,7 +196,7 @@ def join(address: str | None, *, may_start: bool = False, **options: Any) -> Non
     _check_is_no_url(address)
     _check_paths()
     try:
-        ray.init(address=_reached(address), **options)
+        ray.init(address=reached(address), **options)
     except OSError as error:  # Ray's ConnectionError is an OSError.
         raise no_cluster(address, error.strerror or str(error), may_start) from None
     except RuntimeError as error:
@@ -231,7 +231,7 @@ def _check_is_ours(address: str | None) -> None:
         # Not by the texts: the head of a cluster has several addresses, as that of a service.
         if address == ours:
             return
-        if GcsClient(address=_reached(address)).cluster_id == here.gcs_client.cluster_id:
+        if GcsClient(address=reached(address)).cluster_id == here.gcs_client.cluster_id:
             return
     except (OSError, RayError) as error:
         reason = f"does not answer ({error})"
@@ -299,17 +299,17 @@ def _sigterm_unwinds() -> Iterator[None]:
             signal.signal(signal.SIGTERM, after)
 
 
-def _reached(address: str) -> str:
-    """The address of the cluster, as host:port. Raises OSError at once where nothing listens: Ray
-    itself tries again for a minute, even with the address that a cluster has left behind which was
-    killed."""
+def reached(address: str) -> str:
+    """The address of the cluster, as host:port, or [host]:port of IPv6. Raises OSError at once
+    where nothing listens: Ray itself tries again for a minute, even with the address that a cluster
+    has left behind which was killed."""
     if address == "auto":
         address = ray._private.services.canonicalize_bootstrap_address("auto") or ""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal() and len(port) < 6 and int(port) < 1 << 16):
         raise OSError("an address is host:port")
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
     except UnicodeError:  # Of the encoding that names of hosts have.
         raise OSError(f"{host!a} is no name of a host") from None
     return address

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import typing
@@ -37,7 +38,7 @@ from chorusline.runtime.commands.arguments import (
 )
 from chorusline.runtime.commands.bench import Row, bus_factor, nbytes, table
 from chorusline.runtime.commands.command_line import main
-from chorusline.runtime.commands.doctor import Severity, _exits, _ray
+from chorusline.runtime.commands.doctor import Severity, _address, _exits, _ray
 from chorusline.runtime.commands.status import _show, survey
 from chorusline.runtime.commands.visible_gpus import traps
 from tests import ROOT
@@ -549,6 +550,36 @@ def test_the_doctor_tells_the_mend_of_what_is_wrong_and_exits_with_1(
     assert "`ray start --head` there" in wrong["RAY_ADDRESS"]
     assert "RAY_AUTH_MODE=disabled" in wrong["ray's"]
     assert told.endswith("4 things prevent running here\n")
+
+
+def test_the_doctor_finds_the_cluster_of_this_machine_by_auto(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [found] = _address({"RAY_ADDRESS": "auto"})
+    assert found.severity is Severity.FINE
+    assert re.search(r"a cluster answers at \S+:\d+$", found.says)
+
+    def nowhere(address: str) -> str:
+        raise ConnectionError("Could not find any running Ray instance")
+
+    monkeypatch.setattr(ray._private.services, "canonicalize_bootstrap_address", nowhere)
+    [found] = _address({"RAY_ADDRESS": "auto"})
+    assert found.severity is Severity.BROKEN
+    assert found.says == "auto, and no Ray cluster answers on this machine"
+    assert found.remedy.endswith("`ray start --head` here")
+
+
+def test_the_doctor_reaches_an_address_of_ipv6() -> None:
+    try:
+        listening = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    address = f"[::1]:{listening.getsockname()[1]}"
+    with listening:
+        [found] = _address({"RAY_ADDRESS": address})
+        assert (found.severity, found.says) == (Severity.FINE, f"a cluster answers at {address}")
+    [found] = _address({"RAY_ADDRESS": address})
+    assert found.severity is Severity.BROKEN and "refused" in found.says
 
 
 def test_the_doctor_tells_that_a_kernel_does_not_say_when_a_process_ends(
