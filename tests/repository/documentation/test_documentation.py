@@ -107,7 +107,8 @@ def variables_of_the_product() -> set[str]:
                     for node in ast.walk(ast.parse(text))
                     if isinstance(node, ast.Constant) and isinstance(node.value, str)
                     if re.fullmatch(
-                        r"[A-Z][A-Z0-9]+(_[A-Z0-9]+)+|RANK|PATH|[A-Z]+BACKEND", node.value
+                        r"[A-Z][A-Z0-9]+(_[A-Z0-9]+)+|RANK|PATH|[A-Z]+BACKEND|RAY_[a-z_]+",
+                        node.value,
                     )
                 }
     constants = {"SC_PAGE_SIZE", "SC_PHYS_PAGES"}  # Of os.sysconf.
@@ -116,7 +117,9 @@ def variables_of_the_product() -> set[str]:
 
 def test_the_page_of_options_has_each_environment_variable_of_the_code() -> None:
     said = {
-        name for cells in rows_of("options.md") for name in re.findall(r"`([A-Z0-9_]+)`", cells[0])
+        name
+        for cells in rows_of("options.md")
+        for name in re.findall(r"`([A-Z0-9_]+|RAY_[a-z_]+)`", cells[0])
     }
     assert said == variables_of_the_product()
 
