@@ -91,18 +91,30 @@ def show_doctor() -> int:
 
 def examine(environment: Mapping[str, str]) -> Iterator[Finding]:
     """All findings. environment: read instead of the process's, except for Gloo's variables."""
-    yield from _versions()
-    yield from _command(environment)
-    yield from _devices()
-    for says, remedy in traps(environment, len(list(Path("/dev").glob("nvidia[0-9]*")))):
-        yield poor(VISIBLE, says, remedy)
-    yield from _nccl()
-    yield from _shared_memory()
-    yield from _links(environment)
-    yield from _ports()
-    yield from _address(environment)
-    yield from _ray(environment)
-    yield from _limits()
+    groups = {
+        "versions": _versions(),
+        "command": _command(environment),
+        "devices": _devices(),
+        VISIBLE: _visible_gpus(environment),
+        "nccl": _nccl(),
+        "shared memory": _shared_memory(),
+        "links": _links(environment),
+        "ports": _ports(),
+        "RAY_ADDRESS": _address(environment),
+        "ray": _ray(environment),
+        "limits": _limits(),
+    }
+    for topic, findings in groups.items():
+        try:
+            yield from findings
+        # A container or a sandbox may lack any folder, or the user. The other findings count still.
+        except (OSError, RuntimeError) as error:
+            yield poor(
+                topic,
+                f"could not be examined to the end: {error}",
+                "see whether this container or sandbox has what Linux has in /dev, /proc and /sys, "
+                "and HOME",
+            )
 
 
 def _versions() -> Iterator[Finding]:
@@ -205,6 +217,11 @@ def _devices() -> Iterator[Finding]:
         return
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     yield fine("gpus", f"{len(names)}: {', '.join(sorted(set(names)))}")
+
+
+def _visible_gpus(environment: Mapping[str, str]) -> Iterator[Finding]:
+    for says, remedy in traps(environment, len(list(Path("/dev").glob("nvidia[0-9]*")))):
+        yield poor(VISIBLE, says, remedy)
 
 
 def _nccl() -> Iterator[Finding]:

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -580,6 +581,31 @@ def test_the_doctor_reaches_an_address_of_ipv6() -> None:
         assert (found.severity, found.says) == (Severity.FINE, f"a cluster answers at {address}")
     [found] = _address({"RAY_ADDRESS": address})
     assert found.severity is Severity.BROKEN and "refused" in found.says
+
+
+def test_what_the_doctor_cannot_examine_is_a_line_and_the_others_follow(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a bare container: no /dev/shm, no settings of the network, no HOME of an unknown user."""
+    disk_usage, read_text = shutil.disk_usage, Path.read_text
+
+    def usage(path: str) -> object:
+        return disk_usage("/nowhere" if path == "/dev/shm" else path)
+
+    def text(path: Path, **options: str) -> str:
+        is_missing = path.name == "ip_local_port_range"
+        return read_text(Path("/nowhere") if is_missing else path, **options)
+
+    def home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr(Path, "read_text", text)
+    monkeypatch.setattr(Path, "expanduser", home)
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    notes = re.findall(r"^ note  (.+?)  +could not be examined", told, re.MULTILINE)
+    assert notes == ["shared memory", "ports", "ray"]
 
 
 def test_the_doctor_tells_that_a_kernel_does_not_say_when_a_process_ends(
