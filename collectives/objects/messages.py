@@ -42,6 +42,8 @@ class ScriptedWork(SettledWork):
 
     The script runs in the thread that detects that it can continue; never in two threads at once.
     abort: ends the generation on all ranks.
+    is_apart: a callback leaves the script to a thread of its own, because it waits for a GPU, and
+        the thread that calls back watches the deadlines of all works.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class ScriptedWork(SettledWork):
         communicator: Communicator,
         abort: Callable[[CollectiveError], None],
         script: Script,
+        *,
+        is_apart: bool = False,
     ) -> None:
         self._changed = threading.Condition()
         super().__init__(operation, self._changed)
@@ -57,6 +61,7 @@ class ScriptedWork(SettledWork):
         self._device = communicator.device
         self._abort = abort
         self._script = script
+        self._is_apart = is_apart
         self._awaited: Work | None = None  # None while the script runs, and after its end
         operation.state = STARTED
         self._resume()
@@ -123,7 +128,15 @@ class ScriptedWork(SettledWork):
         with self._changed:
             self._awaited = following
             self._changed.notify_all()
-        following.add_done_callback(self._continue)
+        following.add_done_callback(self._continue_apart if self._is_apart else self._continue)
+
+    def _continue_apart(self) -> None:
+        def continue_on_gpu() -> None:
+            torch.cuda.set_device(self._device)
+            self._continue()
+
+        name = "chorusline-object-message"
+        threading.Thread(target=continue_on_gpu, name=name, daemon=True).start()
 
     def _end(self, failure: CollectiveError | None) -> None:
         with self._changed:
@@ -162,6 +175,10 @@ class ObjectMessages:
         self._abort = abort
         self._seal = seal
         self._sent: Counter[int] = Counter()  # lists, by receiver
+        # Of another priority than the communicator's: torch deals streams of one priority in turn.
+        self._down: torch.cuda.Stream | None = None  # None: between CPUs
+        if communicator.device.type != "cpu":
+            self._down = torch.cuda.Stream(communicator.device, priority=-1)
 
     @outside_modes
     def send(self, operation: Operation, payload: bytes) -> ScriptedWork:
@@ -190,7 +207,12 @@ class ObjectMessages:
         def script() -> Script:
             header = torch.zeros(3, dtype=torch.int64, device=device)
             work = self._recv(operation, header, operation.peer, _HEADER_TAG)
-            yield work
+            if self._communicator.has_tags:
+                yield work
+            else:
+                # The receive of the payload has to be issued in its turn, and its length comes with
+                # the header.
+                work.wait_on_host()
             source = operation.peer = work.operation.peer
             length, count, number = header.tolist()
             # Before the payload is read: the lists were not meant for each other.
@@ -198,7 +220,7 @@ class ObjectMessages:
                 raise self._mismatch(operation, count)
             words = words_of(b"", length).to(device)
             yield self._recv(operation, words, source, _HEADER_TAG + 1 + number)
-            payload = opened(self._seal, bytes_of(words, length), source)
+            payload = opened(self._seal, self._bytes_of(words, length), source)
             try:
                 received = loads(payload, map_location)
             except Exception as error:
@@ -212,12 +234,15 @@ class ObjectMessages:
             objects[:] = received
             return objects
 
-        work = ScriptedWork(operation, self._communicator, self._abort, script())
-        # The receive of the payload has to be issued in its turn, and its length comes with the
-        # header.
-        if not self._communicator.has_tags:
-            work.step()
-        return work
+        is_apart = self._down is not None
+        return ScriptedWork(operation, self._communicator, self._abort, script(), is_apart=is_apart)
+
+    def _bytes_of(self, words: torch.Tensor, length: int) -> bytes:
+        if self._down is None:
+            return bytes_of(words, length)
+        # Not after what the program has launched, which may wait for other ranks.
+        with torch.cuda.stream(self._down):
+            return bytes_of(words, length)
 
     def _send(self, whole: Operation, tensor: torch.Tensor, tag: int) -> Work:
         part = self._part(whole, Kind.SEND, tensor, whole.peer, tag)

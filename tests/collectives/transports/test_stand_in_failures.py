@@ -287,6 +287,51 @@ def test_a_question_to_a_busy_driver_holds_up_no_other_thread() -> None:
     assert longest_s < 0.5
 
 
+_released = threading.Event()
+
+
+def wait_until_released() -> None:
+    _released.wait()
+
+
+class Slow:
+    """Takes long to be unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return wait_until_released, ()
+
+
+def receive_beside_a_late_rank(rank: Rank, slow: bool) -> list[str]:
+    """Objects arrive while the program's stream waits, or take long to be unpickled."""
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 1:
+        group.send_object_list([Slow() if slow else "mine"], 0).wait()
+        rank.store.wait(["said/raised/0"], 60)
+        return []
+    nccl.settings.kernel_s = 0.3  # What is below comes before the objects.
+    objects, has_failed = [None], threading.Event()
+    received = group.recv_object_list(objects, 1)
+    late = group.all_reduce(torch.ones(3, device=group.device), timeout_s=3)
+    late.add_done_callback(has_failed.set)
+    streams.launch(wait_until_released)
+    assert has_failed.wait(20), "nobody has looked at the deadline"
+    assert isinstance(late.error(), CollectiveTimeout), late.error()
+    if not slow:
+        received.wait()
+        assert objects == ["mine"]
+    _released.set()
+    rank.say("raised")
+    return sorted(streams.machine().unchosen)
+
+
+@needs_stand_in
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_deadline_holds_while_objects_are_read(slow: bool) -> None:
+    with StandInRanks(2) as ranks:
+        assert ranks.run(receive_beside_a_late_rank, slow) == [[], []]
+
+
 def fill_the_queue(rank: Rank) -> float:
     """Launch more than the driver's queue holds behind a rank that never comes."""
     group = rank.group()
