@@ -18,6 +18,7 @@ import linecache
 import logging
 import os
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ from ..process.random_state import RandomState
 from ..process.torch_distributed import like_torchrun, set_environment
 from .context import Context, call_of
 from .last_step import LastStep
+
+_INSTALLED = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib")}
+"""Where Python's own modules are."""
 
 LEADS_TO_USERS_CODE = True  # Tracebacks leave out the frames of this file (outcomes.py).
 
@@ -154,9 +158,13 @@ def _hooks_of_all() -> Iterator[MutableMapping[int, object]]:
 
 
 def _is_in(folders: set[Path], name: str) -> bool:
-    """Whether the module `name` was read from one of these folders, and is not an installed one."""
+    """Whether the module `name` was read from one of these folders, and is not an installed one,
+    which may be below such a folder: the current one may be / or the user's own."""
     file = getattr(sys.modules[name], "__file__", None)
     if file is None or name.partition(".")[0] == "chorusline":
         return False
     parents = Path(file).resolve().parents
-    return not folders.isdisjoint(parents) and "site-packages" not in Path(file).parts
+    # Those of a distribution's own Python are in dist-packages.
+    names = {"dist-packages", "site-packages"}.intersection(Path(file).parts)
+    is_installed = bool(names) or not _INSTALLED.isdisjoint(parents)
+    return not folders.isdisjoint(parents) and not is_installed

@@ -3,12 +3,14 @@ print what they print under torchrun, and begin again where a rank was killed.""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import ray
@@ -20,6 +22,7 @@ from chorusline.runtime.process.torch_distributed import is_stock
 from chorusline.runtime.program.plain_script import (
     PlainScript,
     _as_main,
+    _is_in,
     _undone,
     run_plain_script,
 )
@@ -211,6 +214,21 @@ def test_what_a_script_changes_in_its_process_is_undone_before_it_begins_again(
         assert dict(os.environ) == environment
     first, second = (tmp_path / "found").read_text().splitlines()
     assert first == second
+
+
+def test_a_script_below_the_root_takes_no_installed_module_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, file, is_own in [
+        ("helpers", "/helpers.py", True),
+        ("vision", "/usr/lib/python3/dist-packages/vision/__init__.py", False),
+        ("cuts", "/opt/lib/site-packages/cuts.py", False),
+        ("json", json.__file__, False),
+    ]:
+        module = ModuleType(name)
+        module.__file__ = file
+        monkeypatch.setitem(sys.modules, name, module)
+        assert _is_in({Path("/")}, name) is is_own, name
 
 
 # ── Whole scripts ────────────────────────────────────────────────────────────────────────────────
