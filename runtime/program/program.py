@@ -21,6 +21,7 @@ from chorusline.collectives.group import Group
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
+from ..data.fetching.loader_process import end_loaders_with_this_process
 from ..process import torch_distributed
 from ..process.between_runs import between_runs
 from ..process.running import running
@@ -64,6 +65,7 @@ class Program:
         """Call the function; return its value, or a coroutine. The value is None if the function
         was interrupted: all ranks stopped at the same step, so no rank has failed."""
         _register_with_lightning()
+        end_loaders_with_this_process()  # Those of a Trainer or of the function itself.
         between_runs().enter(group)
         run = FunctionRun(self, report_buffer, lifeline, status, is_newcomer=resumption is not None)
         # A dry run is a function that begins as a newcomer, in a group without peers.

@@ -6,7 +6,7 @@ has a copy of everything else that the rank's process had at that instant, hence
 
 1. *It ends with its rank.* torch's own watchdog looks every 5 s, and not while a batch waits to be
    written to a full pipe that nobody reads any more. A thread here waits for the exit of the rank's
-   process instead.
+   process instead. This holds for all DataLoaders of a rank, including those of a script or a library.
 2. *It closes the rank's connections.* A connection is closed for the other side only when all
    processes that have it have closed it. So the loader processes would keep alive what a rank
    closes, or what a killed rank leaves: the other ranks and Ray would learn of it late.
@@ -23,6 +23,7 @@ import contextlib
 import gc
 import io
 import mmap
+import multiprocessing
 import os
 import pickle
 import stat
@@ -36,22 +37,36 @@ from typing import Any
 import numpy
 from ray import cloudpickle
 from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker
 
 from ...process.end_with import end_with
 
+_torchs_loop = worker._worker_loop
+
+
+def _loop_that_ends_with_the_rank(*args: Any, **kwargs: Any) -> None:
+    rank = multiprocessing.parent_process()
+    if rank is not None and rank.pid is not None:
+        end_with(rank.pid)
+    _torchs_loop(*args, **kwargs)
+
+
+def end_loaders_with_this_process() -> None:
+    """The processes of each DataLoader that is iterated here from now on end with this process."""
+    worker._worker_loop = _loop_that_ends_with_the_rank
+
 
 class AtStart:
-    """DataLoader's `worker_init_fn`. rank_pid: of the rank's process. is_fork: the process that
-    calls this is a fork of it. then: the user's worker_init_fn, or None."""
+    """DataLoader's `worker_init_fn`. is_fork: the process that calls this is a fork of the rank's.
+    then: the user's worker_init_fn, or None."""
 
     def __init__(self, is_fork: bool, then: Callable[[int], object] | None) -> None:
-        self.rank_pid = os.getpid()
+        end_loaders_with_this_process()
         self.is_fork = is_fork
         self.then = then
 
     def __call__(self, number: int) -> None:
         """number: of the loader process, from 0."""
-        end_with(self.rank_pid)
         if self.is_fork:
             close_connections()
             gc.freeze()

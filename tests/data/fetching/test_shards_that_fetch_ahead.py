@@ -27,7 +27,7 @@ from chorusline.runtime.data.fetching.loader_settings import of_loader
 from chorusline.runtime.data.fetching.on_device import ToDevice
 from chorusline.runtime.data.fetching.options import FetchOptions
 from chorusline.runtime.program.packing import packed_program
-from tests.data.fetching.test_fetcher import Numbers, numbers, runs
+from tests.data.fetching.test_fetcher import Heavy, Numbers, numbers, runs
 from tests.references.killed_runs import SIX_PHASES, Kind, assert_as_if_nothing_was, train
 
 AHEAD = Kind(loading={"num_workers": 2})
@@ -128,6 +128,26 @@ async def test_loader_processes_of_a_killed_rank_end_with_it(
     while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < give_up_at:
         time.sleep(0.05)
     assert pids and not left
+
+
+def dies_with_torchs_loader(ctx: cl.Context, folder: str) -> None:
+    batches = iter(DataLoader(Heavy(), 1, num_workers=1, collate_fn=list))
+    next(batches)
+    if ctx.rank == 1 and ctx.world_size == 3:
+        Path(folder, "pid").write_text(str(batches._workers[0].pid))  # type: ignore[attr-defined]
+        os.kill(os.getpid(), signal.SIGKILL)
+    ctx.barrier()
+
+
+async def test_loader_processes_of_the_functions_own_loader_end_with_a_killed_rank(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    await session.run(dies_with_torchs_loader, folder=str(tmp_path))
+    pid = int((tmp_path / "pid").read_text())
+    give_up_at = time.monotonic() + 20
+    while runs(pid) and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    assert not runs(pid)
 
 
 # -- without Ray -----------------------------------------------------------------------------------
