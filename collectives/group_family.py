@@ -138,11 +138,12 @@ def as_seen_from(target: Known, source: Known, error: CollectiveError) -> Collec
     guilty = [source.ranks[rank] for rank in error.ranks]
     here = [target.ranks.index(rank) for rank in guilty if rank in target.ranks]
     if here and isinstance(error, GroupAborted):
-        reason = f"{error.reason} (in group {source.name!r})"
-        return GroupAborted(target.generation, here, reason, error.traceback)
+        # An error that has come from a third group names that one.
+        within = "" if "(in group " in error.reason else f" (in group {source.name!r})"
+        return GroupAborted(target.generation, here, error.reason + within, error.traceback)
     if here and isinstance(error, CollectiveTimeout | PeerLost):
         _, _, _, *rest = error.args
-        where = f"{error.operation} of group {source.name!r}"
-        return type(error)(where, target.generation, here, *rest)
+        within = "" if " of group " in error.operation else f" of group {source.name!r}"
+        return type(error)(error.operation + within, target.generation, here, *rest)
     reason = f"group {source.name!r}, of global ranks {list(source.ranks)}, ended: {error}"
     return GroupAborted(target.generation, here, reason)

@@ -124,16 +124,37 @@ class _Failure:
 
 class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
     """devices: the GPUs on which the tensors of the value live.
+    complete: completes this future in the thread that waits; None: another thread will.
 
     has_its_turn: whether the thread of the callbacks has come to the end of this future. The value
         may be there before.
     """
 
-    def __init__(self, thread: CallbackThread, devices: list[torch.device]) -> None:
+    def __init__(
+        self,
+        thread: CallbackThread,
+        devices: list[torch.device],
+        complete: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(devices=list(devices))
         self.has_its_turn = False
+        self._complete = complete
         self._callbacks = thread
         self._devices = devices
+
+    def wait(self) -> Any:
+        # Not in the order of the callbacks: an earlier operation may need what this rank does next.
+        if self._complete is not None:
+            self._complete()
+        return super().wait()
+
+    def wait_until_done(self) -> None:
+        with contextlib.suppress(BaseException):
+            super().wait()
+
+    def set_result(self, result: Any) -> None:
+        self._complete = None  # It refers to the work, and the work to this.
+        super().set_result(result)
 
     def then(self, callback: Callable[[Any], Any]) -> OrderedFuture:
         result = OrderedFuture(self._callbacks, self._devices)

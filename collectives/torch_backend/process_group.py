@@ -502,7 +502,8 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         shapes_of: Any = None,
     ) -> TorchWork:
         self._next_sequence += 1
-        return TorchWork(work, outputs, f"{self.profiling_name}:{name}", after, shapes_of)
+        name, ranks = f"{self.profiling_name}:{name}", self.group.ranks
+        return TorchWork(work, outputs, name, after, shapes_of, ranks=ranks)
 
     # -- identity --------------------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
+from ..contract.errors import CollectiveError, CollectiveTimeout, GroupAborted, PeerLost
 from ..contract.work import Work
+from ..group import Group
 from ..operations.composed_work import Coalesced
 from .ordered_future import OrderedFuture, callback_thread, current_depth
 from .translation import seconds
@@ -32,9 +34,10 @@ _TorchWork: Any = dist._Work  # type: ignore[attr-defined]
 class TorchWork(_TorchWork):
     """inner: the work of a `Group`. outputs: the value of its future, tensors or lists of them.
     after: completes the outputs when the data has arrived, before anything may read them.
-    name, shapes_of: its range in a profiler.
+    name, shapes_of: its range in a profiler. ranks: of the process group, by their global numbers.
 
-    Waiting raises Chorusline's errors. If its timeout passes, the generation ends.
+    Waiting raises Chorusline's errors, with the global numbers of the ranks. If its timeout passes,
+    the generation ends.
     """
 
     def __init__(
@@ -44,12 +47,16 @@ class TorchWork(_TorchWork):
         name: str,
         after: Callable[[], None] | None = None,
         shapes_of: list[torch.Tensor] | None = None,
+        *,
+        ranks: tuple[int, ...],
     ) -> None:
         super().__init__()
         self._inner = inner
         self._outputs = outputs
         self._after = after
+        self._ranks = ranks
         self._finishing = threading.Lock()
+        self._is_completing = False
         self._depth = current_depth()
         self._future: OrderedFuture | None = None  # None: unless it was asked for
         self._span: Any = None
@@ -73,6 +80,9 @@ class TorchWork(_TorchWork):
             # torch promises that the future is complete when wait() returns. The thread of the
             # callbacks would come to it only after earlier works, which may not have ended.
             self._complete(None)
+        except CollectiveError as error:
+            counted = _by_global_ranks(error, self._ranks)
+            raise counted from (None if counted is error else error)
         finally:
             _kept.pop(id(self), None)
         return True
@@ -80,7 +90,7 @@ class TorchWork(_TorchWork):
     def get_future(self) -> OrderedFuture:
         if self._future is None:
             thread = callback_thread(self._depth)
-            self._future = OrderedFuture(thread, self._inner._cuda_devices())
+            self._future = OrderedFuture(thread, self._inner._cuda_devices(), self._arrive)
             thread.add(self._settle)
         return self._future
 
@@ -96,7 +106,8 @@ class TorchWork(_TorchWork):
         return self.is_completed() and self._inner.error() is None
 
     def exception(self) -> BaseException | None:
-        return self._inner.error() if self.is_completed() else None
+        error = self._inner.error() if self.is_completed() else None
+        return None if error is None else _by_global_ranks(error, self._ranks)
 
     def result(self) -> list[Any]:
         return self._outputs
@@ -137,28 +148,35 @@ class TorchWork(_TorchWork):
         future = self._future
         assert future is not None
         with future._callbacks.streams(future._devices):
-            failure: BaseException | None = None
-            try:
-                self._inner.wait()
-                self._finish()
-            except BaseException as error:
-                failure = error
-            self._complete(failure)
+            self._arrive()
             future.has_its_turn = True
         _kept.pop(id(self), None)
 
+    def _arrive(self) -> None:
+        """Wait for the operation, and complete the future."""
+        failure: BaseException | None = None
+        try:
+            self._inner.wait()
+            self._finish()
+        except BaseException as error:
+            failure = _by_global_ranks(error, self._ranks)
+        self._complete(failure)
+
     def _complete(self, failure: BaseException | None) -> None:
-        """Give the future its value, once."""
+        """Give the future its value, once; it has it when this returns."""
         future = self._future
         if future is None:
             return
         with self._finishing:
-            if future.done():
-                return
-            if failure is None:
-                future.set_result(self._outputs)
-            else:
-                future.fail(failure)
+            is_first, self._is_completing = not self._is_completing, True
+        # Without the lock: what torch's C++ calls back, as of collect_all, runs in here, and may
+        # wait for this work.
+        if not is_first:
+            future.wait_until_done()
+        elif failure is None:
+            future.set_result(self._outputs)
+        else:
+            future.fail(failure)
 
     def _profile(self, name: str, tensors: list[torch.Tensor]) -> None:
         """Begin a range from the issue to the end, with shapes, as torch's backends do."""
@@ -171,6 +189,16 @@ class TorchWork(_TorchWork):
     def _end_span(self) -> None:
         self._span.__exit__(None, None, None)
         self._span = None  # torch records the dropping thread as the one that ended it.
+
+
+def _by_global_ranks(error: BaseException, ranks: tuple[int, ...]) -> BaseException:
+    """The error of a process group of `ranks` with the numbers that torch.distributed uses."""
+    if not isinstance(error, CollectiveTimeout | GroupAborted | PeerLost) or not error.ranks:
+        return error
+    world = getattr(dist.group.WORLD, "group", None) if dist.is_initialized() else None
+    if not isinstance(world, Group) or ranks == world.ranks:
+        return error
+    return world.as_counted_here(error)
 
 
 def in_turn(*steps: Callable[[], None] | None) -> Callable[[], None]:

@@ -368,6 +368,7 @@ def wait_beside_a_receive(rank, size, way):
             work = dist.all_reduce(sum_, async_op=True)
             if way == "future":
                 summed = work.get_future()
+                summed.wait()
             work.wait()
             assert sum_.item() == size
             if way == "future":
@@ -384,6 +385,20 @@ def wait_beside_a_receive(rank, size, way):
 @pytest.mark.parametrize("way", ["future", "profiler"])
 def test_a_receive_that_is_still_to_come_holds_up_no_wait_for_a_later_work(ranks_of, way):
     on(ranks_of, 2, wait_beside_a_receive, way)
+
+
+def wait_in_a_callback_of_torchs(rank, size):
+    """torch's C++ calls it in the thread that completes the last future."""
+    if rank == 1:
+        time.sleep(0.3)
+    works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]
+    all_of_them = torch.futures.collect_all([work.get_future() for work in works])
+    waited = all_of_them.then(lambda _: [work.wait() for work in works])
+    assert works[-1].wait() and waited.wait() == [True] * 3
+
+
+def test_a_callback_of_torchs_may_wait_for_the_works_whose_futures_it_collects(ranks_of):
+    on(ranks_of, 2, wait_in_a_callback_of_torchs)
 
 
 def future_in_a_child(rank, size):

@@ -123,6 +123,27 @@ def test_a_death_in_one_process_group_ends_those_that_share_ranks_with_it(tmp_pa
         assert max(ranks.results(ranks=[0, 2])) < 10
 
 
+def rank_beside_the_victim(rank):
+    """Ranks 2 and 3 have a group of their own, in which rank 3 is rank 1."""
+    init(rank.rank, rank.size, rank.store, "first")
+    pair = dist.new_group([2, 3])
+    rank.say("ready")
+    if rank.rank == 3:
+        time.sleep(60)
+    with pytest.raises(cl.PeerLost) as raised:
+        dist.all_reduce(torch.ones(1), group=pair if rank.rank == 2 else None)
+    rank.say("told")
+    rank.store.wait([f"said/told/{one}" for one in range(3)], 30)  # To end now would be a death.
+    return raised.value.ranks
+
+
+def test_the_errors_of_a_process_group_of_some_ranks_have_the_numbers_of_torch(tmp_path):
+    with Ranks(rank_beside_the_victim, 4, tmp_path) as ranks:
+        ranks.wait_for("ready")
+        ranks.signal(3, signal.SIGKILL)
+        assert ranks.results(ranks=[0, 1, 2]) == [[3]] * 3
+
+
 def rank_that_aborts(rank):
     init(rank.rank, rank.size, rank.store, "first")
     if rank.rank == 0:

@@ -654,7 +654,7 @@ def wait_after_a_future(rank: Rank) -> list[float]:
 
         with group.coalesce() as block:
             group.all_reduce(staged)
-        work = TorchWork(block, [output], "coalesced", copy)
+        work = TorchWork(block, [output], "coalesced", copy, ranks=(0, 1))
         future = work.get_future()
         while not future.done():  # The copies are launched, on the stream of the callbacks' thread.
             time.sleep(0.001)
@@ -677,7 +677,9 @@ def follow_a_block(rank: Rank) -> list[float]:
             rank.store.wait(["said/computed/0"], 30)
         with group.coalesce() as block:
             group.all_reduce(tensor)
-        doubled = TorchWork(block, [], "coalesced").get_future().then(lambda _: tensor * 2)
+        doubled = (
+            TorchWork(block, [], "coalesced", ranks=(0, 1)).get_future().then(lambda _: tensor * 2)
+        )
         if rank.rank == 0:
             time.sleep(0.2)
             streams.Stream(number=0).synchronize()  # Does not wait for rank 1.
