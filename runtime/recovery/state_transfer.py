@@ -34,6 +34,7 @@ from ..data_parallel.same_model import broadcast_tensors
 from ..process.random_state import RandomState
 from ..process.registry import Registered
 from ..process.step_boundary import boundary
+from ..zero.state_changes import Changes
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .live_objects import LiveObjects, RunningCall
 from .module_flags import ModuleFlags, flags_of
@@ -118,10 +119,11 @@ def digest_of(objects: LiveObjects) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPlace:
-    """progress, last_live: as in its engine."""
+    """progress, last_live: as in its engine. changes: of its state, since the last step."""
 
     progress: OptimizerProgress
     last_live: tuple[int, ...]
+    changes: Changes
     options: OptimizerOptions
 
 
@@ -161,7 +163,12 @@ def _transfer_of(objects: LiveObjects, steps: Steps) -> StateTransfer:
         call.checkpoints.place if call.checkpoints is not None else None,
         RandomState().state_dict(),
         {
-            number: OptimizerPlace(one.progress, one.last_live, OptimizerOptions.of(one.optimizer))
+            number: OptimizerPlace(
+                one.progress,
+                one.last_live,
+                one.state_changes.own,
+                OptimizerOptions.of(one.optimizer),
+            )
             for number, one in objects.optimizers().items()
         },
         {number: model.reducer.num_passes for number, model in models.items()},
@@ -213,7 +220,7 @@ def _take(transfer: StateTransfer, objects: LiveObjects, steps: Steps) -> None:
     for number, engine in objects.optimizers().items():
         place = transfer.optimizers[number]
         place.options.load(engine.optimizer)
-        engine.take_place(place.progress, place.last_live)
+        engine.take_place(place.progress, place.last_live, place.changes)
     for number, model in objects.models().items():
         model.reducer.num_passes = transfer.passes[number]
         model.buffers.synced_step = transfer.synced[number]

@@ -106,7 +106,7 @@ from .shards.shardable_optimizers import (
     verdict_on,
 )
 from .shards.state_dict_format import match_state, parameter_name, plain_state, with_names
-from .state_changes import ShardedState, StateChanges
+from .state_changes import Changes, ShardedState, StateChanges
 
 _OF_THE_MODEL = (
     "Give it the model, ZeroRedundancyOptimizer(model, ...), or parameters of the module that "
@@ -1594,11 +1594,14 @@ class OptimizerEngine:
         with contextlib.suppress(CollectiveError):  # The group of the gathers has ended.
             self._apply(outcome, divisor)
 
-    def take_place(self, progress: OptimizerProgress, last_live: tuple[int, ...]) -> None:
+    def take_place(
+        self, progress: OptimizerProgress, last_live: tuple[int, ...], changes: Changes
+    ) -> None:
         """This rank comes to others between two steps, and is where they are."""
         self._seen, self.last_live = progress, last_live
         self._ballot_of_step = progress.ballots
-        self.state_changes.forget()
+        # The state that it gets has them, and the next ballot compares them.
+        self.state_changes.own = changes
 
     def move_to(self, group: Group) -> None:
         """Continue in a group of the same ranks, at the beginning of a step; the shards stay."""

@@ -71,7 +71,8 @@ def train(
     """victims: first ranks that die in the fourth step, in its loop. full: until so many ranks
     train, the steps are slow. stream: of the samples, of one epoch. scenario: what else happens,
     once: a worker dies in its dry run, or while it comes in; the driver dies in its
-    dry run; rank 2 dies while one comes in, or when all have agreed to that."""
+    dry run; rank 2 dies while one comes in, or when all have agreed to that; or after each step:
+    the body drops the optimizer's state."""
     note(folder, "began")
     is_first = len(noted(folder, "began")) <= full and not noted(folder, "killed")
     seat = ctx.rank if is_first else -1
@@ -159,6 +160,8 @@ def train(
             schedule.step()
             script.change()
             optim.zero_grad()
+            if scenario == "drops its state":
+                optim.state.clear()
             sizes.append(ctx.world_size)
     if sharded:
         optim.consolidate_state_dict(0)

@@ -118,6 +118,16 @@ async def test_a_worker_comes_while_checkpoints_are_written(cluster: None, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+async def test_a_worker_comes_right_after_the_body_has_dropped_the_state(
+    cluster: None, tmp_path: Path
+) -> None:
+    alone = await told_alone(tmp_path, scenario="drops its state")
+    told = await told_by_three(tmp_path, scenario="drops its state")
+    assert_came(told, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 async def test_a_worker_comes_where_digests_are_compared(cluster: None, tmp_path: Path) -> None:
     alone = await told_alone(tmp_path, check_every=1)
     told = await told_by_three(tmp_path, check_every=1)
