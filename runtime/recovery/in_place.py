@@ -148,7 +148,9 @@ class InPlace:
         for number, optimizer in self._objects.optimizers().items():
             # A worker that comes in has made its shards itself: nothing in them is of the run.
             if number not in self.held:
-                self.held[number] = ShardState() if is_new else optimizer.shard.held()
+                shard = optimizer.shard
+                # In a step or between two: what the body has written since the last one stays.
+                self.held[number] = ShardState() if is_new else shard.held(takes_parameters=True)
         models = self._objects.models()
         group = self._lifeline.connect()  # (c)
         # Before the reports: what a worker gets here is part of the report that it gives.

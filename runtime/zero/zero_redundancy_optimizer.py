@@ -1039,6 +1039,7 @@ class OptimizerEngine:
         # The buffers come after the gathers, on the same stream: they tell for these too.
         if survives_loss and not were_sent and gathers:
             gathers[-1].work.wait_on_host()
+        self.shard.is_whole = True
 
     def _vote_with_others(self, is_live: bool) -> tuple[float, ...]:
         """Hold a ballot; once more, if ranks have changed the state or parameters, or something was
@@ -1546,6 +1547,7 @@ class OptimizerEngine:
                 if self._recovery is not None and gathers:
                     # One operation tells for all before it, as they run in order.
                     gathers[-1].work.wait_on_host()
+                self.shard.is_whole = True
         except Exception as error:
             self.wait_for_next_generation(error)
         self.faults.reach(Instant.STEPPED)

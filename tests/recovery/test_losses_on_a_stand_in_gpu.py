@@ -171,7 +171,7 @@ def lose_a_rank_behind_the_ballot(rank: Rank, where: str) -> dict[str, Any]:
                 optimizer.step()
             told["went on"] = True
         except GroupAborted:
-            held = engine.shard.held()
+            held = engine.shard.held(takes_parameters=True)
             whole = Range(0, 0, engine.shard.layout.contents[0])
             values = torch.empty(whole.numel, dtype=torch.float64, device=ctx.device)
             held.cut(whole, MASTER, values)

@@ -106,6 +106,33 @@ async def test_the_rows_of_a_stream_make_the_same_steps(session: cl.Session, clu
     assert set(seen) <= {float(row[0]) for row in points_of(53)}
 
 
+def train_within_bounds(ctx: cl.Context, victim: int) -> str:
+    """In half precision; the body clamps the parameters after each step."""
+    torch.manual_seed(3)
+    model = cl.DistributedDataParallel(torch.nn.Linear(10, 3).bfloat16())
+    replicas = min(2, ctx.world_size)
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.01, replicas=replicas)
+    for step in ctx.steps(points_of(80), 16, 4):
+        for batch in step:
+            if step.number == 2 and ctx.rank == victim and ctx.world_size == 3:
+                die()
+            model(batch.bfloat16()).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.05, 0.05)
+    return digest(dict(model.module.state_dict()))
+
+
+async def test_what_the_body_has_written_to_half_precision_parameters_outlives_a_death(
+    session: cl.Session, cluster: None
+) -> None:
+    async with cl.Session(1, resources_per_worker={"CPU": 0.1}, timeout_s=20) as other:
+        alone = await other.run(train_within_bounds, victim=-1)
+    assert set(await session.run(train_within_bounds, victim=1)) == set(alone)
+
+
 class Once:
     """Rows that can be read once, as from a queue."""
 

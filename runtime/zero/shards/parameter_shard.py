@@ -94,6 +94,10 @@ class ParameterShard:
         self.elementwise = verdict.elementwise
         self.num_rewritten = 0
         """How often parameters or state were laid out, loaded or switched, outside a step."""
+        self.is_whole = True
+        """Whether the parameters of all ranks are known to have come since the last step. Then what
+        differs from the masters, the program has written. On a GPU a gather that is aborted leaves
+        anything."""
         self.may_have_state = False
         """Whether some rank may have state of some parameter; equal on all ranks."""
         self._load = [0] * group.size  # elements per rank, where parameters are not cut
@@ -264,6 +268,7 @@ class ParameterShard:
         for number in portion:
             self.buckets[number].version += 1
             self.buckets[number].runs_ahead()
+        self.is_whole = False
         self.may_have_state = True
         if self.optimizer is None:
             return
@@ -308,6 +313,7 @@ class ParameterShard:
             part.publish_master()
         for bucket in self.buckets:
             bucket.runs_ahead()
+        self.is_whole = False
 
     def _gradient_of(self, mine: KeptPiece) -> torch.Tensor | None:
         piece, gradient = mine.piece, mine.range.gradient
@@ -335,7 +341,8 @@ class ParameterShard:
         for bucket in self.buckets:
             flat = bucket.flat[: bucket.plan.content]
             theirs = flat.to(self.group.device, copy=True)
-            self.group.broadcast(theirs, source).order_stream()
+            # Known to have come: what is stopped on its way would become part of the state.
+            self.group.broadcast(theirs, source).wait_on_host()
             yield bucket, theirs.to(flat.device)
 
     def gather(self) -> None:
@@ -345,6 +352,7 @@ class ParameterShard:
             gather.wait()
         if gathers:
             gathers[-1].work.wait_on_host()  # It tells for all.
+        self.is_whole = True
 
     def start_gather(self, portion: Sequence[int]) -> list[Gather]:
         """Start the all-gathers of the parameters in these buckets."""
@@ -370,10 +378,18 @@ class ParameterShard:
         contents = [bucket.plan.content for bucket in self.buckets]
         return kept_by(self.group.rank, self.group.size, contents, replicas or self.replicas)
 
-    def held(self, without: Container[int] = ()) -> ShardState:
+    def held(self, without: Container[int] = (), *, takes_parameters: bool = False) -> ShardState:
         """All state that this rank keeps, without a copy: the optimizer steps these tensors.
-        without: owners whose shards are left out."""
+
+        without: owners whose shards are left out.
+        takes_parameters: what the program has written to parameters since the last step is in the
+            masters too, as the next step would have it.
+        """
         self.bring_home()
+        # What a gather that was stopped has left there, the program has not written.
+        if takes_parameters and self.is_whole:
+            for part in (part for bucket in self.buckets for part in bucket.ranges):
+                part.take_parameters()
         held = ShardState(self.kept())
         for mine in (mine for pieces in self.pieces for mine in pieces):
             if mine.range.owner in without:
@@ -420,6 +436,7 @@ class ParameterShard:
             for kept in bucket.ranges:
                 kept.publish_master()
             bucket.runs_ahead()
+        self.is_whole = False
         # The pieces are other tensors now, and an optimizer cannot exchange those that it has.
         self.optimizer = None
         pieces = [mine for of_bucket in self.pieces for mine in of_bucket]

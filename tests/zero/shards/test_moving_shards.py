@@ -110,3 +110,32 @@ def test_what_a_lost_rank_had_comes_from_replicas_and_a_new_rank_gets_its_part(
     first, lost, last = ranks_of(3).run(shrink_and_grow, dtype)
     assert len(first) == len(last) == 2 and sum(first) + sum(last) > 0
     assert lost == [0], "it had nothing to send"
+
+
+def shrink_after_a_write(group: cl.Group, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    """Rank 1 is lost after the program has written to parameters. What they are before, and
+    after."""
+    model, optimizer = make(group, dtype)
+    take_steps(model, optimizer, group.rank, range(3), dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.05, 0.05)
+    seen = [[p.detach().clone() for p in model.parameters()]]
+    engine = optimizer_engine_of(optimizer)
+    held = engine.shard.held(takes_parameters=True)
+    fewer = group.new_group([0, 2])
+    if fewer is not None:
+        engine.shard.complete(held, all_gather_object(fewer, held.inventory), fewer)
+        engine.change_group(fewer, held)
+        engine.shard.gather()
+        seen.append([p.detach().clone() for p in model.parameters()])
+    group.barrier().wait()
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parameters_that_the_program_has_written_stay_when_shards_are_cut_again(
+    ranks_of, dtype: torch.dtype
+) -> None:
+    for before, after in ranks_of(3).run(shrink_after_a_write, dtype)[::2]:
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
