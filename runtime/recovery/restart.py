@@ -150,12 +150,13 @@ class RestartState:
         retained = cls(place=place, shard=shard)
         for entry in registry:
             made = entry.object
-            # Shards are kept as they are, and not copied: the function makes other tensors for
-            # itself.
+            # State is kept as it is, and not copied: the function makes another optimizer.
+            # Parameters are copied: the function may have its module from outside.
             if isinstance(made, ZeroRedundancyOptimizer):
                 sharded = optimizer_engine_of(made)
+                held = on_the_way.get(id(sharded)) or sharded.shard.held()
                 retained.optimizers[entry.name] = RetainedOptimizer(
-                    on_the_way.get(id(sharded)) or sharded.shard.held(),
+                    sharded.shard.apart(held),
                     sharded.progress,
                     sharded.shard.layout,
                     OptimizerOptions.of(made),

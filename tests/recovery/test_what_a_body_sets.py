@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,46 @@ def _begins_again(group: Any) -> Any:
 def test_objects_that_are_made_again_have_what_the_body_has_set(ranks_of: Any) -> None:
     for one in ranks_of(2).run(_begins_again):
         assert one == {"max_norm": 0.25, "seen": 7, "metric": 3.0}
+
+
+def wrap_again(ctx: cl.Context, dtype: torch.dtype) -> bool:
+    """The function has its module from outside, and begins with what that had before the run.
+    Whether the module is as trained when it has been registered again."""
+    torch.manual_seed(0)
+    module = Cooling().to(dtype)
+    before = copy.deepcopy(module.state_dict())
+
+    def register(kept: RestartState | None, summaries: Any = ()) -> tuple[Any, Any]:
+        module.load_state_dict(before)
+        model = cl.DistributedDataParallel(module)
+        optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1, replicas=2)
+        for name, one in {"model": model, "optim": optim}.items():
+            if kept is None:
+                ctx.register(name, one)
+            else:
+                kept.restore(Registered(name, one, per_rank=False), summaries, ctx.group)
+        return model, optim
+
+    model, optim = register(None)
+    for _ in range(3):
+        model(torch.randn(3, 4, dtype=dtype)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    trained = [p.detach().clone() for p in module.parameters()]
+    kept = RestartState.of(call_of(ctx).registry, (0, 0), {})
+    register(kept, all_gather_object(ctx.group, kept.summary(True, None)))
+    return all(map(torch.equal, module.parameters(), trained))
+
+
+def _wraps_again(group: Any, dtype: torch.dtype) -> Any:
+    return in_run(group, partial(wrap_again, dtype=dtype), goes_on=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_module_from_outside_that_is_wrapped_again_is_as_trained(
+    ranks_of: Any, dtype: torch.dtype
+) -> None:
+    assert all(ranks_of(3).run(_wraps_again, dtype))
 
 
 # -- for a worker that comes ----------------------------------------------------------------------

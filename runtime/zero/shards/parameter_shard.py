@@ -25,7 +25,7 @@ from .exact_norm import as_reals, partial_sum
 from .optimizer_state import gather_state
 from .optimizer_trial import Shardability
 from .parameter_bucket import Gather, ParameterBucket, ShardRange, in_format_of
-from .shard_state import MASTER, Inventory, Layout, ShardState, complete, divided
+from .shard_state import MASTER, Inventory, Layout, ShardState, address_of, complete, divided
 from .shardable_optimizers import ELEMENTWISE
 
 _BUCKET_BYTES = 25 << 20
@@ -399,6 +399,11 @@ class ParameterShard:
             elements, whole = divided({**state, MASTER: mine.tensor}, mine.tensor.shape)
             held.put(mine.piece.parameter, mine.where, elements, whole)
         return held
+
+    def apart(self, held: ShardState) -> ShardState:
+        """`held` without the memory of the parameters, which it shares where they are stepped
+        themselves: their module may be wrapped again, and is written to before that."""
+        return held.apart_from({address_of(bucket.flat) for bucket in self.buckets})
 
     def complete(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right, insort
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,11 @@ load and save this entry, and do not use it."""
 def is_per_element(name: str, shape: Sequence[int], parameter_shape: Sequence[int]) -> bool:
     """Whether a state tensor of shape `shape` has a number for each element of the parameter."""
     return tuple(shape) == tuple(parameter_shape) and name != "step"
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Of the tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def divided(
@@ -158,6 +163,22 @@ class ShardState:
         state.described = dict(self.described)
         for bucket, parts in self._parts.items():
             state._parts[bucket] = list(parts)
+        return state
+
+    def apart_from(self, storages: Container[int]) -> ShardState:
+        """A copy that shares no memory with these storages, which are given by their addresses."""
+        state = self.copy()
+        for parts in state._parts.values():
+            parts[:] = [
+                BucketSlice(
+                    part.range,
+                    {
+                        name: tensor.clone() if address_of(tensor) in storages else tensor
+                        for name, tensor in part.tensors.items()
+                    },
+                )
+                for part in parts
+            ]
         return state
 
     @property
