@@ -6,10 +6,12 @@ import asyncio
 import os
 import re
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -291,10 +293,11 @@ def saves_without_a_place(ctx: cl.Context) -> None:
     ctx.save()
 
 
-def saves_on_one_rank(ctx: cl.Context, place: str = "/tmp/never-whole") -> None:
+def saves_on_one_rank(ctx: cl.Context, place: str = "never-whole") -> None:
     ctx.register("model", wrapped(ctx))
     if ctx.rank == 0:
-        ctx.save(f"{place}-{os.getpid()}-{time.time()}").wait()
+        with tempfile.TemporaryDirectory() as folder:
+            ctx.save(Path(folder, place)).wait()
 
 
 def reduces_on_one_rank(ctx: cl.Context) -> None:
