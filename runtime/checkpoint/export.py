@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import tempfile
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from chorusline.collectives.contract.errors import plain
 
@@ -86,19 +88,21 @@ def safetensors_of(reader: CheckpointReader) -> tuple[dict[str, torch.Tensor], d
         tied = manifest.tied.get(module, {})
         metadata |= {within + name: within + one for name, one in tied.items()}
         for entry in reader.below(module):
-            name = str(entry.path[-1])
+            name = ".".join(map(str, entry.path[1:]))
             if name in tied:
                 continue
-            try:
-                value = reader.value(entry)
-            except CheckpointUntrusted:
-                value = None  # It is no tensor, so it does not go into the file in any case.
+            value = None
+            # Tensors within a get_extra_state() have no place among those of a state dictionary.
+            if len(entry.path) == 2:
+                # An untrusted one is no tensor, so it does not go into the file in any case.
+                with contextlib.suppress(CheckpointUntrusted):
+                    value = reader.value(entry)
             if isinstance(value, torch.Tensor):
                 tensors[within + name] = value.contiguous()
             else:
                 warnings.warn(
-                    "left out of the export, since safetensors files hold tensors only: "
-                    f"{plain(name)} of {module!r}",
+                    "left out of the export, since safetensors files hold the tensors of a state "
+                    f"dictionary only: {plain(name)} of {module!r}",
                     stacklevel=2,
                 )
     return tensors, metadata
@@ -110,7 +114,9 @@ def _is_module(name: str, kind: str, reader: CheckpointReader) -> bool:
     if kind == MODEL:
         return True
     dense = [entry.path for entry in reader.below(name) if entry.dtype is not None]
-    return kind == STATE and bool(dense) and all(len(path) == 2 for path in dense)
+    deep = [path for path in dense if len(path) != 2]
+    is_extra = all(len(p) > 1 and str(p[1]).endswith(EXTRA_STATE) for p in deep)
+    return kind == STATE and len(dense) > len(deep) and is_extra
 
 
 def _save_safetensors(reader: CheckpointReader, path: Path) -> None:

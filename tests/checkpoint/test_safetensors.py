@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.runtime.checkpoint.export import export
+from chorusline.runtime.checkpoint.export import export, safetensors_of
+from chorusline.runtime.checkpoint.format.catalog import newest_whole
+from chorusline.runtime.checkpoint.format.storage import open_storage
 from chorusline.runtime.commands.command_line import main
 from tests.references.checkpoint_runs import in_run
 
@@ -44,6 +46,25 @@ def save(group: cl.Group, place: Path, is_wrapped: bool, more: bool) -> dict[str
 
     kept: dict[str, torch.Tensor] = in_run(group, train, cl.CheckpointConfig(place))
     return kept
+
+
+class Scaled(torch.nn.Linear):
+    """Has a tensor that is no entry of its state dictionary."""
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"scale": torch.ones(2)}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        assert state["scale"].shape == (2,)
+
+
+def save_scaled(group: cl.Group, place: Path, is_wrapped: bool) -> None:
+    def train(ctx: cl.Context) -> None:
+        model = torch.nn.Sequential(Scaled(2, 3), Scaled(3, 1))
+        ctx.register("model", cl.DistributedDataParallel(model) if is_wrapped else model)
+        ctx.save().wait()
+
+    in_run(group, train, cl.CheckpointConfig(place))
 
 
 def train_without_a_module(ctx: cl.Context) -> None:
@@ -102,6 +123,20 @@ def test_several_modules_have_their_registered_names_before_their_tensors(
         "critic.weight",
         "critic.bias",
     }
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_tensors_of_an_extra_state_are_left_out_by_their_names(
+    ranks_of, tmp_path: Path, is_wrapped: bool
+) -> None:
+    ranks_of(1).run(save_scaled, tmp_path, is_wrapped)
+    with pytest.warns(UserWarning, match="left out of the export") as caught:
+        tensors, _ = safetensors_of(newest_whole(open_storage(tmp_path)))
+    assert tensors.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert [str(one.message).rpartition(": ")[2] for one in caught] == [
+        "0._extra_state.scale of 'model'",
+        "1._extra_state.scale of 'model'",
+    ]
 
 
 @pytest.mark.parametrize("file_format", ["torch", "safetensors"])
