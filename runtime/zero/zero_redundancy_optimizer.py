@@ -1646,6 +1646,13 @@ class OptimizerEngine:
         """Continue as a rank of another group. held: the state that this rank will keep there."""
         assert self.reducer is not None
         self.reducer.change_group(group)
-        self.shard.recut(group, self.reducer.buckets, self.optimizer.param_groups, held)
+        self.shard.recut(
+            group,
+            self.reducer.buckets,
+            self.optimizer.param_groups,
+            held,
+            # A rank without data does not run the body, and a worker that comes has run nothing.
+            keeps_parameters=group.rank in self.last_live,
+        )
         self._make_ballot()
         self.consolidated = None

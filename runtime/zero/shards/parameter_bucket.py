@@ -256,3 +256,9 @@ class ParameterBucket:
         # devices; its other parameters are staged on the group's device.
         staged = torch.empty_like(flat, device=group.device)
         return Gather(self, group.all_gather(staged, own.to(group.device)), staged, flat)
+
+    def send_own(self, group: Group) -> None:
+        """Take part in the all-gather of ranks that lack parameters. Returns when it has ended."""
+        padded = padded_numel(self.plan.content, group.size)
+        unused = torch.empty_like(self.flat[:padded], device=group.device)
+        group.all_gather(unused, self.own.values.to(group.device)).wait_on_host()

@@ -346,7 +346,12 @@ class ParameterShard:
             yield bucket, theirs.to(flat.device)
 
     def gather(self) -> None:
-        """All-gather all parameters. Also on a GPU it returns when they have come."""
+        """All-gather all parameters. Also on a GPU it returns when they have come. A rank that has
+        them all only sends its own."""
+        if self.is_whole:
+            for bucket in self.buckets:
+                bucket.send_own(self.group)
+            return
         gathers = self.start_gather(range(len(self.buckets)))
         for gather in gathers:
             gather.wait()
@@ -422,12 +427,17 @@ class ParameterShard:
         reduced_in: Sequence[GradientBucket],
         groups: Sequence[Mapping[str, Any]],
         held: ShardState,
+        *,
+        keeps_parameters: bool = False,
     ) -> None:
         """Cut the shards again, for this rank of `group`.
 
         reduced_in, groups: as for `add`.
         held: values and state of at least all that this rank keeps in the new group.
+        keeps_parameters: if this rank has ended the last step, its parameters count more: the
+            program has written to them since, and on ranks that wait in that step it has not yet.
         """
+        keeps = keeps_parameters and self.is_whole
         self.group = group
         self.num_rewritten += 1
         self.may_have_state = True
@@ -436,12 +446,17 @@ class ParameterShard:
             bucket.cut(group, reduced.shard, self.replicas)
             self.pieces.append(self._pieces_of(number, bucket))
             for mine in self.pieces[-1]:
-                # From what was kept, and not from the parameters: these may be in half precision.
-                held.cut(mine.where, MASTER, mine.tensor.data)
+                # Parameters in half precision have less than their masters: only what differs by
+                # more than that is taken from them.
+                if mine.range.has_master or not keeps:
+                    held.cut(mine.where, MASTER, mine.tensor.data)
             for kept in bucket.ranges:
+                if keeps:
+                    kept.take_parameters()
                 kept.publish_master()
-            bucket.runs_ahead()
-        self.is_whole = False
+            if not keeps:
+                bucket.runs_ahead()
+        self.is_whole = keeps
         # The pieces are other tensors now, and an optimizer cannot exchange those that it has.
         self.optimizer = None
         pieces = [mine for of_bucket in self.pieces for mine in of_bucket]

@@ -112,30 +112,51 @@ def test_what_a_lost_rank_had_comes_from_replicas_and_a_new_rank_gets_its_part(
     assert lost == [0], "it had nothing to send"
 
 
-def shrink_after_a_write(group: cl.Group, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-    """Rank 1 is lost after the program has written to parameters. What they are before, and
-    after."""
+def shrink_after_a_write(
+    group: cl.Group, dtype: torch.dtype, waits: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
+    """Rank 1 is lost after the program has written to parameters, and while rank `waits` is in the
+    step before that. What they are before, and after; and the largest number that is stepped."""
     model, optimizer = make(group, dtype)
     take_steps(model, optimizer, group.rank, range(3), dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.clamp_(-0.05, 0.05)
-    seen = [[p.detach().clone() for p in model.parameters()]]
     engine = optimizer_engine_of(optimizer)
-    held = engine.shard.held(takes_parameters=True)
+    if group.rank == waits:
+        engine.shard.is_whole = False  # As while the parameters of that step come.
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.05, 0.05)
+    before = [p.detach().clone() for p in model.parameters()]
+    held, largest = engine.shard.held(takes_parameters=True), 0.0
     fewer = group.new_group([0, 2])
     if fewer is not None:
         engine.shard.complete(held, all_gather_object(fewer, held.inventory), fewer)
+        engine.last_live = (0, 1)
         engine.change_group(fewer, held)
+        ranges = [part for bucket in engine.shard.buckets for part in bucket.ranges]
+        largest = max(float(part.master.abs().max()) for part in ranges)
         engine.shard.gather()
-        seen.append([p.detach().clone() for p in model.parameters()])
     group.barrier().wait()
-    return seen
+    return before, [p.detach().clone() for p in model.parameters()], largest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parameters_that_the_program_has_written_stay_when_shards_are_cut_again(
     ranks_of, dtype: torch.dtype
 ) -> None:
-    for before, after in ranks_of(3).run(shrink_after_a_write, dtype)[::2]:
+    for before, after, _ in ranks_of(3).run(shrink_after_a_write, dtype, -1)[::2]:
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("waits", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_rank_that_has_ended_the_step_keeps_what_the_program_has_written_since(
+    ranks_of, dtype: torch.dtype, waits: int
+) -> None:
+    """The other rank, which still waits in the step, writes it when it has ended that."""
+    results = ranks_of(3).run(shrink_after_a_write, dtype, waits)
+    before, after, largest = results[2 - waits]
+    assert largest <= 0.0501
+    for one, other, theirs in zip(before, after, results[waits][1], strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, theirs.clamp(-0.05, 0.05))
