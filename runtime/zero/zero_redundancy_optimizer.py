@@ -934,6 +934,9 @@ class OptimizerEngine:
                 "of data do not call it inside Join; call it before or after the Join"
             )
         self.shard.bring_home()
+        # First all come here: where one of them is lost before that, no shard is switched. The
+        # function may run again then, with shards of ranks that were left before this call.
+        self.group.barrier().wait_on_host()
         self.shard.switch(mode, self.optimizer.param_groups)
         self.shard.gather()
 

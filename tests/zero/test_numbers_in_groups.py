@@ -73,3 +73,43 @@ def test_what_an_optimizer_counts_in_its_groups_counts_as_in_one_process(ranks_o
     for parameters, _ in results:
         for one, other in zip(parameters, expected, strict=True):
             assert torch.allclose(one, other, rtol=1e-12, atol=0)
+
+
+class Halving(torch.optim.SGD):
+    """`eval()` changes the parameters, and `train()` changes them back."""
+
+    def eval(self) -> None:
+        self._switch(0.5)
+
+    def train(self) -> None:
+        self._switch(2.0)
+
+    @torch.no_grad()
+    def _switch(self, factor: float) -> None:
+        for group in self.param_groups:
+            group["is_training"] = factor > 1
+            for parameter in group["params"]:
+                parameter.mul_(factor)
+
+
+def switch_without_the_other(group: cl.Group) -> tuple[bool, bool]:
+    """Rank 1 is lost before it comes to `eval()`. Whether the shard and the options of this rank
+    are as before."""
+    with another_group(group) as own:
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, Halving, lr=0.1)
+        optimizer.eval()
+        optimizer.train()
+        before = [p.detach().clone() for p in model.parameters()]
+        group.barrier().wait()
+        with pytest.raises(cl.CollectiveError):
+            if own.rank == 1:
+                own.abort(RuntimeError("lost"))
+                own.barrier().wait()
+            optimizer.eval()
+        is_same = all(map(torch.equal, before, model.parameters()))
+        return is_same, optimizer.param_groups[0]["is_training"]
+
+
+def test_no_shard_is_switched_where_a_rank_is_lost_before_it_comes_to_that(ranks_of: Any) -> None:
+    assert ranks_of(2).run(switch_without_the_other) == [(True, True)] * 2
