@@ -216,12 +216,14 @@ class RestartState:
                 return None
             return self._restore_optimizer(entry.name, made, summaries, group)
         if isinstance(made, torch.nn.Module):
-            here = _tensors_of(made, committed=False)
+            here, own = _tensors_of(made, committed=False), _own_names(made, entry.per_rank)
             kept = self.tensors.get(entry.name, {})
-            for name, tensor in here.items() if group.rank == leader else ():
-                if name in kept:  # A module may have grown; what is new is the leader's own.
+            for name, tensor in here.items():
+                # A module may have grown; what is new is the leader's own.
+                if name in kept and (name in own or group.rank == leader):
                     tensor.copy_(kept[name])
-            broadcast_tensors(list(here.values()), leader, group)
+            alike = [tensor for name, tensor in here.items() if name not in own]
+            broadcast_tensors(alike, leader, group)
             self._restore_beside(entry, made, leader, group)
             if isinstance(made, DistributedDataParallel):
                 # A rank without data takes part in the first steps as the others do.
@@ -308,6 +310,16 @@ def load_beside(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     # Copies: set_extra_state() may keep what it is given, and a loss begins all of this again.
     if state:
         inner.load_state_dict(copy.deepcopy(dict(state)), strict=False)
+
+
+def _own_names(module: torch.nn.Module, per_rank: bool) -> set[str]:
+    """The names of the tensors that each rank has for itself, by `_tensors_of`."""
+    if not per_rank:
+        return set()
+    # Its ranks step the same parameters, and a step may send their buffers.
+    if isinstance(module, DistributedDataParallel):
+        return set() if module.broadcast_buffers else {n for n, _ in module.module.named_buffers()}
+    return {*_tensors_of(module, committed=False)}
 
 
 @torch.no_grad()

@@ -241,7 +241,9 @@ def _tensors_beside(objects: LiveObjects) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for entry in objects.call.registry:
         made = entry.object
-        if isinstance(made, torch.nn.Module):
+        # What each rank has for itself stays; the parameters of a model are equal on all ranks.
+        is_own = entry.per_rank and not isinstance(made, DistributedDataParallel)
+        if isinstance(made, torch.nn.Module) and not is_own:
             found += [p.detach() for p in made.parameters() if id(p) not in sharded]
             # All ranks are between two steps (arrivals.py), so these are also what the code after
             # the last one has written.

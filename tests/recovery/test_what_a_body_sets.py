@@ -208,6 +208,42 @@ def test_objects_that_are_made_again_have_what_the_body_has_set(ranks_of: Any) -
         assert one == {"max_norm": 0.25, "seen": 7, "metric": 3.0}
 
 
+def begin_again_per_rank(ctx: cl.Context) -> tuple[float, float, float]:
+    """The last rank is a newcomer, which has kept nothing."""
+    norms = [torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)]
+    models: list[Any] = [norms[0], cl.DistributedDataParallel(norms[1], broadcast_buffers=False)]
+
+    def fill(of_rank: float) -> None:
+        torch.nn.init.constant_(norms[0].weight, of_rank)
+        for one in norms:
+            torch.nn.init.constant_(one.running_mean, of_rank)
+
+    fill(ctx.rank)
+    for name, one in zip(("norm", "model"), models, strict=True):
+        ctx.register(name, one, per_rank=True)
+    was_there = ctx.rank < ctx.world_size - 1
+    kept = RestartState.of(call_of(ctx).registry, (0, 0), {}) if was_there else RestartState()
+    torch.nn.init.constant_(norms[1].weight, -1.0 - ctx.rank)
+    fill(9)
+    summaries = all_gather_object(ctx.group, kept.summary(was_there, None))
+    for entry in call_of(ctx).registry:
+        kept.restore(entry, summaries, ctx.group)
+    means = [float(one.running_mean[0]) for one in norms if one.running_mean is not None]
+    assert norms[1].weight.eq(1.0).all(), "the parameters of a model are equal on all ranks"
+    return float(norms[0].weight[0]), means[0], means[1]
+
+
+def _begins_again_per_rank(group: Any) -> Any:
+    return in_run(group, begin_again_per_rank, goes_on=True)
+
+
+def test_a_module_that_is_registered_per_rank_takes_what_its_own_rank_has_kept(
+    ranks_of: Any,
+) -> None:
+    told = ranks_of(3).run(_begins_again_per_rank)
+    assert told == [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (9.0, 9.0, 9.0)]
+
+
 def wrap_again(ctx: cl.Context, dtype: torch.dtype) -> bool:
     """The function has its module from outside, and begins with what that had before the run.
     Whether the module is as trained when it has been registered again."""
@@ -259,6 +295,9 @@ def transfer(ctx: cl.Context) -> dict[str, Any]:
     optim = ctx.register(
         "optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, replicas=2)
     )
+    own = ctx.register("own", torch.nn.BatchNorm1d(2), per_rank=True)
+    torch.nn.init.constant_(own.weight, ctx.rank)
+    torch.nn.init.constant_(own.running_mean, ctx.rank)
     recovery, is_new = call_of(ctx).recovery, ctx.rank == 1
     assert recovery is not None
     for _ in ctx.epochs(1):
@@ -277,6 +316,7 @@ def transfer(ctx: cl.Context) -> dict[str, Any]:
                 steps = recovery.arrivals.steps
                 assert steps is not None
                 transfer_state(recovery._objects, steps, 0, ctx.group, is_new=is_new)
+                assert own.weight.eq(ctx.rank).all() and own.running_mean.eq(ctx.rank).all()
     return {
         "temperature": float(module.temperature),
         "max_norm": optim.max_norm,
