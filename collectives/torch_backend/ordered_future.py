@@ -144,13 +144,10 @@ class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
 
     def wait(self) -> Any:
         # Not in the order of the callbacks: an earlier operation may need what this rank does next.
-        if self._complete is not None:
-            self._complete()
+        complete = self._complete  # Another thread may drop it meanwhile.
+        if complete is not None:
+            complete()
         return super().wait()
-
-    def wait_until_done(self) -> None:
-        with contextlib.suppress(BaseException):
-            super().wait()
 
     def set_result(self, result: Any) -> None:
         self._complete = None  # It refers to the work, and the work to this.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,7 @@ from .translation import seconds
 
 _NONE = timedelta(0)
 _KEPT = 256
+_LOOK_S = 0.0005
 
 _kept: OrderedDict[int, TorchWork] = OrderedDict()
 """Works that no thread has waited for. torch's C++ (DDP in Join) keeps only its own half of a work
@@ -153,12 +155,13 @@ class TorchWork(_TorchWork):
         _kept.pop(id(self), None)
 
     def _arrive(self) -> None:
-        """Wait for the operation, and complete the future."""
+        """Wait for the operation, and complete the future. An interrupt of this thread is no
+        outcome of the operation."""
         failure: BaseException | None = None
         try:
             self._inner.wait()
             self._finish()
-        except BaseException as error:
+        except Exception as error:
             failure = _by_global_ranks(error, self._ranks)
         self._complete(failure)
 
@@ -167,16 +170,21 @@ class TorchWork(_TorchWork):
         future = self._future
         if future is None:
             return
-        with self._finishing:
-            is_first, self._is_completing = not self._is_completing, True
-        # Without the lock: what torch's C++ calls back, as of collect_all, runs in here, and may
-        # wait for this work.
-        if not is_first:
-            future.wait_until_done()
-        elif failure is None:
-            future.set_result(self._outputs)
-        else:
-            future.fail(failure)
+        while not future.done():
+            with self._finishing:
+                is_first, self._is_completing = not self._is_completing, True
+            if not is_first:  # Another thread does it now.
+                time.sleep(_LOOK_S)
+                continue
+            # Without the lock: what torch's C++ calls back, as of collect_all, runs in here, and
+            # may wait for this work.
+            try:
+                if failure is None:
+                    future.set_result(self._outputs)
+                else:
+                    future.fail(failure)
+            finally:
+                self._is_completing = False  # If it was interrupted, another thread has to do it.
 
     def _profile(self, name: str, tensors: list[torch.Tensor]) -> None:
         """Begin a range from the issue to the end, with shapes, as torch's backends do."""

@@ -85,7 +85,7 @@ class GlooMessages:
                     self._start(self._send_all, key)
         return work
 
-    def recv(self, operation: Operation, tensor: torch.Tensor) -> Work:
+    def recv(self, operation: Operation, tensor: torch.Tensor) -> GlooMessageWork:
         work = GlooMessageWork(operation, self.in_flight, tensor)
         self.in_flight.add(work)
         peers = self._others if operation.peer == ANY_RANK else [operation.peer]
@@ -102,6 +102,15 @@ class GlooMessages:
                 self._changed.notify_all()
         return work
 
+    def _withdraw(self, receives: Sequence[GlooMessageWork]) -> None:
+        """End receives whose messages may still come: the next receives get these."""
+        with self._changed:
+            left = [work for work in receives if work in self._wanted]
+            for work in left:
+                self._wanted.remove(work)
+        for work in left:
+            self.in_flight.settle(work)
+
     @contextlib.contextmanager
     def watching(
         self, ranks: Sequence[int], what: str, generation: int, sequence: int, timeout_s: float
@@ -116,22 +125,23 @@ class GlooMessages:
             return part
 
         words = torch.zeros(len(others), 1, dtype=torch.uint8, device="cpu")
-        for other, word in zip(others, words, strict=True):
+        receives = [
             self.recv(message(Kind.RECV, other), word)
-        has_failed = False
+            for other, word in zip(others, words, strict=True)
+        ]
         try:
             yield
         except (CollectiveError, StoreTimeout):
-            has_failed = True  # The generation ends, and the receives with it.
+            raise  # The generation ends, and the receives with it.
+        except Exception:
+            # This rank has refused: the group continues, and the receives have a deadline. Nothing
+            # is sent: others that are in their blocks must hear of it if this process ends now.
+            self._withdraw(receives)
             raise
-        finally:
-            # Also after a ValueError, since the group continues, and the receives have a deadline.
-            # All receives are under way by now. This rank does not wait for them: a rank that stops
-            # after some of its sends would delay only some of the others.
-            to_send = [] if has_failed else others
-            sends = [self.send(message(Kind.SEND, one), words.new_ones(1)) for one in to_send]
-            for work in sends:
-                work.wait()
+        # All receives are under way by now. This rank does not wait for them: a rank that stops
+        # after some of its sends would delay only some of the others.
+        for work in [self.send(message(Kind.SEND, other), words.new_ones(1)) for other in others]:
+            work.wait()
 
     def free(self, patience_s: float) -> None:
         """Get the threads out of Gloo after the end of the generation, and release it."""

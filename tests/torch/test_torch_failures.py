@@ -144,6 +144,53 @@ def test_the_errors_of_a_process_group_of_some_ranks_have_the_numbers_of_torch(t
         assert ranks.results(ranks=[0, 1, 2]) == [[3]] * 3
 
 
+def interrupted(rank):
+    init(rank.rank, rank.size, rank.store, "first")
+    if rank.rank == 1:
+        rank.store.wait(["said/told/0"], 30)
+        return True
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    # To whoever waits later, the interrupt of that thread is the end of the generation.
+    with pytest.raises(cl.GroupAborted, match="KeyboardInterrupt during all_reduce"):
+        future.wait()
+    rank.say("told")
+    return True
+
+
+def test_an_interrupt_of_a_thread_that_waits_for_a_future_is_not_its_value(tmp_path):
+    with Ranks(interrupted, 2, tmp_path) as ranks:
+        assert ranks.results() == [True, True]
+
+
+def refuses_and_dies(rank):
+    group = rank.group()
+    group.barrier().wait()
+    rank.say("ready")
+    watching = group._communicator.watching([0, 1], "the making of a group", 60)
+    if rank.rank == 1:
+        with pytest.raises(ImportError), watching:
+            rank.store.wait(["said/in it/0"], 30)
+            raise ImportError("no CuPy on this host")
+        os.kill(os.getpid(), signal.SIGKILL)
+    failure = None
+    with pytest.raises(cl.CollectiveError), watching:
+        rank.say("in it")
+        give_up_at = time.monotonic() + 20
+        while (failure := group.failure()) is None and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        raise failure or cl.CollectiveError("none", 0, [])
+    return str(failure)
+
+
+def test_ranks_that_make_a_group_hear_of_one_that_refuses_and_ends(tmp_path):
+    with Ranks(refuses_and_dies, 2, tmp_path, GLOO) as ranks:
+        assert "rank 1 is gone" in ranks.results(ranks=[0])[0]
+
+
 def rank_that_aborts(rank):
     init(rank.rank, rank.size, rank.store, "first")
     if rank.rank == 0:
