@@ -13,12 +13,14 @@ The leader is not a newcomer, and has taken the last step of a plain optimizer
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from chorusline.actors.messages.messages import OptimizerProgress
 from chorusline.actors.parcels.pickling import pickled
@@ -164,10 +166,12 @@ class RestartState:
             elif fully_sharded.is_sharded(made):
                 retained.states[entry.name] = fully_sharded.kept(made)
                 if isinstance(made, torch.nn.Module):
-                    retained.beside[entry.name] = copy.deepcopy(state_beside(made))
+                    with _copying(entry):
+                        retained.beside[entry.name] = copy.deepcopy(state_beside(made))
             elif isinstance(made, torch.nn.Module):
                 retained.tensors[entry.name] = _tensors_of(made, committed=True)
-                retained.beside[entry.name] = copy.deepcopy(state_beside(made))
+                with _copying(entry):
+                    retained.beside[entry.name] = copy.deepcopy(state_beside(made))
                 if isinstance(made, DistributedDataParallel):
                     engine = engine_of(made)
                     retained.synced[entry.name] = engine.buffers.synced_step
@@ -176,7 +180,8 @@ class RestartState:
             else:
                 # A copy: state_dict() may give the object's own, which the function changes
                 # further.
-                retained.states[entry.name] = copy.deepcopy(made.state_dict())
+                with _copying(entry):
+                    retained.states[entry.name] = copy.deepcopy(made.state_dict())
         return retained
 
     def summary(self, was_there: bool, data: Any) -> Summary:
@@ -275,6 +280,30 @@ class RestartState:
         held = ShardState() if mine is None else mine.held.copy()
         inventories = [one.held.get(name, Inventory()) for one in summaries]
         return engine.take_over(held, inventories, progress)
+
+
+class _WithoutGraphs(TorchFunctionMode):
+    """copy.deepcopy refuses a tensor with a graph, such as an average of losses. Here it copies
+    the tensor's values, as a checkpoint does."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return copy.deepcopy(tensor.detach(), memo)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _copying(entry: Registered) -> Iterator[None]:
+    """An error of the state's copy names the object."""
+    try:
+        with _WithoutGraphs():
+            yield
+    except Exception as error:
+        error.add_note(f"This came of copying the state of {entry.name!r} (ctx.register).")
+        raise
 
 
 def leader_of(summaries: Sequence[Summary]) -> int:

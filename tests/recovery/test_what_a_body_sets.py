@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 import chorusline as cl
 from chorusline.collectives.objects.blocking import all_gather_object
 from chorusline.runtime.data_parallel.buffers import Buffers
-from chorusline.runtime.process.registry import Registered
+from chorusline.runtime.process.registry import Registered, Registry
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.recovery.restart import RestartState
 from chorusline.runtime.recovery.state_transfer import transfer_state
@@ -170,6 +172,44 @@ def made(max_norm: float | None = None) -> dict[str, Any]:
     model = cl.DistributedDataParallel(Cooling())
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=max_norm)
     return {"model": model, "optim": optim, "metric": Metric()}
+
+
+class Meter:
+    """Averages a loss, and does not detach it."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+@dataclass
+class Average:
+    value: torch.Tensor
+
+
+def test_a_state_with_the_graph_of_a_loss_is_kept_without_it() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    loss = weight.sum()
+    registry = Registry()
+    registry.add("meter", Meter(loss=loss, last=[loss], inside=Average(weight * 3), of=weight))
+    kept = RestartState.of(registry, (1, 1), {}).states["meter"]
+    assert (float(kept["loss"]), kept["inside"].value.tolist()) == (2.0, [3.0, 3.0])
+    assert kept["last"][0] is kept["loss"] is not loss
+    assert not kept["loss"].requires_grad and kept["of"].requires_grad
+    assert kept["of"] is not weight
+
+
+def test_the_error_for_a_state_that_cannot_be_copied_names_the_object() -> None:
+    registry = Registry()
+    registry.add("meter", Meter(lock=threading.Lock()))
+    with pytest.raises(TypeError, match="lock") as caught:
+        RestartState.of(registry, (1, 1), {})
+    assert "'meter'" in str(caught.value.__notes__)
 
 
 def begin_again(ctx: cl.Context) -> dict[str, Any]:
