@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from chorusline.actors.errors import StateLost
 from chorusline.collectives.group import Group
@@ -26,7 +27,7 @@ from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import NEVER, CheckpointConfig
-from ..checkpoint.contents import PER_RANK, ZERO, collect_own, kind_of
+from ..checkpoint.contents import PER_RANK, ZERO, collect_own, kind_of, without_functions
 from ..checkpoint.format import catalog
 from ..checkpoint.format.pieces import Contents
 from ..checkpoint.format.storage import open_storage
@@ -47,13 +48,14 @@ class Saveable:
 
     kinds: of all registered objects, by name.
     optimizers: the sharded optimizers, by name.
-    modules: by name, the state_dict of the module, with the retained tensors.
+    states: by name, those that a checkpoint has in another form than the retained state: of a
+        module its state_dict, with the retained tensors; of a schedule that without functions.
     step: ctx.step.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
     optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
-    modules: dict[str, dict[str, Any]] = field(default_factory=dict)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
     step: int = 0
 
     @classmethod
@@ -63,7 +65,9 @@ class Saveable:
             if isinstance(entry.object, ZeroRedundancyOptimizer):
                 made.optimizers[entry.name] = SavedOptimizer.of(entry.name, entry.object)
             elif isinstance(entry.object, torch.nn.Module):
-                made.modules[entry.name] = _state_of(entry.object, retained.tensors[entry.name])
+                made.states[entry.name] = _state_of(entry.object, retained.tensors[entry.name])
+            elif isinstance(entry.object, LRScheduler):
+                made.states[entry.name] = without_functions(retained.states[entry.name])
         return made
 
 
@@ -129,7 +133,7 @@ def save(
             if group.rank == leader:
                 saved.collect_leaves(mine.options.num_steps, mine.options.max_norm, found)
             continue
-        state = saveable.modules[name] if name in saveable.modules else retained.states[name]
+        state = saveable.states[name] if name in saveable.states else retained.states[name]
         if kind == PER_RANK:  # (c)
             collect_own((name, there.index(group.rank)), state, found)
         elif group.rank == leader:
