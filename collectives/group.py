@@ -442,7 +442,7 @@ class Group:
 
         tensor: any shape; same number of elements and dtype on all ranks. factor: for PREMUL_SUM.
         """
-        self._check_rank(dst, "dst")
+        dst = self._check_rank(dst, "dst")
         is_root = dst == self.rank
         tensor = self._checked(tensor, "tensor", is_root)
         wire_op = self._checked_op("reduce", op, factor, tensor)
@@ -481,7 +481,7 @@ class Group:
         finishers: Sequence[Finisher] = (),
     ) -> Work:
         """finishers: what else ends the operation."""
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         is_root = root == self.rank and not self.is_dry_run
         tensor = self._checked(tensor, "tensor", not is_root)
         finishers = [*finishers]
@@ -648,7 +648,7 @@ class Group:
         tensor: n elements; in the list form, n may differ between ranks.
         output: on `dst`, size * n elements or a list of size tensors; None on all other ranks.
         """
-        self._check_rank(dst, "dst")
+        dst = self._check_rank(dst, "dst")
         tensor = self._checked(tensor, "tensor", False)
         self._check_given("output", output, "dst", dst)
         finishers: list[Finisher] = []
@@ -676,7 +676,7 @@ class Group:
         tensor: n elements; in the list form, n may differ between ranks.
         input: on `src`, size * n elements or a list of size tensors; None on all other ranks.
         """
-        self._check_rank(src, "src")
+        src = self._check_rank(src, "src")
         tensor = self._checked(tensor, "tensor", True)
         self._check_given("input", input, "src", src)
         finishers: list[Finisher] = []
@@ -781,8 +781,8 @@ class Group:
         tags.
         """
         tensor = self._checked(tensor, "tensor", False)
-        self._check_peer(dst, "dst")
-        self._check_tag(tag)
+        dst = self._check_peer(dst, "dst")
+        tag = self._check_tag(tag)
         operation = self._begin_between_two(
             Kind.SEND, tensor.numel(), DTYPE_INDEX[tensor.dtype], dst, tag, timeout_s
         )
@@ -805,7 +805,7 @@ class Group:
         """
         tensor = self._checked(tensor, "tensor", True)
         peer = self._check_source(src)
-        self._check_tag(tag)
+        tag = self._check_tag(tag)
         finishers: list[Finisher] = []
         flat = written(tensor, finishers)
         operation = self._begin_between_two(
@@ -930,7 +930,7 @@ class Group:
         objects: a list of the same length on all ranks; unchanged on `root`.
         All other ranks unpickle what rank `root` sent.
         """
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         if not isinstance(objects, list):
             raise TypeError(f"objects must be a list, got {type(objects).__name__}")
         is_root = self.rank == root
@@ -993,7 +993,7 @@ class Group:
 
         Rank `root` unpickles what all ranks sent.
         """
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         payload = self._payload(value, "value")
         is_root = self.rank == root
 
@@ -1028,7 +1028,7 @@ class Group:
         objects: one per rank on `root`; ignored elsewhere.
         Every rank unpickles what rank `root` sent to it.
         """
-        self._check_rank(root, "root")
+        root = self._check_rank(root, "root")
         parts: list[bytes] | None = None
         if self.rank == root:
             if objects is None or len(objects) != self.size:
@@ -1061,7 +1061,7 @@ class Group:
         and no other operation is delayed, except on NCCL, where all operations run in the order of
         issue. If `dst` cannot unpickle the list, only `dst` raises an error.
         """
-        self._check_peer(dst, "dst")
+        dst = self._check_peer(dst, "dst")
         payload = self._payload(list(objects), "objects")
         messages = self._object_messages("send_object_list")
         operation = self._begin_between_two(
@@ -1678,20 +1678,22 @@ class Group:
             self._wire_ops[known] = wire_op
         return wire_op
 
-    def _check_rank(self, rank: int, name: str) -> None:
+    def _check_rank(self, rank: int, name: str) -> int:
+        rank = _whole(rank, f"{name} must be a whole number")
         if not 0 <= rank < self.size:
             raise ValueError(f"{name} must be a rank in [0, {self.size}), got {rank}")
+        return rank
 
-    def _check_peer(self, rank: int, name: str) -> None:
-        self._check_rank(rank, name)
+    def _check_peer(self, rank: int, name: str) -> int:
+        rank = self._check_rank(rank, name)
         if rank == self.rank:
             raise ValueError(f"{name} is {rank}, this rank itself; name another rank")
+        return rank
 
     def _check_source(self, src: int | None) -> int:
         """The peer of a recv from `src`."""
         if src is not None:
-            self._check_peer(src, "src")
-            return src
+            return self._check_peer(src, "src")
         if not self._communicator.receives_from_any:
             raise UnsupportedOperation("recv from any rank", self.backend, "name the rank with src")
         # It would wait until its deadline.
@@ -1699,13 +1701,15 @@ class Group:
             raise ValueError("recv from any rank in a group of one: nobody can send")
         return ANY_RANK
 
-    def _check_tag(self, tag: int) -> None:
+    def _check_tag(self, tag: int) -> int:
+        tag = _whole(tag, "tag must be a whole number")
         if not 0 <= tag < FIRST_OBJECT_TAG:
             raise ValueError(f"tag must be in [0, 2**29), got {tag}")
         if tag and not self._communicator.has_tags:
             raise UnsupportedOperation(
                 f"tag {tag}", self.backend, "messages between two ranks arrive in order; use tag 0"
             )
+        return tag
 
     def _check_given(self, name: str, value: object, root_name: str, root: int) -> None:
         if (value is not None) != (root == self.rank):

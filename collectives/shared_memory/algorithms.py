@@ -176,9 +176,13 @@ class SharedMemoryCommunicator(Communicator):
             how = "closed the group with this operation still to do"
             return PeerLost(str(operation), generation, [self.rank], how)
 
-        self._messages.close(GroupClosed("close", generation))
-        self._lane.close(GroupClosed("close", generation), lost)
-        self._segment.leave()
+        try:
+            self._messages.close(GroupClosed("close", generation))
+        finally:
+            try:
+                self._lane.close(GroupClosed("close", generation), lost)
+            finally:
+                self._segment.leave()
 
     # -- the algorithms ------------------------------------------------------------------------
 

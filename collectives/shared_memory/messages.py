@@ -92,10 +92,12 @@ class Messages(DrivenQueue):
 
     def close(self, error: CollectiveError) -> None:
         """Accept no more messages; pending ones fail with `error`."""
-        self._run_what_can()
-        self.end(error)
-        self.segment.ring_bell(self.segment.rank)
-        self._let_go(error)
+        try:
+            self._run_what_can()
+        finally:
+            self.end(error)
+            self.segment.ring_bell(self.segment.rank)
+            self._let_go(error)
 
     # -- moving bytes, with the lock -------------------------------------------------------------
 
@@ -122,6 +124,10 @@ class Messages(DrivenQueue):
                         self._pull(source)
         except CollectiveError as error:
             self._finish_all(self.segment.abort(error))
+        except BaseException as error:
+            # A tensor that was resized, or an interrupt: a ring may be out of step with its peer.
+            self._finish_all(self.segment.abort(self._interrupted("the messages", error)))
+            raise
 
     def _push(self, peer: int, queue: deque[MessageWork]) -> None:
         while queue:
@@ -146,8 +152,8 @@ class Messages(DrivenQueue):
             # The ring is full. The next message of this peer waits too, since their order is kept.
             if work.moved < len(work.content):
                 return
-            queue.popleft()
             self._finish(work, None)
+            queue.popleft()
 
     def _pull(self, source: int) -> None:
         while True:
@@ -158,6 +164,8 @@ class Messages(DrivenQueue):
                 if arriving is None:
                     return
                 self._arriving[source] = arriving
+                if arriving.work is not None:
+                    self._receiving.remove(arriving.work)
             left = arriving.content[arriving.moved :]
             # A message may be larger than its ring, and comes in pieces.
             piece = left[: channel.filled()]
@@ -168,8 +176,9 @@ class Messages(DrivenQueue):
                 self.segment.ring_bell(source)
             if not arriving.has_arrived():
                 return
-            del self._arriving[source]
+            # Afterwards, as it may fail, and its work has to be among those that then end.
             self._arrived(arriving)
+            del self._arriving[source]
 
     def _next_from(self, source: int, channel: Channel) -> _Arriving | None:
         """The next message in the ring; None if there is none or no recv waits for its rank."""
@@ -203,6 +212,7 @@ class Messages(DrivenQueue):
                 if o.tag == arriving.tag and o.peer in (arriving.source, ANY_RANK):
                     self._match(work, arriving.source, arriving.numel, arriving.dtype)
                     arriving.work = work
+                    self._receiving.remove(work)
                     if arriving.has_arrived():
                         self._arrived(arriving)
                     break
@@ -215,7 +225,6 @@ class Messages(DrivenQueue):
         )
         if error is not None:
             raise error
-        self._receiving.remove(work)
         work.moved = 0
 
     def _arrived(self, arriving: _Arriving) -> None:
@@ -224,12 +233,13 @@ class Messages(DrivenQueue):
             return  # The message stays aside.
         # It was put aside before its receive was issued.
         if arriving.content is not work.content:
-            self._aside.remove(arriving)
             work.content.copy_(arriving.content)
         finish = work.operation.finish
         if finish is not None:
             finish()
         self._finish(work, None)
+        if arriving.content is not work.content:
+            self._aside.remove(arriving)
 
     def _channel_to(self, peer: int) -> Channel:
         channel = self._out.get(peer)

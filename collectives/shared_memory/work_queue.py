@@ -192,7 +192,9 @@ class DrivenQueue(ABC):
         if self._end is None:
             self._end = fresh_copy(error)  # The frames of its traceback keep what they have.
         for work in self._pending():
-            self._finish(work, self._end)
+            # One that an interrupt kept in the queue after its end.
+            if not work.done:
+                self._finish(work, self._end)
         self._notify()
 
     def _notify(self) -> None:

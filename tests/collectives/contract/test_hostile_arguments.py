@@ -66,3 +66,24 @@ def test_a_deadline_may_be_a_timedelta() -> None:
     with Group.create(HashStore(), 0, 1, timeout_s=timedelta(minutes=2)) as group:  # type: ignore[arg-type]
         assert group.timeout_s == 120
         group.barrier(timeout_s=timedelta(seconds=5)).wait()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", [0.0, "0", None, True, numpy.float64(0)])
+def test_what_is_no_rank_or_tag_is_refused_before_the_operation_counts(
+    alone: Group, rank: Any
+) -> None:
+    tensor = torch.ones(4)
+    for issue in (
+        lambda: alone.broadcast(tensor, rank),
+        lambda: alone.reduce(tensor, rank),
+        lambda: alone.gather(tensor, torch.zeros(4), rank),
+        lambda: alone.scatter(tensor, torch.zeros(4), rank),
+        lambda: alone.broadcast_object_list([1], rank),
+        lambda: alone.send(tensor, rank),
+        lambda: alone._check_tag(rank),
+        lambda: alone.send_object_list([1], rank),
+    ):
+        with pytest.raises(TypeError, match="must be a whole number"):
+            issue()
+    assert alone.broadcast(tensor, numpy.int64(0)).wait() is tensor
+    alone.barrier().wait()

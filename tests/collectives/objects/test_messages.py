@@ -329,3 +329,53 @@ def a_message_waited_for_in_a_callback(rank: Rank) -> None:
 
 def test_a_callback_of_a_message_waits_for_another_one(tmp_path: Path) -> None:
     run_ranks(a_message_waited_for_in_a_callback, 2, tmp_path)
+
+
+def a_receive_that_cannot_be_written(rank: Rank) -> None:
+    with rank.group() as group:
+        tensor = torch.zeros(2, 3).t()
+        if rank.rank == 1:
+            rank.store.wait(["said/resized/0"], 60)
+            work = group.send(torch.ones(6), 0)
+            tensor = torch.zeros(1)
+            work = group.recv(tensor, 0)
+        else:
+            work = group.recv(tensor, 1)
+            tensor.resize_(0)
+            rank.say("resized")
+        with pytest.raises(GroupAborted, match="RuntimeError during the messages") as caught:
+            work.wait()
+        assert caught.value.ranks == [0]
+    works_again(rank)
+
+
+def test_a_message_that_cannot_be_written_ends_the_generation(tmp_path: Path) -> None:
+    run_ranks(a_receive_that_cannot_be_written, 2, tmp_path)
+
+
+def an_interrupt_within_a_message(rank: Rank) -> None:
+    group = rank.group()
+    if rank.rank == 0:
+        messages = group._communicator._messages
+        channel = messages._channel_from(1)
+        skip = channel.skip_header
+
+        def interrupted() -> None:
+            skip()
+            raise KeyboardInterrupt
+
+        channel.skip_header = interrupted
+        rank.store.wait(["said/sent/1"], 60)
+        with pytest.raises(KeyboardInterrupt):
+            group.recv(torch.zeros(4), 1)
+    else:
+        group.send(torch.ones(4), 0).wait()
+        rank.say("sent")
+    with pytest.raises(GroupAborted, match="KeyboardInterrupt during"):
+        group.recv(torch.zeros(4), 1 - rank.rank).wait()
+    group.close()
+    works_again(rank)
+
+
+def test_an_interrupt_within_a_message_ends_the_generation(tmp_path: Path) -> None:
+    run_ranks(an_interrupt_within_a_message, 2, tmp_path)
