@@ -231,11 +231,15 @@ class Checkpoints:
 
     # -- Saving --------------------------------------------------------------------------------
 
-    def save_if_due(self, step: int) -> None:
-        """Save if every_n_steps says so; all ranks call it at the same step boundary."""
+    def save_if_due(self, step: int, before: int | None = None) -> None:
+        """Save if every_n_steps says so; all ranks call it at the same step boundary. before: the
+        step for which it was called last; None: the step before this one."""
         every = self.config.every_n_steps if self.config else None
+        if every is None or step <= 0:
+            return
+        is_due = step // every > (step - 1 if before is None else before) // every
         # A boundary may come again at the same step, as after a batch that only accumulates.
-        if every is not None and step > 0 and step % every == 0 and step != self.last_step:
+        if is_due and step != self.last_step:
             join = active_join()
             # Ranks that shadow have no current state of the loop's body.
             live = join.last_step_live if join else ()

@@ -11,11 +11,13 @@ import contextlib
 import re
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from chorusline.actors.messages.messages import Assignment, Report
 from chorusline.actors.parcels.pickling import pickled
@@ -37,6 +39,7 @@ from ..join.engine import Joinable
 from ..process.between_runs import LoopPlace, between_runs
 from ..process.registry import Registry, Stateful
 from ..process.step_boundary import boundary
+from ..recovery.plain_optimizer_steps import is_plain
 from ..recovery.recovery import Recovery
 
 T = TypeVar("T")
@@ -84,6 +87,10 @@ class FunctionCall:
         self._num_reports: int = before._num_reports if before is not None else 0
         self._boundaries = 0
         self._boundaries_of_step: int | None = None  # None: no step yet
+        self._notes_steps = False  # Whether a plain optimizer is registered.
+        self._has_stepped = False  # Since the last boundary, one of them.
+        self._stepped_at = 0
+        """The number of boundaries at the last one that came after a step of them."""
         self.enter(assignment, group)
         if recovery is not None:
             recovery.attach(self)
@@ -156,12 +163,15 @@ class FunctionCall:
     @property
     def step(self) -> int:
         """As `Context.step`."""
-        counts = [
+        return max(self._counts(), default=self._boundaries)
+
+    def _counts(self) -> list[int]:
+        """The numbers of steps of the registered optimizers that count them."""
+        return [
             entry.object.num_steps
             for entry in self.registry
             if isinstance(entry.object, Joinable) and hasattr(entry.object, "num_steps")
         ]
-        return max(counts, default=self._boundaries)
 
     @property
     def resumed_from(self) -> str | None:
@@ -172,6 +182,8 @@ class FunctionCall:
     def register(self, name: str, stateful: Stateful, *, per_rank: bool, required: bool) -> None:
         """As `Context.register`."""
         entry = self.registry.add(name, stateful, per_rank=per_rank)
+        if is_plain(stateful) and not self._notes_steps:
+            self._note_steps()
         is_loaded = False
         # First what this run has kept, then what is in a checkpoint.
         if self.recovery is not None:
@@ -184,6 +196,23 @@ class FunctionCall:
                 is_loaded = self.checkpoints.restore(entry, required=required)
         if is_loaded:
             self.registry.note_loaded(entry, (boundary().status.taken, self._boundaries))
+
+    def _note_steps(self) -> None:
+        """Note from now on that a registered plain optimizer has stepped."""
+        self._notes_steps = True
+        mine = weakref.ref(self)
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            call = mine()
+            # By a parameter: an optimizer inside the registered one may step, as that of SAM does.
+            if call is not None and any(
+                is_plain(entry.object) and _first_of(entry.object) is _first_of(optimizer)
+                for entry in call.registry
+            ):
+                call._has_stepped = True
+
+        # An optimizer may live on in a later run, with another call.
+        weakref.finalize(self, register_optimizer_step_post_hook(after).remove)
 
     def save(self, path: str | Path | None) -> Saving:
         """As `Context.save`."""
@@ -245,7 +274,7 @@ class FunctionCall:
         epoch_is_over: with the epoch after theirs."""
         between_runs().places.clear()  # The state is not that of the last run, nor is the place.
         self.is_resumed = True
-        self._boundaries = max(part["boundaries"] for part in parts)
+        self._boundaries = self._stepped_at = max(part["boundaries"] for part in parts)
         self.origin = parts[0]["origin"]
         self.steps_before = parts[0]["steps_before"]
         self.cursor.resume([part["data"] for part in parts], epoch_is_over=epoch_is_over)
@@ -278,13 +307,14 @@ class FunctionCall:
             "data": self.cursor.state(used, by_id=committed or self._has_recovered),
             "origin": self.origin,
             "steps_before": self.steps_before,
+            "stepped_at": self._stepped_at,
         }
 
     def take_data(self, data: dict[str, Any]) -> None:
         """This rank comes to others between two steps. data: the `data_state` of one of them; its
         place in the samples comes with the steps."""
         self._boundaries, self.origin = data["boundaries"], data["origin"]
-        self.steps_before = data["steps_before"]
+        self.steps_before, self._stepped_at = data["steps_before"], data["stepped_at"]
 
     @property
     def _has_recovered(self) -> bool:
@@ -316,10 +346,22 @@ class FunctionCall:
             self.recovery.note_flags()
             self.recovery.pass_boundary()
         if self.checkpoints is not None:
-            self.checkpoints.save_if_due(self.step)
+            self._save_if_due(self.checkpoints)
         # After the last batch no step comes in which a leaving rank could hand over.
         if self.recovery is not None and boundary().status.batches_left:
             self.recovery.before_step()
+
+    def _save_if_due(self, checkpoints: Checkpoints) -> None:
+        # The steps of a sharded optimizer are counted; without any optimizer each batch is one.
+        if not self._notes_steps or self._counts():
+            checkpoints.save_if_due(self.step)
+            return
+        # Gradients are in no checkpoint, so a save that is due between two passes of one step waits
+        # for the step. Ranks without data do not know of it: then each batch counts as a step.
+        live = join.last_step_live if (join := active_join()) is not None else ()
+        if self._has_stepped or 0 < len(live) < self.world_size:
+            before, self._stepped_at, self._has_stepped = self._stepped_at, self._boundaries, False
+            checkpoints.save_if_due(self._boundaries, before)
 
     def at_first_batch(self) -> None:
         """The function runs again from the top. It may have been left right after a step, before
@@ -356,3 +398,7 @@ class FunctionCall:
         """Show a picture (PNG) between the lines that this rank prints."""
         if self._report_buffer.output is not None:
             self._report_buffer.output.show(figure)
+
+
+def _first_of(optimizer: torch.optim.Optimizer) -> object:
+    return next((one for group in optimizer.param_groups for one in group["params"]), optimizer)

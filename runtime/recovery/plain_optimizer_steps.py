@@ -148,7 +148,7 @@ class PlainSteps:
 
     def watch(self, entry: Registered) -> None:
         optimizer = entry.object
-        if not _is_plain(optimizer):
+        if not is_plain(optimizer):
             return
         sharded = steps_shards(optimizer)
         watched = _Watched(
@@ -295,7 +295,8 @@ def rows_of(payload: Sequence[float]) -> tuple[bool, Cursors]:
     return any(row[0] for row in rows), tuple(tuple(row[1:]) for row in rows)
 
 
-def _is_plain(stateful: object) -> TypeGuard[torch.optim.Optimizer]:
+def is_plain(stateful: object) -> TypeGuard[torch.optim.Optimizer]:
+    """Whether it is an optimizer of torch that each rank steps by itself, and that has hooks."""
     # A wrapper such as PostLocalSGDOptimizer has no hooks of its own: its inner optimizer has them.
     return (
         isinstance(stateful, torch.optim.Optimizer)

@@ -141,6 +141,56 @@ def test_with_the_same_ranks_a_resume_goes_on_with_the_very_batches(ranks_of, tm
     assert second == [[batch for batch in rank if batch[1] >= 3] for rank in first]
 
 
+class _InnerOptimizer(torch.optim.Optimizer):
+    """As SAM does, it steps by an optimizer of its own, and its `step` is never called."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.inner = torch.optim.SGD(self.param_groups, lr)
+
+    def take(self) -> None:
+        self.inner.step()
+
+
+def _accumulate(group: cl.Group, config: cl.CheckpointConfig, until: int, kind: str) -> Any:
+    def body(ctx: cl.Context) -> Any:
+        model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1)))
+        made = _InnerOptimizer if kind == "inner" else torch.optim.SGD
+        optim = ctx.register("optim", made(model.parameters(), lr=0.1))
+        step = optim.take if isinstance(optim, _InnerOptimizer) else optim.step
+        stepped, sums = [], []
+        for epoch in ctx.epochs(1):
+            shard = ctx.shard(list(range(24)), batch_size=1, shuffle=False, epoch=epoch)
+            for number, ids in enumerate(shard, ctx.step + 1):
+                model(ids[:, None].float()).mean().backward()
+                sums += ids.tolist()
+                if number % 4 == 0:
+                    step()
+                    optim.zero_grad()
+                    stepped.append((number, sums))
+                    sums = []
+                if number == until:
+                    break
+        return stepped
+
+    return in_run(group, body, config)
+
+
+@pytest.mark.parametrize("kind", ["itself", "inner"])
+@pytest.mark.parametrize("every", [1, 6])
+def test_a_scheduled_save_waits_for_the_step_of_an_optimizer_that_accumulates(
+    ranks_of, tmp_path, every, kind
+):
+    config = cl.CheckpointConfig(tmp_path, every_n_steps=every)
+    first = ranks_of(2).run(_accumulate, config, 11, kind)
+    saved = sorted(int(path.name.split("-")[1]) for path in tmp_path.iterdir())
+    assert saved == ([4, 8] if every == 1 else [8])  # Not after batches 6 or 7, between two passes.
+    second = ranks_of(2).run(_accumulate, config, 0, kind)
+    steps = [one for rank in (*first, *second) for one in rank]
+    assert sorted(number for number, _ in steps) == [4, 4, 8, 8, 12, 12]
+    assert sorted(sample for _, samples in steps for sample in samples) == list(range(24))
+
+
 def test_only_the_newest_stay_and_only_once_a_newer_one_is_whole(ranks_of, tmp_path):
     torn = tmp_path / "step-00000001-00000000-0"
     torn.mkdir()
