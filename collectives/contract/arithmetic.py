@@ -20,7 +20,7 @@ _COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 }
 
 _HALF = (torch.float16, torch.bfloat16)
-_NARROW = (torch.int8, torch.uint8, torch.int16)
+_NARROW = (torch.int8, torch.uint8, torch.int16, torch.int32)
 
 
 def reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp) -> None:
@@ -46,9 +46,25 @@ def reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceO
         total = torch.stack(tuple(parts)).sum(0, dtype=torch.int64)
         output.copy_(total.div_(len(parts), rounding_mode="trunc"))
         return
+    if op is ReduceOp.AVG and output.dtype == torch.int64:
+        output.copy_(_average_of_int64(parts))
+        return
     combine(parts[0], parts[1], out=output)
     for part in parts[2:]:
         combine(output, part, out=output)
     if op is ReduceOp.AVG:
         rounding = None if output.is_floating_point() else "trunc"
         output.div_(len(parts), rounding_mode=rounding)
+
+
+def _average_of_int64(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Truncated towards zero, as the division of a sum that does not overflow."""
+    size = len(parts)
+    # Of each part, floor(part / size) and what is left: sums of these do not overflow.
+    whole = sum(
+        (part.div(size, rounding_mode="floor") for part in parts), torch.zeros_like(parts[0])
+    )
+    left = sum((part.remainder(size) for part in parts), torch.zeros_like(parts[0]))
+    whole, left = whole + left.div(size, rounding_mode="floor"), left.remainder(size)
+    # Of a negative number the floor lies below.
+    return whole + ((whole < 0) & (left > 0)).to(torch.int64)

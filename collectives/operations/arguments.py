@@ -234,13 +234,27 @@ def finisher(finishers: list[Finisher]) -> Finish | None:
 
 def share_memory(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     """Whether a tensor of `a` may overlap a tensor of `b`."""
-    if len(a) == len(b) == 1 and a[0].is_contiguous() and b[0].is_contiguous():
-        # The usual case, without storages, which are objects that take longer to make.
+    # By addresses: two arrays of numpy over one buffer have two storages, each with its own start.
+    if len(a) == len(b) == 1 and a[0].is_contiguous() and b[0].is_contiguous():  # The usual case.
         first, second = a[0].data_ptr(), b[0].data_ptr()
-        if first + a[0].nbytes <= second or second + b[0].nbytes <= first:
-            return False
-    places = {t.untyped_storage().data_ptr() for t in a if t.numel()}
-    return any(t.untyped_storage().data_ptr() in places for t in b if t.numel())
+        num_bytes, more = a[0].nbytes, b[0].nbytes
+        return bool(num_bytes and more) and first < second + more and second < first + num_bytes
+    some, others = _extents(a), _extents(b)
+    return any(one[0] < other[1] and other[0] < one[1] for one in some for other in others)
+
+
+def _extents(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """The addresses of the first byte of each tensor, and of the byte after its last one."""
+    found = []
+    for tensor in tensors:
+        if tensor.numel():
+            first, num_bytes = tensor.data_ptr(), tensor.nbytes
+            if not tensor.is_contiguous():
+                steps = zip(tensor.shape, tensor.stride(), strict=True)
+                last = sum((length - 1) * stride for length, stride in steps)
+                num_bytes = (last + 1) * tensor.element_size()
+            found.append((first, first + num_bytes))
+    return found
 
 
 def unshared(input: torch.Tensor, own: int, outputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,3 +30,12 @@ def test_tensors_of_different_storages_share_nothing(number: int) -> None:
     assert not share_memory(a, b)
     assert not share_memory([torch.zeros(0)], [torch.zeros(0)])
     assert share_memory(a, [*b[1:], a[-1]])
+
+
+def test_arrays_of_numpy_over_one_buffer_share_memory_where_they_meet() -> None:
+    buffer = np.zeros(16, np.float32)
+    whole, part = torch.from_numpy(buffer), torch.from_numpy(buffer[8:])
+    assert share_memory([whole], [part]) and share_memory([part, torch.ones(3)], [whole])
+    assert not share_memory([torch.from_numpy(buffer[:8])], [part])
+    rows = torch.from_numpy(buffer.reshape(4, 4)[:, 1:])
+    assert share_memory([rows], [part]) and not share_memory([rows[:1]], [part])

@@ -98,19 +98,19 @@ def test_a_callback_may_wait_for_another_work_of_the_group(tmp_path: Path) -> No
 
 
 def wait_in_a_callback_of_gloo(rank: Rank) -> str:
-    group = rank.group()
-    tensor = torch.ones(3)
+    with rank.group() as group:  # A process that ends without it may break the other's barrier.
+        tensor = torch.ones(3)
 
-    def callback(_: object) -> None:
-        group.all_reduce(tensor).wait()
+        def callback(_: object) -> None:
+            group.all_reduce(tensor).wait()
 
-    chained = group.all_reduce(torch.ones(5)).get_future().then(callback)
-    try:
-        chained.wait()
-    except RuntimeError as error:
-        group.barrier().wait()
-        return str(error)
-    return ""
+        chained = group.all_reduce(torch.ones(5)).get_future().then(callback)
+        try:
+            chained.wait()
+        except RuntimeError as error:
+            group.barrier().wait()
+            return str(error)
+        return ""
 
 
 def test_where_a_callback_cannot_wait_it_is_told_instead_of_hanging(tmp_path: Path) -> None:
