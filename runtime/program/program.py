@@ -243,11 +243,16 @@ class FunctionRun:
         checkpoints = call.checkpoints if call is not None else None
         # What no rank holds may be on the disk. All ranks ask.
         config = self._program.checkpoint if isinstance(error, StateLost) else None
-        if config and group and checkpoints and checkpoints.can_go_back(group, config.resume):
-            # All ranks are in the next generation already, and all raise StateLost.
-            self._recovery.forget()
-            self._goes_back = True
-            return self._lifeline.assignment, group, None
+        try:
+            if config and group and checkpoints and checkpoints.can_go_back(group, config.resume):
+                # All ranks are in the next generation already, and all raise StateLost.
+                self._recovery.forget()
+                self._goes_back = True
+                return self._lifeline.assignment, group, None
+        except Exception as failure:
+            if not ends_a_generation(failure):
+                raise
+            error = failure  # Another rank was lost: in the next generation all raise StateLost.
         while True:
             resumption = self._recovery.leave(error)
             try:
