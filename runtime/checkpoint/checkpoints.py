@@ -191,6 +191,13 @@ class Checkpoints:
         self._epoch_ends = []
         self._host = HostCopy(group.device)  # The thread of the save may still read the old one.
 
+    def skip(self, last_step: int) -> None:
+        """The ranks continue in place, and some have saved this step before the others have ended
+        it. The others leave it out: the former are in the next step already."""
+        if last_step > self.last_step:
+            # As if it had saved: folders are named by the count.
+            self.last_step, self._count = last_step, self._count + 1
+
     @property
     def is_saving(self) -> bool:
         """Whether a checkpoint, or the end of an epoch, is being written."""

@@ -45,12 +45,14 @@ class RankReport:
     synced: by number of a model, the step whose buffers the rank has.
     passes: by number of a model, how often its gradients were sent.
     position: of the rank in the samples.
+    saved: the step of its last automatic save.
     """
 
     held: Mapping[int, Inventory]
     synced: Mapping[int, int]
     passes: Mapping[int, int]
     position: DataPosition
+    saved: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class InPlace:
         """Return when this rank and all its objects have entered the generation. steps: the pass
         over an epoch in which workers come in, if some do."""
         optimizers, models = self._objects.optimizers(), self._objects.models()
+        checkpoints = self._objects.call.checkpoints
         group, reports = self._meet(resumption, steps)
         # From here until the barrier each rank has its old state and what it has received.
         everywhere = self._move(reports, group)
@@ -102,6 +105,8 @@ class InPlace:
         group.barrier().wait()
         self._enter(self._entry)  # (e)
         self._objects.call.enter(resumption.assignment, group)
+        if checkpoints is not None:
+            checkpoints.skip(max(one.saved for one in reports))
         # Optimizers that a rank has not made, or has dropped, are in no collective of the others.
         for number in everywhere:
             optimizers[number].change_group(group, self.held.pop(number))
@@ -151,7 +156,7 @@ class InPlace:
                 shard = optimizer.shard
                 # In a step or between two: what the body has written since the last one stays.
                 self.held[number] = ShardState() if is_new else shard.held(takes_parameters=True)
-        models = self._objects.models()
+        models, checkpoints = self._objects.models(), self._objects.call.checkpoints
         group = self._lifeline.connect()  # (c)
         # Before the reports: what a worker gets here is part of the report that it gives.
         if min(former) < 0:
@@ -163,6 +168,7 @@ class InPlace:
             {number: model.buffers.synced_step for number, model in models.items()},
             {number: model.reducer.num_passes for number, model in models.items()},
             self._objects.call.dealer.position(),
+            checkpoints.last_step if checkpoints is not None else -1,
         )
         return group, all_gather_object(group, mine)
 

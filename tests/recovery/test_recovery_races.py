@@ -14,6 +14,7 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.program.context import call_of
+from chorusline.runtime.recovery.last_checkpoint import newest
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import (
     NUM_SAMPLES,
@@ -68,6 +69,17 @@ def dies_after(ballots: int, seconds: float = 1.0) -> Callable[[cl.Context, Any]
     )
 
 
+def saves(act: Callable[[cl.Context, Any], None] | None = None) -> Callable[[Any, Any], None]:
+    """Has something to save, and does the rest."""
+
+    def register(ctx: cl.Context, optim: Any) -> None:
+        ctx.register("optim", optim)
+        if act is not None:
+            act(ctx, optim)
+
+    return register
+
+
 ONE_BUCKET = Kind(bucket_cap_mb=25.0, num_epochs=1)
 
 
@@ -94,6 +106,29 @@ async def test_who_is_behind_takes_the_last_step_that_another_has_begun(
     )
     assert [one.world_size for one in told] == [2, 2]
     assert_as_if_nothing_was(ONE_BUCKET, str(tmp_path), told, victims)
+
+
+async def test_a_step_that_one_rank_has_saved_before_the_loss_is_saved_by_no_other(
+    cluster: None, tmp_path: Path
+) -> None:
+    # Rank 2 still gathers the fifth step, which rank 0 saves meanwhile.
+    victims = {1: (5, "when the others have nothing left")}
+    acts = {0: saves(), 1: saves(dies_after(4)), 2: saves(is_slow(4))}
+    config = cl.CheckpointConfig(tmp_path / "checkpoints", every_n_steps=1)
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    async with cl.Session(
+        (2, 3),
+        resources_per_worker={"CPU": 0.1},
+        timeout_s=15,
+        checkpoint=config,
+    ) as session:
+        told = await session.run(
+            train, kind=ONE_BUCKET, folder=str(folder), victims=victims, acts=acts
+        )
+    assert [one.world_size for one in told] == [2, 2]
+    assert_as_if_nothing_was(ONE_BUCKET, str(folder), told, victims)
+    assert "/step-00000006-" in (newest(config) or "")
 
 
 async def test_who_has_returned_helps_another_to_end_its_last_step(
