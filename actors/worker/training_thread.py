@@ -100,21 +100,22 @@ class TrainingThread(Generic[Outcome]):
             for each, _ in traceback.walk_stack(frame)
         ):
             return False
-        with self._lock:
-            # The outcome of a function that has returned is made without an interrupt.
-            if not self._has_returned:
-                self._raise_in_thread(ctypes.py_object(asyncio.CancelledError))
+        # The outcome of a function that has returned is made without an interrupt.
+        if not self._has_returned:
+            self._raise_in_thread(ctypes.py_object(asyncio.CancelledError))
+            if self._has_returned:  # Meanwhile, in the other thread.
+                self._raise_in_thread(None)  # type: ignore[unreachable]
         return True
 
     def _raise_in_thread(self, error: ctypes.py_object[type[BaseException]] | None) -> None:
-        """None: not even what was to be raised before."""
+        """None: nothing, and what is still to be raised is not raised either."""
         if self._thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread.ident), error)
 
     def _end_interrupts(self) -> None:
-        with self._lock:
-            self._has_returned = True
-            self._raise_in_thread(None)
+        # Without the lock: an interrupt in the instant in which it is taken would leave it taken.
+        self._has_returned = True
+        self._raise_in_thread(None)
 
     def wait_ended(self, timeout_s: float) -> bool:
         """Block until the function is over. Returns whether it is."""

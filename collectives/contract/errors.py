@@ -273,6 +273,9 @@ def waits_for_resting(operation: object, generation: int, ranks: list[int]) -> C
 class PeerLost(CollectiveError):
     """The process of a rank is gone, or the rank closed the group while others still need it.
 
+    `ranks` is empty where the store has gone as well, with the rank that hosts it for example, so
+    that the others cannot tell which ranks are left.
+
     Example:
 
         try:

@@ -47,7 +47,7 @@ from .reconfiguring import GroupMembership, Unconnected
 from .registration import NAME
 from .tensor_lists import only, some
 from .torch_work import TorchWork, in_turn
-from .translation import MOST_S, all_moved, moved, of_group, reduction, seconds
+from .translation import MOST_S, all_moved, group_timeout_s, moved, reduction, seconds
 
 _MAX_TAG = (1 << 29) - 2  # monitored_barrier uses the tag above
 
@@ -63,7 +63,7 @@ def create(arguments: Any, options: Options | None) -> ChoruslineProcessGroup:
             "backend cannot use the options of other backends"
         )
     name = f"torch {arguments.group_id}"
-    timeout_s = of_group(arguments.timeout, MOST_S)
+    timeout_s = group_timeout_s(arguments.timeout, MOST_S)
     parent = None if options is None else options.parent
     if getattr(arguments, "enable_reconfigure", False):  # torch 2.14 and newer
         if parent is not None:
@@ -164,7 +164,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
             self.group,
             ranks,
             f"torch {name} of ranks {ranks}",
-            of_group(timeout, self.group.timeout_s),
+            group_timeout_s(timeout, self.group.timeout_s),
         )
         made = ChoruslineProcessGroup(host, TorchPrefixStore(host.name, self._torch_store))
         made._set_group_name(name)
@@ -204,7 +204,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         """
         membership = self._reconfigurable("reconfigure")
         members = membership.members(opts.handles)
-        limit_s = of_group(opts.timeout, self._timeout_s)
+        limit_s = group_timeout_s(opts.timeout, self._timeout_s)
         self._device_groups.close()
         self._device_groups, self._coalescing = Unconnected(), None
         host = membership.connect(members, opts.uuid, limit_s)
@@ -481,7 +481,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
 
         Raises CollectiveTimeout that names ranks that did not come.
         """
-        limit_s = of_group(timeout, self.group.timeout_s)
+        limit_s = group_timeout_s(timeout, self.group.timeout_s)
         monitored_barrier(self.group, limit_s, wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -565,7 +565,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         """Do nothing: no works are pending in threads of C++."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = of_group(timeout, self._timeout_s)
+        self._timeout_s = group_timeout_s(timeout, self._timeout_s)
         self._device_groups.set_timeout(self._timeout_s)
 
     _set_default_timeout = set_timeout

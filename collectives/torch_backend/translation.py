@@ -49,7 +49,8 @@ def factor_of(op: Any) -> Any:
 
 
 MOST_S = LONGEST_S / 4
-"""Of torch's users, who write years for "no timeout"; a wait may take twice as long as they say."""
+"""The longest timeout that is taken from torch, where years mean that there is none. Some waits
+take twice as long."""
 
 
 def seconds(timeout: Any) -> float | None:
@@ -64,7 +65,7 @@ def seconds(timeout: Any) -> float | None:
     return total if total > 0 else None
 
 
-def of_group(timeout: timedelta | None, default_s: float) -> float:
+def group_timeout_s(timeout: timedelta | None, default_s: float) -> float:
     """The timeout of a process group in seconds; None: default_s."""
     return default_s if timeout is None else min(timeout.total_seconds(), MOST_S)
 

@@ -29,6 +29,7 @@ from ..contract.errors import (
     CollectiveTimeout,
     GroupAborted,
     PeerLost,
+    StoreLost,
     error_from_json,
     error_to_json,
     waits_for_resting,
@@ -288,6 +289,8 @@ class RollCall:
                     how = f"no answer for {patience_s:g} s, after {reason}"
                     return PeerLost(str(operation), self.generation, silent, how)
                 time.sleep(0.02)
-        except Exception as error:
+        except (StoreLost, OSError) as error:
             return PeerLost(str(operation), self.generation, [], f"{reason}; {error}")
+        except Exception:
+            return None  # A slow store, for example, is no word of any rank.
         return None

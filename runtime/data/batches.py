@@ -24,14 +24,14 @@ from .dealing import Remainder
 from .fetching.on_device import ToDevice
 
 
-class _Given:
+class _BatchIterator:
     """The batches that an iteration gives."""
 
     def __init__(self, batches: Generator[Any]) -> None:
         self._batches = batches
         self._failure = ""
 
-    def __iter__(self) -> _Given:
+    def __iter__(self) -> _BatchIterator:
         return self
 
     def __next__(self) -> Any:
@@ -100,7 +100,7 @@ class Batches(ShardIteration):
         self._at_boundary = at_boundary
         self._to_device = None if device is None else ToDevice(device)
         self.rest = cursor.rest_of(key) if cursor and torch.is_grad_enabled() else Remainder()
-        self._running: weakref.ref[_Given] | None = None  # None: not iterated yet
+        self._running: weakref.ref[_BatchIterator] | None = None  # None: not iterated yet
         self.num_given = 0
         """The number of batches that the iteration has given."""
         self._together: list[Batches] = []
@@ -115,7 +115,7 @@ class Batches(ShardIteration):
         batches = self._iterate()
         # Up to the first `yield`: from here on the dealer knows that this rank is in it.
         next(batches)
-        given = _Given(batches)
+        given = _BatchIterator(batches)
         self._running = weakref.ref(given)
         return given
 
@@ -284,7 +284,7 @@ class Batches(ShardIteration):
                 "is not inside a Join: where a rank has run out of data, the others wait for it "
                 "until the deadline. Write `with chorusline.Join([model, optimizer]):` around the "
                 "loop",
-                stacklevel=4,  # the loop, which called `_Given.__next__`
+                stacklevel=4,  # the loop, which called `_BatchIterator.__next__`
             )
 
     def _check(self) -> None:

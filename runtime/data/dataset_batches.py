@@ -134,7 +134,8 @@ class Shard(Batches):
         self._fetchers = fetchers or Fetchers()
         self._fetcher: Fetcher | None = None  # None: nothing is fetched
         self._keep_together = keys = keys_of(keep_together)
-        groups = "" if keys is None else f"/{digest_of_keys(keys)}"
+        # Without a cursor nothing is resumed.
+        groups = "" if keys is None or cursor is None else f"/{digest_of_keys(keys)}"
         super().__init__(
             batch_size,
             key=f"{len(dataset)}/{epoch}/{seed}/{shuffle}{groups}",

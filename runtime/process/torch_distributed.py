@@ -24,11 +24,12 @@ import torch.distributed as dist
 import torch.distributed.device_mesh
 from ray.util import get_node_ip_address
 
-from chorusline.collectives.contract.deadlines import LONGEST_S, Seconds, checked_seconds
+from chorusline.collectives.contract.deadlines import Seconds, checked_seconds
 from chorusline.collectives.objects.blocking import broadcast_object
 from chorusline.collectives.stores.torch_store import TorchStore
 from chorusline.collectives.torch_backend.options import Options
 from chorusline.collectives.torch_backend.registration import NAME
+from chorusline.collectives.torch_backend.translation import MOST_S
 
 from .between_runs import World, between_runs
 from .running import RunningContext
@@ -159,7 +160,7 @@ def _patched(original: Callable[..., None], running: RunningContext) -> Callable
                 f"init_process_group(rank={rank}, world_size={world_size}) on rank {group.rank} of "
                 f"{group.size}; leave both out, or take them from RANK and WORLD_SIZE"
             )
-        initialise(running, None if timeout is None else min(timeout.total_seconds(), LONGEST_S))
+        initialise(running, None if timeout is None else min(timeout.total_seconds(), MOST_S))
 
     return init_process_group
 

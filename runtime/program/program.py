@@ -21,11 +21,11 @@ from chorusline.collectives.group import Group
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
-from ..data.fetching.loader_process import end_loaders_with_this_process
 from ..process import torch_distributed
 from ..process.between_runs import between_runs
 from ..process.running import running
 from ..process.step_boundary import boundary, entered
+from ..process.torch_loaders import end_loaders_with_this_process
 from ..recovery.arrivals import tell_why_not
 from ..recovery.recovery import Recovery
 from .context import Context

@@ -421,10 +421,12 @@ class Session:
 
     async def _finish(self, audience: Audience, error: BaseException | None) -> None:
         """Bring the view and the trackers to their end."""
-        if error is not None:
+        try:
             await audience.finish(error)
-        else:
-            await results_come_first(audience.finish(None), "a tracker may lack its last lines")
+        except asyncio.CancelledError:
+            if error is not None:
+                raise
+            results_come_first("a tracker may lack its last lines")
 
     async def _last_step(self, failed: RunFailed) -> int:
         """How many optimizer steps a run had taken that has lost a worker; 0 if nobody knows."""

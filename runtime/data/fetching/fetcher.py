@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ...process.torch_loaders import end_loaders_with_this_process
 from .collating import collated
 from .loader_process import AtStart, by_value, end_processes, why_unpicklable
 from .options import FORK, FetchOptions
@@ -168,6 +169,7 @@ class Fetcher:
                 generator=self._generator,
             )
         is_fork = options.context == FORK
+        end_loaders_with_this_process()
         at_start: Any = AtStart(is_fork, options.worker_init_fn)
         # Started as another program: what the functions mean there has to travel.
         if not is_fork:

@@ -6,8 +6,8 @@ has a copy of everything else that the rank's process had at that instant, hence
 
 1. *It ends with its rank.* torch's own watchdog looks every 5 s, and not while a batch waits to be
    written to a full pipe that nobody reads any more. A thread here waits for the exit of the rank's
-   process instead. So it is with all DataLoaders of a rank, including those of a script or a
-   library.
+   process instead (process/torch_loaders.py). So it is with all torch DataLoaders of a rank,
+   including those of a script.
 2. *It closes the rank's connections.* A connection is closed for the other side only when all
    processes that have it have closed it. So the loader processes would keep alive what a rank
    closes, or what a killed rank leaves: the other ranks and Ray would learn of it late.
@@ -24,7 +24,6 @@ import contextlib
 import gc
 import io
 import mmap
-import multiprocessing
 import os
 import pickle
 import stat
@@ -38,23 +37,6 @@ from typing import Any
 import numpy
 from ray import cloudpickle
 from torch.utils.data import IterableDataset
-from torch.utils.data._utils import worker
-
-from ...process.end_with import end_with
-
-_torchs_loop = worker._worker_loop
-
-
-def _loop_that_ends_with_the_rank(*args: Any, **kwargs: Any) -> None:
-    rank = multiprocessing.parent_process()
-    if rank is not None and rank.pid is not None:
-        end_with(rank.pid)
-    _torchs_loop(*args, **kwargs)
-
-
-def end_loaders_with_this_process() -> None:
-    """The processes of each DataLoader that is iterated here from now on end with this process."""
-    worker._worker_loop = _loop_that_ends_with_the_rank
 
 
 class AtStart:
@@ -62,7 +44,6 @@ class AtStart:
     then: the user's worker_init_fn, or None."""
 
     def __init__(self, is_fork: bool, then: Callable[[int], object] | None) -> None:
-        end_loaders_with_this_process()
         self.is_fork = is_fork
         self.then = then
 

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_convert
 from torch.utils.data._utils import worker
 
 from ...process.random_state import seed_all
+from ...process.torch_loaders import end_loaders_with_this_process
 from .fetcher import loader_seed
 from .loader_process import AtStart, by_value, end_processes, why_unpicklable
 from .loader_settings import context_of, refuse_sharded
@@ -92,6 +93,7 @@ class LoaderRows:
             )
         is_fork = self._context == FORK
         dataset: Any = _Parts(self.dataset)
+        end_loaders_with_this_process()
         at_start: Any = AtStart(is_fork, _Asked(self._worker_init_fn))
         collate: Any = self._as_rows
         if not is_fork:

@@ -18,7 +18,7 @@ from chorusline.actors.messages.messages import (
 )
 from chorusline.actors.messages.whereabouts import Whereabouts
 from chorusline.actors.parcels.parcel import Parcel
-from chorusline.actors.ray_calls.calls import HEAD_ANSWER_S, head_is_gone, head_stays_gone
+from chorusline.actors.ray_calls.calls import HEAD_ANSWER_S, head_stays_gone
 from chorusline.actors.ray_calls.detached_actors import DetachedActors
 from chorusline.actors.worker_group.worker_group import CLOSED, STEP_S, WorkerGroup
 from chorusline.collectives.diagnosis.debug import get_debug_level
@@ -133,21 +133,19 @@ class LocalSession:
         # After a ray.shutdown() of the user there is nothing left to end.
         if not ray.is_initialized():
             return
+        if worker_group is None:
+            await _end(None, seats)
+            return
+        # Where the head has gone, Ray's calls would wait for it for a minute, and end this process.
+        asking = asyncio.create_task(head_stays_gone(HEAD_ANSWER_S), name="head")
         try:
-            # Where the head has gone, Ray's calls would wait for it for a minute, and end this
-            # process.
-            if worker_group is not None and await head_stays_gone(HEAD_ANSWER_S):
-                worker_group = seats = None
             # A function that runs is aborted, and not killed: its caller gets the reason.
-            elif worker_group is not None and self._is_running:
+            if not await asyncio.shield(asking) and self._is_running:
                 await worker_group.cancel(self._next_run - 1, CLOSED)
-        except asyncio.CancelledError:
-            if head_is_gone(HEAD_ANSWER_S):
-                worker_group = seats = None
-            raise
         finally:
             # Even if this was cancelled: nobody else knows the actors any more.
-            await _end(worker_group, seats)
+            if not await asking:
+                await _end(worker_group, seats)
 
     @property
     def num_workers(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -160,22 +160,17 @@ class Audience:
                 await self._tracking.end(error)
 
 
-async def results_come_first(last: Awaitable[object], lacks: str) -> bool:
-    """Await the last news of a run that has ended. Returns False, as its results come first, if
-    the caller is cancelled meanwhile. lacks: what may be missing then, for the log."""
-    try:
-        await last
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        assert task is not None
-        task.uncancel()
-        _log.warning(
-            "interrupted while the last reports were written: the run had ended, and its "
-            "results are returned; %s",
-            lacks,
-        )
-        return False
-    return True
+def results_come_first(lacks: str) -> None:
+    """The caller was cancelled while it waited for the last news of a run that has ended: it
+    continues with the results. lacks: what may be missing then, for the log."""
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
+    _log.warning(
+        "interrupted while the last reports were written: the run had ended, and its results are "
+        "returned; %s",
+        lacks,
+    )
 
 
 @asynccontextmanager
@@ -207,20 +202,28 @@ async def delivered_news(listener: Source, run: int, audience: Audience) -> Asyn
     audience.begin()
     try:
         async with asyncio.TaskGroup() as tasks:
-            passing = tasks.create_task(pass_on(), name="reports")
+            listening = [tasks.create_task(pass_on(), name="reports")]
             if audience.view is not None:
-                tasks.create_task(audience.view.keep_drawing(is_over), name="view")
-            # The last pull begins when the pull that is under way has ended.
-            last_pull = asyncio.wait([passing], timeout=_ANSWER_S + LAST_PULL_S)
+                drawing = audience.view.keep_drawing(is_over)
+                listening.append(tasks.create_task(drawing, name="view"))
             try:
                 yield
             except BaseException:
                 is_over.set()
-                await last_pull  # After an interrupt, too: the task group would cancel it.
+                # After an interrupt, too: the task group would cancel the last pull. It begins
+                # when the pull that is under way has ended.
+                await asyncio.wait(listening[:1], timeout=_ANSWER_S + LAST_PULL_S)
                 raise
             is_over.set()
-            if not await results_come_first(last_pull, "lines of its output may be missing"):
-                passing.cancel()
+            try:
+                await asyncio.wait(listening)
+            except asyncio.CancelledError:
+                # The task group cancels this one if a listener has raised.
+                if any(one.done() and not one.cancelled() and one.exception() for one in listening):
+                    raise
+                results_come_first("lines of its output may be missing")
+                for one in listening:
+                    one.cancel()
     except BaseExceptionGroup as group:
         if audience.has_raised:  # What the ranks have said while they were stopped.
             await pull_all(LAST_PULL_S)

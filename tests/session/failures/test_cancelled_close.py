@@ -30,6 +30,11 @@ async def test_a_close_that_is_cancelled_ends_the_actors_and_gives_their_place_b
         is_waiting.set()
         await asyncio.Event().wait()
 
+    async def slowly(*_: object) -> bool:
+        is_waiting.set()
+        await asyncio.sleep(1)
+        return False
+
     session = await cl.Session(1, resources_per_worker={"CPU": 0.1})
     holder: Any = session._holder
     [group], name = holder._seats.groups, holder.name
@@ -38,7 +43,7 @@ async def test_a_close_that_is_cancelled_ends_the_actors_and_gives_their_place_b
         await asyncio.sleep(0.01)
     with monkeypatch.context() as patch:
         if waits_for == "the head":
-            patch.setattr(local_session, "head_stays_gone", forever)
+            patch.setattr(local_session, "head_stays_gone", slowly)
         else:
             patch.setattr(WorkerGroup, "cancel", forever)
         closing = asyncio.create_task(session.close())

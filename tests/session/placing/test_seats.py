@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import uuid
 from collections import Counter
 from itertools import pairwise
 
@@ -90,7 +91,7 @@ async def test_a_restarted_session_host_replaces_a_group_that_was_removed(
     cluster: None, strategy: str
 ) -> None:
     """The one before has died between the removal and the note of the next group."""
-    needs = Needs(FEW, strategy, {}, f"restarted-{strategy}")
+    needs = Needs(FEW, strategy, {}, f"restarted-{strategy}-{uuid.uuid4().hex[:8]}")
     before = PlacedSeats([needs.group()], needs, 1)
     unknown = needs.group()
     remove_placement_group(before.groups[0])

@@ -287,7 +287,7 @@ def said(notice: str, *steps: int) -> News:
 
 @pytest.mark.parametrize("takes_s", [30, 0], ids=["stopped", "ended"])
 async def test_an_error_in_on_report_keeps_nothing_from_the_trackers_and_the_progress(
-    takes_s: float,
+    takes_s: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     received.clear()
     slip, shown, tracker = LookupError("a slip of the user's"), io.StringIO(), Steps()
@@ -309,6 +309,7 @@ async def test_an_error_in_on_report_keeps_nothing_from_the_trackers_and_the_pro
     assert raised.value is slip
     assert [report.step for report in received] == [0], "it was called again"
     assert tracker.taken == [1, 2, 3]
+    assert "results are returned" not in caplog.text
     assert all(text in shown.getvalue() for text in ("one came", "one left", "loss 3"))
 
 
@@ -316,12 +317,14 @@ async def test_who_does_not_wait_for_the_last_output_gets_the_results_of_the_run
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Slow(Saying):
+        """Always has more."""
+
         is_asked = asyncio.Event()
 
         async def pull(self, run: int, timeout_s: float) -> News:
             self.is_asked.set()
-            await asyncio.sleep(30)
-            return News()
+            await asyncio.sleep(0.01)
+            return News(has_more_reports=True)
 
     source = Slow()
 
@@ -332,6 +335,7 @@ async def test_who_does_not_wait_for_the_last_output_gets_the_results_of_the_run
 
     waiting = asyncio.create_task(results(), name="results")
     await source.is_asked.wait()
+    await asyncio.sleep(0.1)
     waiting.cancel()
     assert await waiting == "of the run"
     assert "lines of its output may be missing" in caplog.text

@@ -1,0 +1,25 @@
+"""The processes of torch's DataLoaders end with the process that has started them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+from torch.utils.data._utils import worker
+
+from .end_with import end_with
+
+_torchs_loop = worker._worker_loop
+
+
+def _loop_that_ends_with_its_parent(*args: Any, **kwargs: Any) -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        end_with(parent.pid)
+    _torchs_loop(*args, **kwargs)
+
+
+def end_loaders_with_this_process() -> None:
+    """The processes of each DataLoader of torch that is iterated here from now on end with this
+    process. In a file without Ray: a process that is spawned imports it."""
+    worker._worker_loop = _loop_that_ends_with_its_parent
