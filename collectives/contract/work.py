@@ -246,7 +246,8 @@ class Work(ABC):
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback` once when the work ends, from the thread that detects the end first.
 
-        The call is immediate if the work has ended. A callback must be short and must not raise.
+        The call is immediate if the work has ended. A callback must be short. What it raises in
+        the thread that ends the work goes to threading.excepthook.
         """
 
     @abstractmethod
@@ -286,7 +287,13 @@ class SettledWork(Work):
         # Taken out: a callback that adds another one is called by that at once.
         callbacks, self.callbacks = self.callbacks, ()
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            # The others may be what tasks sleep on, and the thread is needed for other works.
+            except Exception as error:
+                frames, thread = error.__traceback__, threading.current_thread()
+                details = threading.ExceptHookArgs((type(error), error, frames, thread))
+                threading.excepthook(details)
 
     def is_completed(self) -> bool:
         return self.done

@@ -118,6 +118,38 @@ def test_where_a_callback_cannot_wait_it_is_told_instead_of_hanging(tmp_path: Pa
         assert "a callback waits for all_reduce #1 (3 float32) in the thread that" in told
 
 
+def await_with_a_callback_that_raises(rank: Rank) -> list[Any]:
+    group = rank.group(timeout_s=10)
+    told: list[Any] = []
+    threading.excepthook = lambda given: told.append(given.exc_type)
+    if rank.rank == 1:
+        rank.store.wait(["said/awaits/0"], 60)
+        for _ in range(2):
+            time.sleep(0.1)
+            group.barrier().wait()
+        return [ZeroDivisionError]
+    first, second = group.barrier(), group.barrier()
+    first.add_done_callback(lambda: 1 / 0)
+
+    async def main() -> None:
+        rank.say("awaits")
+        await asyncio.wait_for(asyncio.gather(*map(awaited, (first, second))), 8)
+
+    async def awaited(work: Any) -> None:
+        await work
+
+    asyncio.run(main())
+    return told
+
+
+@transports
+def test_a_callback_that_raises_is_told_and_holds_up_nothing(
+    transport: str, tmp_path: Path
+) -> None:
+    for told in run_ranks(await_with_a_callback_that_raises, 2, tmp_path, transport):
+        assert told == [ZeroDivisionError]
+
+
 def await_a_late_rank(rank: Rank) -> tuple[float, int]:
     """CPU seconds and turns of the loop while a peer lets it wait for half a second."""
     group = rank.group()
