@@ -233,6 +233,8 @@ class OnBehalf(Operation):
 
 def describe(kind: int, sequence: int, numel: int, dtype: int) -> str:
     """The name of an operation with its elements, `all_reduce #118 (1048576 float32)`."""
+    if not kind:
+        return "nothing yet"
     name = f"{Kind(kind).name.lower()} #{sequence}"
     if dtype < 0:
         return name

@@ -449,10 +449,18 @@ class SharedSegment:
                 break
         else:
             return
-        signed = [self._signature(r, operation.sequence & 1) for r in range(self.size)]
+        signed = [self._signed(r, operation.sequence) for r in range(self.size)]
         error = mismatch(self.generation, signed)
         assert error is not None
         raise self.abort(error)
+
+    def _signed(self, rank: int, sequence: int) -> Signature:
+        """What `rank` has signed with this number, or else what it has signed last."""
+        signed = self._signature(rank, sequence & 1)
+        # A rank whose numbers are ahead has signed something older there, or nothing yet.
+        if signed.kind and signed.sequence == sequence:
+            return signed
+        return max(signed, self._signature(rank, ~sequence & 1))
 
     def _signature(self, rank: int, parity: int) -> Signature:
         at = self._blocks[rank] + SIGNATURE + 4 * parity

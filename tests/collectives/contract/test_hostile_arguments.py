@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 
+from chorusline.collectives.contract.operation import ReduceOp
 from chorusline.collectives.group import Group
 from chorusline.collectives.stores.rendezvous import store_from_url
 from chorusline.collectives.stores.store import HashStore
@@ -87,3 +88,23 @@ def test_what_is_no_rank_or_tag_is_refused_before_the_operation_counts(
             issue()
     assert alone.broadcast(tensor, numpy.int64(0)).wait() is tensor
     alone.barrier().wait()
+
+
+@pytest.mark.parametrize(
+    ("factor", "dtype"),
+    [("2", torch.float32), (2**70, torch.int64), (10**400, torch.float32), ([1], torch.float64)],
+    ids=["text", "wide", "huge", "list"],
+)
+def test_what_is_no_factor_is_refused_before_the_operation_counts(
+    alone: Group, factor: Any, dtype: torch.dtype
+) -> None:
+    before = alone.describe()
+    tensor = torch.ones(3, dtype=dtype)
+    for issue in (
+        lambda: alone.all_reduce(tensor, ReduceOp.PREMUL_SUM, factor=factor),
+        lambda: alone.reduce(tensor, 0, ReduceOp.PREMUL_SUM, factor=factor),
+    ):
+        with pytest.raises((TypeError, ValueError), match="factor"):
+            issue()
+    assert alone.describe() == before
+    assert not alone.recorder.has_pending

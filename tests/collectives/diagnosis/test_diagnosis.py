@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from chorusline.collectives.contract.errors import CollectiveMismatch
 from chorusline.collectives.diagnosis.debug import (
     DebugLevel,
     get_debug_level,
@@ -19,7 +20,7 @@ from chorusline.collectives.diagnosis.debug import (
     set_debug_level,
     set_debug_level_from_env,
 )
-from tests.harness.ranks import Rank, run_ranks, transports
+from tests.harness.ranks import IN_PYTHON, SHARED_MEMORY, Rank, error_of, run_ranks, transports
 
 
 @pytest.fixture
@@ -93,3 +94,21 @@ def test_collectives_are_ranges_in_torchs_profiler(transport: str, tmp_path: Pat
         if len(ours) < 2 and torch.__version__ < "2.13":
             pytest.skip("torch 2.11 drops ranges that end in a thread older than the recording")
         assert ours == {"chorusline::all_reduce": 1, "chorusline::barrier": 1}
+
+
+def skip_a_number(rank: Rank) -> Any:
+    group = rank.group()
+    group._next_sequence += rank.rank == 1
+    error = error_of(group.all_reduce(torch.ones(3 + rank.rank)).wait)
+    group.close()
+    return error
+
+
+@pytest.mark.parametrize("transport", [SHARED_MEMORY, IN_PYTHON])
+def test_a_rank_whose_first_operation_has_another_number_is_told(
+    transport: str, tmp_path: Path
+) -> None:
+    for error in run_ranks(skip_a_number, 2, tmp_path, transport):
+        assert isinstance(error, CollectiveMismatch)
+        assert "rank 0 issued all_reduce #0 (3 float32)" in str(error)
+        assert "rank 1 issued all_reduce #1 (4 float32)" in str(error)
