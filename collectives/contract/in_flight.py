@@ -25,6 +25,8 @@ class PendingWork(SettledWork):
         self.in_flight = in_flight
 
     def _block(self) -> None:
+        if not self.done:
+            self._check_process()
         if threading.current_thread() is self.in_flight.worker and not self.done:
             raise RuntimeError(
                 f"a callback waits for {self.operation} in the thread that would have to end it; "

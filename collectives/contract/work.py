@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -30,6 +31,16 @@ Measured likewise, and no better: polling from a timer of the loop every 100 us 
 (2 ranks as fast, 4 ranks 830 us against 270 us, and the timer never stops); an eventfd that the
 thread writes and the loop reads, in place of call_soon_threadsafe (89 us against 90 us, both
 without polls)."""
+
+_forked_at = float("-inf")  # time.monotonic() at the beginning of this process, if it is a fork
+
+
+def _note_fork() -> None:
+    global _forked_at
+    _forked_at = time.monotonic()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 _futures = threading.Lock()  # held while a thread claims the settling of a future
 
@@ -113,6 +124,15 @@ class Work(ABC):
         """`wait()`, for a caller that learns in another way how the work has ended, before anything
         that was computed after it is used (`Group.has_misled`)."""
         self._block()
+
+    def _check_process(self) -> None:
+        """Raise in a fork of the process that issued the work, in which no thread would end it."""
+        if self.operation.issued_at < _forked_at:
+            raise RuntimeError(
+                f"{self.operation}: its group belongs to the process that issued it, and this is a "
+                f"fork of that, process {os.getpid()}, which is not a rank and has none of its "
+                "threads; wait for it before the fork, and call Group.create after the fork"
+            )
 
     def _complete_future(self) -> None:
         # The thread that ended the work may not have run the callbacks yet.
@@ -236,7 +256,8 @@ class Work(ABC):
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Whether the work has ended, with success or an error. Never blocks, never raises."""
+        """Whether the work has ended, with success or an error. Never blocks, and raises only in a
+        fork, where a work in flight never ends."""
 
     @abstractmethod
     def error(self) -> BaseException | None:
@@ -296,6 +317,8 @@ class SettledWork(Work):
                 threading.excepthook(details)
 
     def is_completed(self) -> bool:
+        if not self.done:
+            self._check_process()
         return self.done
 
     def error(self) -> BaseException | None:

@@ -60,11 +60,13 @@ class DrivenWork(SettledWork):
 
     def _block(self) -> None:
         if not self.done:
+            self._check_process()
             self._queue.run_until(self)
         self._raise_failure()
 
     def is_completed(self) -> bool:
         if not self.done:
+            self._check_process()
             self._queue.poll(self)
         return self.done
 

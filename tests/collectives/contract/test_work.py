@@ -255,6 +255,48 @@ def test_a_fork_is_refused_and_leaves_the_group_alone(transport: str, tmp_path: 
         assert "call Group.create after the fork" in told
 
 
+def fork_in_flight(rank: Rank) -> list[str]:
+    group = rank.group()
+    told: list[str] = []
+    tensor = torch.ones(1 << 20)
+    if rank.rank == 0:
+        reader, writer = os.pipe()
+        works = [group.all_reduce(tensor), group.recv(torch.zeros(3), 1)]
+        child = os.fork()
+        if child == 0:
+
+            async def main() -> None:
+                await works[0]
+
+            for work in works:
+                for wait in (
+                    work.wait,
+                    work.is_completed,
+                    lambda: asyncio.run(main()),
+                    work.cancel,
+                ):
+                    error = error_of(wait, RuntimeError)
+                    os.write(writer, f"{error}\n".encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        told = os.read(reader, 10_000).decode().splitlines()
+        rank.say("forked")
+    else:
+        rank.store.wait(["said/forked/0"], 60)
+        works = [group.all_reduce(tensor), group.send(torch.ones(3), 0)]
+    for work in works:
+        work.wait()
+    assert tensor[0] == rank.size
+    return told
+
+
+@transports
+def test_a_work_in_flight_is_refused_in_a_fork(transport: str, tmp_path: Path) -> None:
+    told, _ = run_ranks(fork_in_flight, 2, tmp_path, transport)
+    assert len(told) == 8
+    assert all("its group belongs to the process that issued it" in line for line in told)
+
+
 def test_tensors_on_several_devices_are_refused_with_the_way_to_go(alone: Group) -> None:
     tensors = [torch.ones(2), torch.ones(2, device="meta")]
     with pytest.raises(ValueError, match=r"holds tensors on cpu, meta, but .* docs/collectives.md"):
