@@ -25,7 +25,7 @@ from .in_place import IN_PLACE_BYTES, InPlace, Sharing
 from .messages import Messages
 from .segment import SharedSegment
 from .symmetric_memory import empty_symmetric
-from .work_queue import Body, Lane, LaneWork
+from .work_queue import Body, Lane, LaneWork, apart
 
 SLOT_BYTES = 2 << 20
 """Each rank has two slots of this size. Pages that no operation has touched take no memory."""
@@ -170,6 +170,12 @@ class SharedMemoryCommunicator(Communicator):
         if self._closed:
             return
         self._closed = True
+        if self._messages.is_interrupted() or self._lane.is_interrupted():
+            apart(self._close)
+        else:
+            self._close()
+
+    def _close(self) -> None:
         generation = self._segment.generation
 
         def lost(operation: Operation) -> PeerLost:

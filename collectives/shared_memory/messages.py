@@ -85,7 +85,7 @@ class Messages(DrivenQueue):
             self._receiving.append(work)
         return self._begin(work)
 
-    def end(self, error: CollectiveError) -> None:
+    def _end_works(self, error: CollectiveError) -> None:
         with self.lock:
             self._finish_all(error)
         self._call_back()

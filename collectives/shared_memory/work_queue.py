@@ -47,10 +47,16 @@ WAKE_DELAY_S = 0.0001
 _UNSURE_DELAY_S = 0.001  # for a work of an unknown number of ticks; most have one
 _LOOK_YIELDS = 8  # of the core, in one look; 0.4 us each on an idle core
 _LOOK_TICKS = 4  # works with more ticks are large: their copying would block an event loop
+_HELD_S = 0.2
 FIRST_TICK = 2  # SharedSegment.meet used 1
 
 Body = Generator[int, bool, None]
 """It is sent whether this thread may spin, which only a body in C needs to know."""
+
+
+def apart(task: Callable[[], None]) -> None:
+    """Run `task` in a thread of its own, which can wait until this one has left a lock."""
+    threading.Thread(target=task, name="chorusline-after-a-signal", daemon=True).start()
 
 
 class DrivenWork(SettledWork):
@@ -157,11 +163,26 @@ class DrivenQueue(ABC):
         """End the generation on all ranks, and every work of this queue."""
         self.end(self.segment.abort(error))
 
+    def end(self, error: CollectiveError) -> None:
+        """End every work with `error`, because the generation has ended."""
+        if self.is_interrupted():
+            apart(lambda: self._end_works(error))
+        else:
+            self._end_works(error)
+
+    def is_interrupted(self) -> bool:
+        """Whether a signal handler asks, which has interrupted its thread while that held the lock:
+        waiting for the lock there would never end. No thread holds it for long."""
+        taken = self.lock.acquire(timeout=_HELD_S)
+        if taken:
+            self.lock.release()
+        return not taken
+
     # -- implemented by a queue ------------------------------------------------------------------
 
     @abstractmethod
-    def end(self, error: CollectiveError) -> None:
-        """End every work with `error`, because the generation has ended."""
+    def _end_works(self, error: CollectiveError) -> None:
+        """`end`, in a thread that does not hold the lock."""
 
     @abstractmethod
     def _run_what_can(self) -> None:
@@ -377,7 +398,7 @@ class Lane(DrivenQueue):
                 os.sched_yield()
         return work.done
 
-    def end(self, error: CollectiveError) -> None:
+    def _end_works(self, error: CollectiveError) -> None:
         with self.lock:
             if self._driven:
                 return  # `abort` has woken the driver, which ends the works itself.

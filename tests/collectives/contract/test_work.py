@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -19,7 +20,7 @@ from chorusline.collectives.contract.errors import (
     name_ranks,
 )
 from chorusline.collectives.group import Group
-from tests.harness.ranks import GLOO, Rank, error_of, run_ranks, transports
+from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, error_of, run_ranks, transports
 
 
 def cancel_one(rank: Rank) -> Any:
@@ -253,6 +254,34 @@ def test_a_fork_is_refused_and_leaves_the_group_alone(transport: str, tmp_path: 
     for told in run_ranks(fork_and_use, 2, tmp_path, transport):
         assert "barrier: this group belongs to process" in told
         assert "call Group.create after the fork" in told
+
+
+def end_in_a_signal_handler(rank: Rank, ends: str, of_messages: bool) -> None:
+    group = rank.group()
+    communicator: Any = group._communicator
+    queue = communicator._messages if of_messages else communicator._lane
+    end = group.close if ends == "close" else lambda: group.abort("preempted")
+    signal.signal(signal.SIGUSR1, lambda *_: end())
+    # As between two lines of an operation.
+    with queue.lock:
+        signal.raise_signal(signal.SIGUSR1)
+    error = error_of(group.barrier().wait if ends == "abort" else group.barrier)
+    assert isinstance(error, GroupClosed if ends == "close" else GroupAborted)
+    for work_queue in (communicator._messages, communicator._lane):
+        give_up_at = time.monotonic() + 20
+        while work_queue._end is None and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        assert work_queue._end is not None
+    group.close()
+
+
+@pytest.mark.parametrize("of_messages", [False, True], ids=["collectives", "messages"])
+@pytest.mark.parametrize("ends", ["abort", "close"])
+def test_a_signal_handler_may_end_a_group_within_an_operation(
+    ends: str, of_messages: bool, tmp_path: Path
+) -> None:
+    with Ranks(end_in_a_signal_handler, 1, tmp_path, SHARED_MEMORY, ends, of_messages) as ranks:
+        ranks.results(timeout_s=40)
 
 
 def fork_in_flight(rank: Rank) -> list[str]:
