@@ -1154,11 +1154,24 @@ class Group:
 
         All ranks of this group call it, and it blocks, as `new_group`. key: orders the ranks of
         the new group; ranks with equal keys keep their order. See MPI_Comm_split.
+
+        Raises CollectiveMismatch on all ranks if ranks of one color pass different names.
         """
         if color is not None:
             color = _whole(color, "color must be a whole number or None")
         place = 0 if key is None else _whole(key, "key must be a whole number or None")
-        number, choices = self._agree((color, place))
+        number, choices = self._agree((color, place, name))
+        # Compared before anything is made: ranks with different names would wait for one another.
+        for one in dict.fromkeys(choice[0] for choice in choices if choice[0] is not None):
+            names = {r: choice[2] for r, choice in enumerate(choices) if choice[0] == one}
+            _, unlike = usual_and_blamed(list(names.values()))
+            if unlike:
+                blamed = [list(names)[at] for at in unlike]
+                passed = ", ".join(f"rank {r} passed name {what!r}" for r, what in names.items())
+                remedy = "Every rank of a color must call split with the same name."
+                raise CollectiveMismatch(
+                    f"split #{number}, color {one}", self.generation, blamed, passed, remedy
+                )
         if color is None:
             return None
         members = [rank for rank in range(self.size) if choices[rank][0] == color]

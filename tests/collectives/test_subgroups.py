@@ -117,6 +117,23 @@ def test_ranks_that_ask_for_different_groups_are_told_and_go_on(tmp_path: Path) 
         assert "rank 0 passed [1, 0], name None, rank 1 passed [0, 1]" in str(error)
 
 
+def split_with_different_names(rank: Rank) -> Any:
+    group = rank.group()
+    error = error_of(lambda: group.split(rank.rank // 2, name=f"one-{rank.rank // 3}"))
+    half = group.split(rank.rank // 2, name=f"half-{rank.rank // 2}")
+    assert half is not None
+    half.barrier().wait()
+    group.barrier().wait()
+    return error
+
+
+def test_ranks_that_split_with_different_names_are_told_and_go_on(tmp_path: Path) -> None:
+    for error in run_ranks(split_with_different_names, 4, tmp_path):
+        assert isinstance(error, CollectiveMismatch)
+        assert error.ranks == [2, 3]
+        assert "rank 2 passed name 'one-0', rank 3 passed name 'one-1'" in str(error)
+
+
 def miss_the_making(rank: Rank) -> Any:
     if rank.rank == 1:
         rank.group()
