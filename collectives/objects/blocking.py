@@ -19,7 +19,7 @@ from ..contract.deadlines import Seconds
 from ..contract.work import Work
 from ..operations.arguments import Array
 from ..stores.signed_store import Seal
-from .payloads import bytes_of, loads, opened, pickled, sealed, words_of
+from .payloads import GpusTo, bytes_of, loads, opened, pickled, sealed, words_of
 
 
 class BytesGroup(Protocol):
@@ -57,14 +57,15 @@ def all_gather_row(
 def broadcast_object(
     group: BytesGroup, value: Any, root: int = 0, dumps: Callable[[Any], bytes] = pickled
 ) -> Any:
-    """The value of rank `root` on every rank: the object itself on `root`, a copy elsewhere.
+    """The value of rank `root` on every rank: the object itself on `root`, a copy elsewhere, with
+    the tensors of root's GPU on the group's device.
 
     value: anything that pickles; ignored on the other ranks. dumps: pickles the value.
     """
     is_root = _sends(group, root)
     payload = sealed(group.seal, dumps(value), root) if is_root else b""
     payload = broadcast_bytes(group, payload, root)
-    return value if is_root else loads(opened(group.seal, payload, root))
+    return value if is_root else _loaded(group, payload, root)
 
 
 def all_gather_object(group: BytesGroup, value: Any) -> list[Any]:
@@ -72,7 +73,11 @@ def all_gather_object(group: BytesGroup, value: Any) -> list[Any]:
     payload = sealed(group.seal, pickled(value), group.rank)
     lengths = [length for (length,) in all_gather_row(group, [len(payload)])]
     everybodys = enumerate(all_gather_bytes(group, payload, lengths))
-    return [loads(opened(group.seal, theirs, rank)) for rank, theirs in everybodys]
+    return [_loaded(group, theirs, rank) for rank, theirs in everybodys]
+
+
+def _loaded(group: BytesGroup, payload: bytes, rank: int) -> Any:
+    return loads(opened(group.seal, payload, rank), GpusTo(group.device))
 
 
 def broadcast_bytes(

@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import torch
+from torch.serialization import default_restore_location
 
 from ..stores.signed_store import Seal
 from .storages import SharedStorages, from_buffer, mapped
@@ -51,6 +52,20 @@ class _ObjectPickler(pickle.Pickler):
         return NotImplemented if reduced is None else reduced
 
 
+class GpusTo:
+    """As map_location: what another process had on its GPU comes to this process's `device`, and
+    makes no context on the other GPU. What was on the host stays there, uncopied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, storage: Any, location: str) -> Any:
+        # Ranks without a GPU of their own may use several.
+        if self._device.type == "cpu" or not location.startswith("cuda"):
+            return None  # As without map_location.
+        return default_restore_location(storage, str(self._device))
+
+
 class _Unpickler(pickle.Unpickler):
     """Has the storages where torch.load would have them with `map_location`."""
 
@@ -63,7 +78,8 @@ class _Unpickler(pickle.Unpickler):
             return lambda data: torch.load(
                 io.BytesIO(data), map_location=self._map_location, weights_only=False
             )
-        if self._map_location is not None and (module, name) == _FROM_BUFFER:
+        moves_host = not isinstance(self._map_location, GpusTo | None)
+        if moves_host and (module, name) == _FROM_BUFFER:
             return lambda data: mapped(from_buffer(data), self._map_location)
         return super().find_class(module, name)
 

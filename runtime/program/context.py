@@ -491,7 +491,8 @@ class Context:
         """The value of rank `root`, on every rank; any object that can be pickled.
 
         `value` is ignored on other ranks. The root gets the same object back; a worker that takes
-        the place of a lost root gets what that one had sent.
+        the place of a lost root gets what that one had sent. Tensors of the root's GPU come to
+        `ctx.device`.
         """
         self._call.check_all_take_part("ctx.broadcast()")
         return self._call.broadcast(value, root)

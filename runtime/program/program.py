@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import pickle
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from chorusline.actors.errors import Interrupted, StateLost, ends_a_generation
 from chorusline.actors.messages.messages import NOWHERE, Assignment, Resumption
@@ -18,6 +19,7 @@ from chorusline.actors.reporting.report_buffer import ReportBuffer
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
 from chorusline.collectives.group import Group
+from chorusline.collectives.objects.payloads import GpusTo, loads
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import AUTO, NEVER, CheckpointConfig
@@ -70,7 +72,7 @@ class Program:
         run = FunctionRun(self, report_buffer, lifeline, status, is_newcomer=resumption is not None)
         # A dry run is a function that begins as a newcomer, in a group without peers.
         if replay_log:
-            run.begin_dry_run(replay_log)
+            run.begin_dry_run(replay_log, group.device)
         result = run.begun(assignment, group, resumption)
         # The training thread awaits the coroutine on its own event loop.
         return run.awaited(result) if inspect.isawaitable(result) else result
@@ -102,10 +104,10 @@ class FunctionRun:
         self._runs_again = False  # True: from the top, with the state that the ranks have kept
         self._goes_back = False  # True: to the last checkpoint, as no rank's memory has all state.
 
-    def begin_dry_run(self, replay_log: bytes) -> None:
+    def begin_dry_run(self, replay_log: bytes, device: torch.device) -> None:
         """This worker runs the function by itself until it comes to the others."""
         assert self._recovery is not None
-        self._recovery.begin_as_newcomer(pickle.loads(replay_log))
+        self._recovery.begin_as_newcomer(loads(replay_log, GpusTo(device)))
 
     def begun(self, assignment: Assignment, group: Group, resumption: Resumption | None) -> object:
         """Call the function, again if need be; return its value, or its coroutine, not started."""

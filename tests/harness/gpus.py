@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.storage import _load_from_bytes
 
+from chorusline.collectives.objects.storages import _saved
 from tests.harness.ranks import NCCL, Body, on_gpus, run_ranks
 from tests.harness.stand_in_gpu.ranks import WHY_NOT, StandInRanks, seeds
 
@@ -43,3 +46,13 @@ def gpus_of(size: int) -> list[Any]:
             for seed in seeds(10)
         ),
     ]
+
+
+class OnGpu5:
+    """Pickles as a storage of a process that has six GPUs."""
+
+    def __reduce__(self) -> Any:
+        saved = _saved(torch.ones(2).untyped_storage())
+        host, gpu = b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:5"
+        assert saved.count(host) == 1
+        return _load_from_bytes, (saved.replace(host, gpu),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from chorusline.collectives.contract.endpoint import Endpoint
 from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
 from chorusline.collectives.kept_results import KeepingCommunicator
+from chorusline.collectives.objects.payloads import pickled
 from chorusline.collectives.stores.store import HashStore
 from chorusline.runtime.program.context import call_of
-from chorusline.runtime.program.program import Program
+from chorusline.runtime.program.program import FunctionRun, Program
 from chorusline.runtime.recovery.state_transfer import digest_of, why_not_within
+from tests.harness.gpus import OnGpu5
 from tests.harness.stand_in_gpu.runs import Driver, _Call, in_run
 from tests.references.script_values import ScriptState, told_after
 
@@ -128,6 +131,18 @@ def test_a_rank_comes_to_the_step_of_the_others_by_itself(ranks_of: Any, rank: i
     # What stands before the loop, and in the body of the epoch that is under way.
     assert [*heard[:2], 5, told_after(5), (1, 2, 5)] == HEARD
     assert heard[-1] == (1, 2, 3)
+
+
+def test_a_replay_log_brings_no_tensor_to_the_gpu_of_the_rank_that_gave_it() -> None:
+    lifeline: Any = SimpleNamespace(survives_loss=False)
+    run = FunctionRun(
+        Program(train, {}), ReportBuffer(keep=False), lifeline, RunStatus(), is_newcomer=False
+    )
+    given: list[Any] = []
+    recovery: Any = SimpleNamespace(begin_as_newcomer=given.append)
+    run._recovery = recovery
+    run.begin_dry_run(pickled([OnGpu5()]), torch.device("meta"))
+    assert given[0][0]._untyped_storage.device.type == "meta"
 
 
 def unlike(ctx: cl.Context) -> None:

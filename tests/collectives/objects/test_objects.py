@@ -6,6 +6,7 @@ import asyncio
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from chorusline.collectives.contract.errors import (
     PeerLost,
 )
 from chorusline.collectives.group import Group
-from chorusline.collectives.objects.blocking import all_gather_object
+from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
+from chorusline.collectives.objects.payloads import GpusTo, loads, pickled, words_of
+from tests.harness.gpus import OnGpu5
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, error_of, run_ranks, transports
 from tests.references.script_values import Mode, Options, Point
 
@@ -241,6 +244,50 @@ def test_tensors_inside_go_where_map_location_says(alone: Group) -> None:
 
     alone.scatter_object_list([value], map_location=where).wait()
     assert seen == ["cpu", "cpu"]
+
+
+def test_what_was_on_another_gpu_comes_to_the_own_one_and_the_host_keeps_its_own() -> None:
+    payload = pickled([OnGpu5(), torch.arange(3)])
+    # A device that any machine has.
+    there, kept = loads(payload, GpusTo(torch.device("meta")))
+    assert there._untyped_storage.device.type == "meta" and kept.tolist() == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="CUDA device"):
+        loads(payload, GpusTo(torch.device("cpu")))  # As without it.
+
+
+class Carrying:
+    """The group of rank 1, to which rank 0 sends `payload`. Only when it has come, the group's
+    device is one that any machine has, and that carries nothing."""
+
+    is_dry_run, rank, size, timeout_s, seal = False, 1, 2, 1.0, None
+
+    def __init__(self, payload: bytes) -> None:
+        self.payload = payload
+        self.device = torch.device("cpu")
+
+    def _carried(self, tensor: torch.Tensor) -> Any:
+        if tensor.numel() > self.size:  # It is no length.
+            self.device = torch.device("meta")
+        return SimpleNamespace(wait_on_host=lambda: None)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        length = len(self.payload)
+        is_length = tensor.numel() == 1
+        tensor.copy_(torch.tensor([length]) if is_length else words_of(self.payload, length))
+        return self._carried(tensor)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, **_: Any) -> Any:
+        output.view(self.size, -1).copy_(input)
+        return self._carried(output)
+
+
+def test_objects_of_the_library_bring_no_tensor_to_the_gpu_of_another_rank() -> None:
+    group: Any = Carrying(pickled(OnGpu5()))
+    assert broadcast_object(group, None)._untyped_storage.device.type == "meta"
+    group = Carrying(b"")
+    assert [one._untyped_storage.device.type for one in all_gather_object(group, OnGpu5())] == [
+        "meta"
+    ] * 2
 
 
 def test_what_cannot_be_pickled_is_refused_before_anything_is_sent(alone: Group) -> None:
