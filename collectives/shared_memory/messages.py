@@ -290,6 +290,7 @@ class Messages(DrivenQueue):
         spins = segment.spins if until is not None else 1
         slices = iter(_SLICES_S)
         slice_s = 0.0
+        looked_at = time.monotonic()
         while True:
             # Read before looking for work, so that bytes that come in between end the sleep at
             # once.
@@ -307,8 +308,13 @@ class Messages(DrivenQueue):
                 if segment.bell() == seen:
                     # A full slice without news: time to look for peers that died and for deadlines.
                     self._look()
+                    looked_at = time.monotonic()
                     continue
             slices = iter(_SLICES_S)
+            # Other messages may ring in every slice.
+            if time.monotonic() - looked_at >= _SLICES_S[-1]:
+                self._look()
+                looked_at = time.monotonic()
 
     def _has_pending(self) -> bool:
         with self.lock:

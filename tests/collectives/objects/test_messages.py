@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -379,3 +380,30 @@ def an_interrupt_within_a_message(rank: Rank) -> None:
 
 def test_an_interrupt_within_a_message_ends_the_generation(tmp_path: Path) -> None:
     run_ranks(an_interrupt_within_a_message, 2, tmp_path)
+
+
+def receive_among_other_bells(rank: Rank) -> None:
+    group = rank.group()
+    if rank.rank == 0:
+        communicator: Any = group._communicator
+        segment = communicator._segment
+        began_at = time.monotonic()
+
+        def ring(seen: int, slice_s: float) -> None:
+            """As if another message came in each slice."""
+            time.sleep(slice_s / 2)
+            if time.monotonic() - began_at < 8:
+                segment.ring_bell(0)
+
+        segment.sleep_on_bell = ring
+        with pytest.raises(CollectiveTimeout):
+            group.recv(torch.zeros(4), 1, timeout_s=0.5).wait()
+        assert time.monotonic() - began_at < 6
+        rank.say("over")
+    else:
+        rank.store.wait(["said/over/0"], 60)
+    group.close()
+
+
+def test_a_deadline_holds_while_other_messages_come(tmp_path: Path) -> None:
+    run_ranks(receive_among_other_bells, 2, tmp_path)
