@@ -148,14 +148,20 @@ class DrivenQueue(ABC):
             if self._end is not None:
                 return  # The driver ends the works, and the timer may be closed already.
             if self._wake_up is None:
-                self._wake_up = WakeTimer()
-                self._thread = threading.Thread(
+                timer = WakeTimer()
+                thread = threading.Thread(
                     target=self._background_loop,
-                    args=(self._wake_up,),
+                    args=(timer,),
                     name=self._thread_name,
                     daemon=True,
                 )
-                self._thread.start()
+                try:
+                    thread.start()
+                # Short of threads: the next work tries again, and `close` waits for no thread.
+                except BaseException:
+                    timer.close()
+                    raise
+                self._thread, self._wake_up = thread, timer
             self._called = True
             self._set_timer(self._wake_up, delay_s)
 

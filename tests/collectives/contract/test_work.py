@@ -20,6 +20,7 @@ from chorusline.collectives.contract.errors import (
     name_ranks,
 )
 from chorusline.collectives.group import Group
+from chorusline.collectives.stores.store import HashStore
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, error_of, run_ranks, transports
 
 
@@ -330,3 +331,23 @@ def test_tensors_on_several_devices_are_refused_with_the_way_to_go(alone: Group)
     tensors = [torch.ones(2), torch.ones(2, device="meta")]
     with pytest.raises(ValueError, match=r"holds tensors on cpu, meta, but .* docs/collectives.md"):
         alone.all_reduce(tensors)  # type: ignore[arg-type]
+
+
+def test_a_background_thread_that_could_not_start_is_started_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Group.create(HashStore(), 0, 1) as group:
+        communicator: Any = group._communicator
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="new thread"):
+                communicator._lane.call_background()
+        communicator._lane.call_background()
+        assert communicator._lane._thread.is_alive()
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="new thread"):
+                communicator._messages.call_background()
