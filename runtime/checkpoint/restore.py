@@ -24,6 +24,29 @@ from .sharded_state import GROUPS, MAX_NORM, NUM_STEPS, STATE, SavedOptimizer
 _NAMED = 3
 """The number of differences that an error lists."""
 
+_OF_NO_KIND = frozenset(
+    [
+        "foreach",
+        "fused",
+        "capturable",
+        "differentiable",
+        "maximize",
+        "decoupled_weight_decay",
+        "param_names",
+        "params",
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "base_momentum",
+        "max_momentum",
+        "swa_lr",
+    ]
+)
+"""Keys of a parameter group that say nothing of the kind of the optimizer: some versions of torch
+and some schedules add them."""
+
+_LIBRARIES = ("torch.", "chorusline.", "builtins")
+
 
 def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
     """Load the object's state. The object is unchanged if this raises CheckpointMismatch.
@@ -49,7 +72,7 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
                 reader.path,
                 f"{entry.name!r} is an optimizer in it, and {with_article(type(stateful))} here",
             )
-        _load_plain(stateful, plain_optimizer_state(entry.name, reader))
+        _load_plain(entry.name, stateful, plain_optimizer_state(entry.name, reader), reader)
     # A rank that the run did not have then keeps what it has made.
     elif kind == PER_RANK:
         if rank < reader.manifest.world_size:
@@ -59,6 +82,8 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
             state = read_tree(reader, entry.name, rank)
             if isinstance(stateful, torch.nn.Module):
                 state = _with_versions(state, stateful.state_dict())
+            if isinstance(stateful, torch.optim.Optimizer):
+                _check_kind(entry.name, stateful, state, reader)
             stateful.load_state_dict(state)
     elif isinstance(stateful, torch.nn.Module):
         # A checkpoint has the names of the module, wrapped or not. torch would load what fits
@@ -68,7 +93,7 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         check_same_tensors(reader, (entry.name,), here)
         module.load_state_dict(_with_versions(read_tree(reader, entry.name), here))
     elif isinstance(stateful, torch.optim.Optimizer):
-        _load_plain(stateful, read_tree(reader, entry.name))
+        _load_plain(entry.name, stateful, read_tree(reader, entry.name), reader)
     else:
         stateful.load_state_dict(read_tree(reader, entry.name))
 
@@ -117,7 +142,38 @@ def changes_in_words(given: list[dict[str, Any]], loaded: list[dict[str, Any]]) 
     return "; ".join(list(changes)[:_NAMED]), next(iter(changes.values()), "")
 
 
-def _load_plain(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def _check_kind(
+    name: str, optimizer: torch.optim.Optimizer, state: Any, reader: CheckpointReader
+) -> None:
+    """Raise CheckpointMismatch if the groups in `state` have options of another optimizer, with
+    whose state this one would fail in its first step, or would continue with a part of it."""
+    groups = state.get(GROUPS) if isinstance(state, dict) else None
+    # A user's own optimizer may save something else, or convert what an earlier version has saved.
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return
+    users = [c for c in type(optimizer).__mro__ if not c.__module__.startswith(_LIBRARIES)]
+    if any(method in vars(c) for c in users for method in ("__setstate__", "load_state_dict")):
+        return
+    saved = [key for group in groups for key in group if key not in _OF_NO_KIND]
+    here = {key for group in optimizer.param_groups for key in group} | _OF_NO_KIND
+    theirs = [str(key) for key in dict.fromkeys(saved) if key not in here]
+    # A wrapper may have none.
+    defaults = getattr(optimizer, "defaults", {})
+    ours = [key for key in defaults if key not in (*saved, *_OF_NO_KIND)]
+    # Another version with one option more or less differs in one direction only.
+    if theirs and ours:
+        raise CheckpointMismatch(
+            reader.path,
+            f"{name!r} was saved by another optimizer: that one has the options "
+            f"{', '.join(theirs)}, and the one here has {', '.join(ours)}. Make the optimizer that "
+            "was saved, or register the new one under another name with required=False",
+        )
+
+
+def _load_plain(
+    name: str, optimizer: torch.optim.Optimizer, state: dict[str, Any], reader: CheckpointReader
+) -> None:
+    _check_kind(name, optimizer, state, reader)
     # It casts each tensor to its parameter's dtype; the format of its memory is set after it.
     optimizer.load_state_dict(state)
     for parameter, kept in optimizer.state.items():
@@ -177,6 +233,7 @@ def _restore_sharded(
     """
     here = SavedOptimizer.of(name, optimizer)
     groups = _checked_groups(here, reader, by_number)  # 1
+    _check_kind(name, optimizer, {GROUPS: groups}, reader)
     saved_names = {
         ours: theirs
         for mine, saved in zip(here.groups, groups, strict=True)

@@ -314,6 +314,79 @@ def test_a_checkpoint_of_another_model_is_refused_before_the_first_step(ranks_of
     assert "group 0 has 6 parameters in it, and 12 here" in said["optimizer"][0]
 
 
+class _Renamed(torch.optim.SGD):
+    """It converts what an earlier version of it has saved, with an option of another name."""
+
+    def __init__(self, params: Any, lr: float, inertia: float = 0.5) -> None:
+        super().__init__(params, lr)
+        self.defaults["inertia"] = inertia
+        for group in self.param_groups:
+            group["inertia"] = inertia
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for group in state_dict["param_groups"]:
+            group["inertia"] = group.pop("drag", 0.5)
+        super().load_state_dict(state_dict)
+
+
+def _train_by(
+    group: cl.Group, place: Path, made: Any, is_sharded: bool, options: dict[str, Any], saves: bool
+) -> str:
+    def body(ctx: cl.Context) -> None:
+        model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(4, 4)))
+        optim = (
+            cl.ZeroRedundancyOptimizer(model, made, lr=0.1, **options)
+            if is_sharded
+            else made(model.parameters(), lr=0.1, **options)
+        )
+        if saves:  # As other versions, and users, name options.
+            optim.param_groups[0] |= {"tag": "all", "drag": 0.1}
+        ctx.register("optim", optim)
+        model(torch.ones(2, 4)).square().mean().backward()
+        optim.step()
+        if saves:
+            ctx.save().wait()
+
+    try:
+        in_run(group, body, cl.CheckpointConfig(place))
+    except cl.CheckpointMismatch as error:
+        return str(error)
+    return ""
+
+
+_ADAMW, _MOMENTUM = torch.optim.AdamW, {"momentum": 0.9}
+
+
+@pytest.mark.parametrize("saved_sharded", [True, False])
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_the_state_of_an_optimizer_of_another_kind_is_refused(
+    alone, tmp_path, saved_sharded, is_sharded
+):
+    assert not _train_by(alone, tmp_path, _ADAMW, saved_sharded, {}, True)
+    for made, options, ours in (
+        (torch.optim.SGD, _MOMENTUM, "momentum, dampening, nesterov"),
+        (torch.optim.SGD, {}, "momentum, dampening, nesterov"),
+        (torch.optim.Adagrad, {}, "lr_decay, initial_accumulator_value"),
+        (torch.optim.RMSprop, {}, "momentum, alpha, centered"),
+    ):
+        said = _train_by(alone, tmp_path, made, is_sharded, options, False)
+        assert "'optim' was saved by another optimizer: that one has the options betas, " in said
+        theirs, _, here = said.partition("the one here has ")
+        assert "amsgrad" in theirs
+        assert {*here.partition(".")[0].split(", ")} == {*ours.split(", ")}
+        assert "register the new one under another name with required=False" in said
+    for made, options in (
+        (torch.optim.Adam, {}),
+        (_ADAMW, {"maximize": True}),
+    ):
+        assert not _train_by(alone, tmp_path, made, is_sharded, options, False)
+
+
+def test_an_optimizer_that_converts_what_it_has_saved_is_asked_itself(alone, tmp_path):
+    assert not _train_by(alone, tmp_path, torch.optim.SGD, False, {}, True)
+    assert not _train_by(alone, tmp_path, _Renamed, False, {}, False)
+
+
 def test_a_place_that_cannot_be_written_to_is_an_error_before_training(ranks_of, tmp_path):
     (tmp_path / "file").write_text("")
     place = tmp_path / "file" / "below"
