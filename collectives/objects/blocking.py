@@ -35,7 +35,7 @@ class BytesGroup(Protocol):
     timeout_s: float
     seal: Seal | None
 
-    def broadcast(self, tensor: Array, root: int) -> Work: ...
+    def broadcast(self, tensor: Array, root: int, *, timeout_s: Seconds | None = None) -> Work: ...
     def all_gather(
         self, output: Array, input: Array, *, timeout_s: Seconds | None = None
     ) -> Work: ...
@@ -55,23 +55,28 @@ def all_gather_row(
 
 
 def broadcast_object(
-    group: BytesGroup, value: Any, root: int = 0, dumps: Callable[[Any], bytes] = pickled
+    group: BytesGroup,
+    value: Any,
+    root: int = 0,
+    dumps: Callable[[Any], bytes] = pickled,
+    timeout_s: Seconds | None = None,
 ) -> Any:
     """The value of rank `root` on every rank: the object itself on `root`, a copy elsewhere, with
     the tensors of root's GPU on the group's device.
 
     value: anything that pickles; ignored on the other ranks. dumps: pickles the value.
+    timeout_s: seconds until all ranks have come; None: as the group's.
     """
     is_root = _sends(group, root)
     payload = sealed(group.seal, dumps(value), root) if is_root else b""
-    payload = broadcast_bytes(group, payload, root)
+    payload = broadcast_bytes(group, payload, root, timeout_s=timeout_s)
     return value if is_root else _loaded(group, payload, root)
 
 
-def all_gather_object(group: BytesGroup, value: Any) -> list[Any]:
-    """The values of all ranks, by rank, on every rank."""
+def all_gather_object(group: BytesGroup, value: Any, timeout_s: Seconds | None = None) -> list[Any]:
+    """The values of all ranks, by rank, on every rank. timeout_s: as in `broadcast_object`."""
     payload = sealed(group.seal, pickled(value), group.rank)
-    lengths = [length for (length,) in all_gather_row(group, [len(payload)])]
+    lengths = [length for (length,) in all_gather_row(group, [len(payload)], timeout_s)]
     everybodys = enumerate(all_gather_bytes(group, payload, lengths))
     return [_loaded(group, theirs, rank) for rank, theirs in everybodys]
 
@@ -81,15 +86,21 @@ def _loaded(group: BytesGroup, payload: bytes, rank: int) -> Any:
 
 
 def broadcast_bytes(
-    group: BytesGroup, payload: bytes, root: int, length: int | None = None
+    group: BytesGroup,
+    payload: bytes,
+    root: int,
+    length: int | None = None,
+    *,
+    timeout_s: Seconds | None = None,
 ) -> bytes:
-    """The payload of rank `root`. length: in bytes, if all ranks know it."""
+    """The payload of rank `root`. length: in bytes, if all ranks know it. timeout_s: as in
+    `broadcast_object`."""
     if length is None:
         size = torch.tensor([len(payload)], dtype=torch.int64, device=group.device)
-        group.broadcast(size, root).wait_on_host()
+        group.broadcast(size, root, timeout_s=timeout_s).wait_on_host()
         length = int(size)
     words = words_of(payload, length).to(group.device)
-    group.broadcast(words, root).wait_on_host()
+    group.broadcast(words, root, timeout_s=timeout_s).wait_on_host()
     return payload if _sends(group, root) else bytes_of(words, length)
 
 

@@ -122,7 +122,12 @@ class Checkpoints:
         self._run, self.last_step, self.goes_back = broadcast_object(self._group, drawn)
         is_usable = probe(storage, self._group, self._run, has_trained=self.has_trained)
         # Before the choice: what an unfinished run has left is no candidate.
-        unlisted = swept(storage) if is_usable and self._group.rank == 0 else []
+        unlisted: list[str] = []
+        if is_usable:
+            unlisted = swept(storage) if self._group.rank == 0 else []
+            # The others wait for rank 0, as long as a save may take: a place may have hundreds of
+            # folders, and a collective's deadline is for ranks that hang.
+            broadcast_object(self._group, None, timeout_s=config.deadline_s)
         own = self._own(self._group, config.resume) if self.goes_back else ""
         if own or config.resume != NEVER:
             is_own_place = own or config.resume == AUTO
@@ -134,6 +139,7 @@ class Checkpoints:
                 weights_only=config.weights_only,
                 check=self._check_progress,
                 run=own,
+                timeout_s=config.deadline_s,
             )
             # Those of another place are not this run's to delete.
             if source.path == storage.path:
@@ -165,22 +171,24 @@ class Checkpoints:
         others and there are any; else empty. All ranks of `group` call it.
 
         resume: with what the run began. With AUTO it may go back to those of other runs."""
-        if resume == AUTO or self._storage is None:
+        if resume == AUTO or self._storage is None or self.config is None:
             return ""
-        return self._mark if candidates_on_all(self._storage, group, self._mark)[0] else ""
+        limit_s = self.config.deadline_s
+        found, _ = candidates_on_all(self._storage, group, self._mark, timeout_s=limit_s)
+        return self._mark if found else ""
 
     def can_go_back(self, group: Group, resume: str | FilePath) -> bool:
         """Whether there is a checkpoint for a run that began with `resume` to go back to: one that
         it has written, or, unless it is NEVER, that it can begin from. All ranks of `group` call
         it."""
-        if self._storage is None:
+        if self._storage is None or self.config is None:
             return False
         if self._own(group, resume):
             return True
         if resume == NEVER:
             return False
         source = self._storage if resume == AUTO else open_storage(resume)
-        return bool(candidates_on_all(source, group)[0])
+        return bool(candidates_on_all(source, group, timeout_s=self.config.deadline_s)[0])
 
     def change_group(self, group: Group) -> None:
         """Continue in another generation. A save in flight is dropped without an error, unless

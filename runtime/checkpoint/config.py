@@ -29,6 +29,7 @@ class CheckpointConfig:
         folder of checkpoints, to resume from.
     timeout_s: seconds for all ranks to write one checkpoint; after that the checkpoint is given up.
         A rank that does not call ctx.save() at all is found earlier, by the session's timeout_s.
+        A run that begins gives its ranks the same time to look for a checkpoint.
     weights_only: as in torch.load: a resume loads tensors and plain values, and raises
         CheckpointUntrusted for other objects, whose loading runs code that the checkpoint names.
         False: load every object. Only for checkpoints whose writer you trust.

@@ -97,16 +97,19 @@ def probe(storage: Storage, group: Group, run: str, *, has_trained: bool) -> boo
     return True
 
 
-def candidates_on_all(storage: Storage, group: Group, run: str = "") -> tuple[list[str], str]:
+def candidates_on_all(
+    storage: Storage, group: Group, run: str = "", *, timeout_s: float
+) -> tuple[list[str], str]:
     """The folders to resume from, as rank 0 finds them; or why it cannot look there. run: as in
-    `catalog.candidates`."""
+    `catalog.candidates`. timeout_s: seconds that rank 0 may take."""
     found: tuple[list[str], str] = [], ""
     if group.rank == 0:
         try:
             found = _patiently(lambda: catalog.candidates(storage, run)), ""
         except Exception as error:
             found = [], f"rank 0 cannot look there ({type(error).__name__}: {error})"
-    folders, trouble = broadcast_object(group, found)
+    # It may be slow where a place has many checkpoints; a collective that hangs is found earlier.
+    folders, trouble = broadcast_object(group, found, timeout_s=timeout_s)
     return folders, trouble
 
 
@@ -145,12 +148,14 @@ def choose(
     weights_only: bool,
     check: Callable[[CheckpointReader], None],
     run: str = "",
+    timeout_s: float,
 ) -> tuple[CheckpointReader | None, list[str]]:
     """The newest complete checkpoint, the same on all ranks; each rank verifies a share of it. With
     it come the folders of those that were found corrupted. weights_only: of the reader.
 
     check: raises CheckpointCorrupted for what cannot be a checkpoint of a run.
     run: as in `catalog.candidates`.
+    timeout_s: seconds for all ranks to look for the checkpoint, and to verify it.
 
     A corrupted checkpoint is skipped with a warning, and so is one whose manifest cannot be read.
     Raises the error of the first of them if there is no other one; CheckpointNotFound if there is
@@ -158,7 +163,7 @@ def choose(
     older checkpoint is not used because the newest one could not be read for a while.
     """
     found_one: CheckpointReader | None = None
-    folders, why = candidates_on_all(storage, group, run)
+    folders, why = candidates_on_all(storage, group, run, timeout_s=timeout_s)
     if why:
         raise CheckpointPlaceUnusable(storage.path, why)
     refused: CheckpointError | None = None
@@ -186,7 +191,8 @@ def choose(
                 else CheckpointPlaceUnusable(storage.path, f"{folder}: {what}")
             )
         # All ranks have the same list, so they all take this checkpoint, or all the next one.
-        troubles = [one for one in all_gather_object(group, trouble) if one is not None]
+        everybodys = all_gather_object(group, trouble, timeout_s)
+        troubles = [one for one in everybodys if one is not None]
         if not troubles:
             found_one = reader
             break

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from chorusline.collectives.objects.blocking import all_gather_object
 from chorusline.runtime.checkpoint.checkpoints import Checkpoints
 from chorusline.runtime.checkpoint.format.catalog import candidates, newest_whole, prune, sweep
 from chorusline.runtime.checkpoint.format.manifest import read_manifest, write_manifest
@@ -19,6 +20,7 @@ from chorusline.runtime.checkpoint.format.shard_file import write_part
 from chorusline.runtime.checkpoint.format.storage import Folder, open_storage
 from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.process.registry import Registry
+from tests.harness.ranks import SHARED_MEMORY, Rank, run_ranks
 from tests.references.checkpoint_places import (
     DAMAGES,
     folder_of,
@@ -264,6 +266,64 @@ def test_a_save_deletes_nothing_of_one_that_other_ranks_have_begun(alone, tmp_pa
     assert (begun / "rank-1.distcp").exists()
     # The next run does, in which nobody writes it any more.
     assert sweep(open_storage(tmp_path)) == [] and not begun.exists()
+
+
+class _Slow(Folder):
+    """Where each look takes a while, as in an object store. calls: the names that were read."""
+
+    pause_s = 0.0
+    calls: list[str]
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self.calls = []
+
+    def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        self.calls.append(name)
+        return super().read(name, start, length)
+
+    def children(self, name: str = "") -> list[str]:
+        time.sleep(self.pause_s if name else 0)
+        return super().children(name)
+
+    def sizes(self, name: str = "") -> dict[str, int]:
+        time.sleep(self.pause_s)
+        return super().sizes(name)
+
+
+def test_old_checkpoints_are_not_read_where_nothing_is_to_be_deleted(alone, tmp_path):
+    config = cl.CheckpointConfig(tmp_path)
+    saved = [_saved(alone, config, 32 * "a", step) for step in (1, 2, 3)]
+    storage = _Slow(tmp_path)
+    assert sweep(storage) == [] and storage.calls == []
+    assert prune(storage, None, saved[-1].name)
+    assert storage.calls == [f"{saved[-1].name}/chorusline.json"]
+
+
+def _begin_slowly(rank: Rank, place: Path, resume: str) -> tuple[int, float]:
+    group = rank.group(timeout_s=1.5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Slow, "pause_s", 0.4)
+        patch.setattr("chorusline.runtime.checkpoint.checkpoints.open_storage", _Slow)
+        checkpoints = Checkpoints(
+            group, Registry(), cl.CheckpointConfig(place, resume=resume, timeout_s=60)
+        )
+        began_at = time.monotonic()
+        checkpoints.begin()
+        took_s = time.monotonic() - began_at
+    assert all_gather_object(group, group.rank) == [0, 1]  # As what comes after it.
+    return checkpoints.reader.manifest.step if checkpoints.reader else 0, took_s
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_place_with_many_checkpoints_may_take_longer_than_a_collective(alone, tmp_path, resume):
+    config = cl.CheckpointConfig(tmp_path)
+    for step in range(1, 6):
+        _saved(alone, config, 32 * "a", step)
+    ranks = tmp_path / "ranks"
+    for step, took_s in run_ranks(_begin_slowly, 2, ranks, SHARED_MEMORY, tmp_path, resume):
+        assert step == (5 if resume == "auto" else 0)
+        assert took_s > 1.5  # The deadline of a collective.
 
 
 @pytest.mark.parametrize("num_deleted", [1, 2])

@@ -56,16 +56,17 @@ class Listing:
     torn: list[str]
 
 
-def listing(storage: Storage) -> Listing:
+def listing(storage: Storage, only: str = "") -> Listing:
     """The folders of a place, ordered by the time of writing, not by step: a run that started again
-    in the same place resumes from its own checkpoints, although their steps are lower."""
+    in the same place resumes from its own checkpoints, although their steps are lower. only: the
+    one folder to look at; empty: all."""
     written: list[tuple[float, str]] = []
     broken: list[str] = []
     unread: list[str] = []
     unlisted: list[str] = []
     torn: list[str] = []
     damaged: set[str] = set()
-    for name in storage.children():
+    for name in [only] if only else storage.children():
         if not _FOLDER.fullmatch(name):
             continue
         try:
@@ -99,7 +100,8 @@ def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection
     seen by the sizes of files, which come with the list of a folder; to read all bytes would make
     each save as slow as a load. corrupted: folders whose bytes are known to be wrong.
     """
-    listed = listing(storage)
+    # Each folder costs several calls of the storage: the others matter only if some are to go.
+    listed = listing(storage, newest if keep is None else "")
     if newest in listed.unread:
         raise OSError(f"{storage.path_of(newest)} cannot be read")
     # Another run that began here may have deleted its data while the manifest was written.
@@ -131,13 +133,25 @@ def remove(storage: Storage, folder: str) -> None:
 def sweep(storage: Storage) -> list[str]:
     """Delete the torn checkpoints and probes that killed runs have left. Returns the folders that
     stay although they are no checkpoints: those that lack only the manifest."""
-    listed = listing(storage)
-    for name in listed.torn:
-        storage.delete(name)
+    unlisted: list[str] = []
     for name in storage.children():
         if name.startswith(PROBE):
             storage.delete(name)
-    return listed.unlisted
+            continue
+        if not _FOLDER.fullmatch(name):
+            continue
+        try:
+            # The names of its files say enough, and a place may have hundreds of manifests.
+            files = storage.children(name)
+        except OSError:  # Nothing is known of this one: it is left to the next run.
+            continue
+        if MANIFEST in files:
+            continue
+        if METADATA in files:
+            unlisted.append(name)
+        else:
+            storage.delete(name)
+    return unlisted
 
 
 def why_unlisted(storage: Storage, folder: str) -> str:
