@@ -409,7 +409,9 @@ class Checkpoints:
             run_id=self.run_id,
             site=_calling_line(),
             call_by=began_at + waited_s + self._group.timeout_s,
-            write=lambda: write_part(storage, folder, rank, step, ranges, contents.leaves),
+            write=lambda: write_part(
+                storage, folder, rank, step, ranges, contents.leaves, contents.places
+            ),
             waited_s=waited_s,
             paused_s=time.monotonic() - began_at - waited_s,
             ended_saves=known.ended_saves,

@@ -196,7 +196,9 @@ def collect_replicated(
         return found
     tensors: list[tuple[Path, torch.Tensor]] = []
     for entry in entries:
-        for path, value in _leaves_of_state((entry.name,), state_of(entry)):
+        leaves = _leaves_of_state((entry.name,), state_of(entry))
+        for place, (path, value) in enumerate(leaves):
+            found.places[path] = place
             if is_dense(value):
                 _check_held(path, value)
                 tensors.append((path, value.detach()))
@@ -247,7 +249,8 @@ def add_leaf(path: Path, value: Any, found: Contents) -> None:
 
 def collect_own(path: Path, state: Any, found: Contents) -> None:
     """Add the whole of a state that only this rank has."""
-    for below, value in _leaves_of_state(path, state):
+    for place, (below, value) in enumerate(_leaves_of_state(path, state)):
+        found.places[below] = place
         add_leaf(below, value, found)
 
 

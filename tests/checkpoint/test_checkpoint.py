@@ -111,6 +111,52 @@ def test_a_rank_reads_the_model_and_its_own_part_of_the_optimizer(ranks_of, tmp_
         assert read == pytest.approx(whole * (1 / 3 + 2 / 3 / 4), rel=0.1)
 
 
+class _Shadow:
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+_SHADOW: dict[str, Any] = {
+    "layer2": torch.full((30,), 2.0),
+    "none": None,
+    "layer10": {"b": torch.full((20,), 10.0), "empty": torch.empty(0, 3), "a": torch.ones(1)},
+    "layer1": torch.full((30,), 1.0),
+    "last": 1.5,
+}
+
+
+def _keep_a_shadow(group: cl.Group, config: cl.CheckpointConfig) -> list[list[str]]:
+    def train(ctx: cl.Context) -> list[list[str]]:
+        shadows = _Shadow(), _Shadow()
+        if ctx.resumed_from is None:
+            for shadow in shadows:
+                shadow.state = {"shadow": _SHADOW, "by": {10: torch.ones(1), 2: torch.ones(1)}}
+        ctx.register("shadow", shadows[0])
+        ctx.register("own", shadows[1], per_rank=True)
+        ctx.save().wait()
+        keys = [one.state["shadow"] for one in shadows]
+        keys += [keys[0]["layer10"], shadows[0].state, shadows[0].state["by"]]
+        return [[*map(str, one)] for one in keys]
+
+    return in_run(group, train, config)
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_a_state_that_is_loaded_has_its_keys_in_the_order_of_the_saved_one(
+    ranks_of, tmp_path, before
+):
+    config = cl.CheckpointConfig(tmp_path)
+    (saved, *_) = ranks_of(before).run(_keep_a_shadow, config)
+    assert saved[0] == list(_SHADOW)
+    assert ranks_of(1).run(_keep_a_shadow, config) == [saved]
+
+
 def test_of_a_range_only_the_pieces_that_it_lies_in_are_read(tmp_path):
     tensor = torch.randn(5, 1_000_003)
     storage = Folder(tmp_path)

@@ -78,12 +78,14 @@ class ManifestEntry:
 
 @dataclass(slots=True)
 class RankManifest:
-    """The entries and files that one rank has written. files: their sizes in bytes."""
+    """The entries and files that one rank has written. files: their sizes in bytes. places: of the
+    entries, as in Contents."""
 
     rank: int
     step: int
     entries: list[ManifestEntry]
     files: dict[str, int]
+    places: list[int]
 
 
 @dataclass(slots=True)
@@ -115,11 +117,14 @@ class Manifest:
 
 
 def merged(parts: Sequence[RankManifest]) -> list[ManifestEntry]:
-    """The entries of all ranks in one list, with items in order. Raises ValueError if ranks
-    disagree on a tensor, or have not written each element once."""
+    """The entries of all ranks in one list, with items in order; those of one object in the order
+    of its state, however many ranks there are. Raises ValueError if ranks disagree on a tensor, or
+    have not written each element once."""
     entries: dict[Path, ManifestEntry] = {}
+    places: dict[Path, int] = {}
     for part in parts:
-        for theirs in part.entries:
+        for place, theirs in zip(part.places, part.entries, strict=True):
+            places.setdefault(theirs.path, place)
             ours = entries.setdefault(
                 theirs.path, ManifestEntry(theirs.path, theirs.dtype, tuple(theirs.shape))
             )
@@ -145,7 +150,11 @@ def merged(parts: Sequence[RankManifest]) -> list[ManifestEntry]:
                 f"{name_of(entry.path)}: elements {at} to {entry.numel} were not written by any "
                 "rank; all ranks must register the same objects"
             )
-    return sorted(entries.values(), key=lambda entry: [str(key) for key in entry.path])
+    # A sharded optimizer's have no place: their order is that of their names.
+    return sorted(
+        entries.values(),
+        key=lambda entry: (entry.path[0], places[entry.path], [str(key) for key in entry.path]),
+    )
 
 
 def name_of(path: Iterable[str | int]) -> str:

@@ -32,7 +32,12 @@ class TensorRange:
 
 @dataclass(slots=True)
 class Contents:
-    """ranges: of tensors. leaves: objects by path, as bytes that torch.load reads."""
+    """ranges: of tensors. leaves: objects by path, as bytes that torch.load reads.
+
+    places: of paths, the number of the tensor or object among all of its state, including those
+        that other ranks write. A state that is loaded has its keys in this order.
+    """
 
     ranges: list[TensorRange] = field(default_factory=list)
     leaves: dict[Path, bytes] = field(default_factory=dict)
+    places: dict[Path, int] = field(default_factory=dict)

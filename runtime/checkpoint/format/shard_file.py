@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import IO, Any
 
 import torch
@@ -44,8 +45,10 @@ def write_part(
     step: int,
     ranges: list[TensorRange],
     leaves: dict[Path, bytes],
+    places: Mapping[Path, int] = {},
 ) -> RankManifest:
-    """Write all to one file. ranges: each in one buffer, which must not change meanwhile."""
+    """Write all to one file. ranges: each in one buffer, which must not change meanwhile. places:
+    as in Contents."""
     file_name = f"rank-{rank}.distcp"
     entries: list[ManifestEntry] = []
     with storage.create(within(folder, file_name)) as opened:
@@ -77,4 +80,5 @@ def write_part(
         for path, data in leaves.items():
             entries.append(ManifestEntry(path, None, (), [item(data)]))
         size = file.position
-    return RankManifest(rank, step, entries, {file_name: size})
+    of_entries = [places.get(entry.path, 0) for entry in entries]
+    return RankManifest(rank, step, entries, {file_name: size}, of_entries)
