@@ -83,7 +83,9 @@ class Buffers:
         on_host: also on a GPU, return when it is known that they have come.
         Returns whether any were sent.
         """
-        buffers = list(self._module.buffers())
+        # As torch writes them: without a new version, for which a second backward pass would refuse
+        # a graph that reads them.
+        buffers = [buffer.data for buffer in self._module.buffers()]
         work: Work | None = None
         before: list[torch.Tensor] = []
         if self.travel and buffers and root is not None:

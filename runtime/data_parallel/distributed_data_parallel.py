@@ -531,8 +531,13 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         # this rank's statistics in the backward pass, or for their announcement in a Join.
         has_others = bool(self._sync_norms) or (join is not None and join.is_following)
         # One pass may reduce two models, which a rank without data does one after the other: their
-        # buckets must not come in turn.
-        is_one_of_several = join is not None and join.has_several_models
+        # buckets must not come in turn. Nor anywhere else: where a rank leaves out a parameter, a
+        # bucket is complete later, so the turns of the ranks would differ.
+        is_one_of_several = any(
+            engine.reducer.has_pass
+            for engine in between_runs().models_of(self.group)
+            if engine.reducer is not self._reducer
+        ) or (join is not None and join.has_several_models)
         is_late = is_one_of_several or (has_others and self.group.waits_on_issue)
         return Pass.SENDING_AT_END if is_late else Pass.SENDING
 

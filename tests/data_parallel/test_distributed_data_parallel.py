@@ -216,6 +216,65 @@ def test_sparse_gradients_are_refused(ranks_of):
     assert "torch's DistributedDataParallel on Chorusline's groups" in told
 
 
+class Layers(torch.nn.Module):
+    """skip: layers that a pass leaves out."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4).double() for _ in range(4))
+
+    def forward(self, x, skip=()):
+        for number, layer in enumerate(self.layers):
+            if number not in skip:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def loss_of_two(rank, one, other):
+    torch.manual_seed(rank)
+    x = torch.randn(3, 4).double()
+    return one(x).square().sum() + other(x, skip=(3,) if rank == 1 else ()).square().sum()
+
+
+def two_models_in_a_pass(group):
+    """On rank 1 the last layer of one of them, whose bucket would go first, gets no gradient."""
+    models = [
+        cl.DistributedDataParallel(Layers(seed), group, bucket_cap_mb=1e-4) for seed in (1, 2)
+    ]
+    for _ in range(2):
+        for model in models:
+            model.zero_grad()
+        loss_of_two(group.rank, *models).backward()
+    return [p.grad.clone() for model in models for p in model.parameters()]
+
+
+def test_two_models_of_one_pass_get_their_own_gradients_where_a_rank_uses_not_all(ranks_of):
+    modules = [Layers(seed) for seed in (1, 2)]
+    for rank in range(2):
+        (loss_of_two(rank, *modules) / 2).backward()
+    expected = [p.grad for module in modules for p in module.parameters()]
+    for found in ranks_of(2).run(two_models_in_a_pass):
+        assert largest_difference(found, expected) < 1e-14
+
+
+def two_passes_over_a_buffer(group):
+    module = torch.nn.BatchNorm1d(3).double()
+    model = cl.DistributedDataParallel(module, group)
+    torch.manual_seed(group.rank)
+    losses = [model(torch.randn(4, 3).double()).square().sum() for _ in range(2)]
+    model.eval()
+    losses.append(model(torch.randn(4, 3).double()).square().sum())
+    for loss in losses:
+        loss.backward()
+    return [*model.buffers(), *(p.grad for p in model.parameters())]
+
+
+def test_graphs_that_read_buffers_outlive_the_backward_pass_before(ranks_of):
+    first, second = ranks_of(2).run(two_passes_over_a_buffer)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
 def join_as_in_torch(group):
     model = cl.DistributedDataParallel(make_model(torch.float64), group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -85,6 +85,7 @@ WAITS: dict[tuple[str, str], Callable[[cl.Group], object] | str] = {
     ("collectives/objects/blocking.py", "gather_bytes"): "between CPUs only",
     ("collectives/objects/blocking.py", "scatter_bytes"): "between CPUs only",
     ("collectives/objects/messages.py", "step"): "asks is_completed() before it reads",
+    ("collectives/objects/messages.py", "script"): "before the header is read",
     ("collectives/operations/composed_work.py", "_block_host"): "hands on a wait on the host",
     ("collectives/operations/host_reads.py", "tolist"): step_and_gather_state,
     ("runtime/commands/bench.py", "_row"): measure,
@@ -117,6 +118,12 @@ WAITS: dict[tuple[str, str], Callable[[cl.Group], object] | str] = {
         "gather",
     ): "what the program reads behind a recovery",
     ("runtime/zero/shards/shard_state.py", "exchange"): "before state is taken for received",
+    (
+        "runtime/zero/shards/parameter_shard.py",
+        "parameters_of",
+    ): "before parameters are taken for received",
+    ("runtime/zero/shards/parameter_bucket.py", "send_own"): "what it receives is not used",
+    ("runtime/zero/zero_redundancy_optimizer.py", "switch"): "a barrier",
     ("actors/worker/worker.py", "_meet"): "a barrier",
     ("actors/worker/current_run.py", "meet_again"): "a barrier",
 }
