@@ -281,9 +281,11 @@ class Messages(DrivenQueue):
         return work
 
     def _run_what_can(self) -> None:
-        with self.lock:
-            self._advance()
-        self._call_back()
+        try:
+            with self.lock:
+                self._advance()
+        finally:  # Also after an exception, which has ended all works.
+            self._call_back()
 
     def _drive(self, until: DrivenWork | None) -> None:
         segment = self.segment

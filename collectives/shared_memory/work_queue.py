@@ -179,6 +179,10 @@ class DrivenQueue(ABC):
     def is_interrupted(self) -> bool:
         """Whether a signal handler asks, which has interrupted its thread while that held the lock:
         waiting for the lock there would never end. No thread holds it for long."""
+        # Handlers run in the main thread. Elsewhere the lock may be held for longer, by a thread
+        # that copies a large message.
+        if threading.current_thread() is not threading.main_thread():
+            return False
         taken = self.lock.acquire(timeout=_HELD_S)
         if taken:
             self.lock.release()

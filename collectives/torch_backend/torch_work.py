@@ -172,6 +172,8 @@ class TorchWork(_TorchWork):
             return
         while not future.done():
             with self._finishing:
+                if future.done():  # By the thread that has cleared the flag.
+                    return
                 is_first, self._is_completing = not self._is_completing, True
             if not is_first:  # Another thread does it now.
                 time.sleep(_LOOK_S)

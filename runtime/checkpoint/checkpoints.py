@@ -127,7 +127,7 @@ class Checkpoints:
             unlisted = swept(storage) if self._group.rank == 0 else []
             # The others wait for rank 0, as long as a save may take: a place may have hundreds of
             # folders, and a collective's deadline is for ranks that hang.
-            broadcast_object(self._group, None, timeout_s=config.deadline_s)
+            broadcast_object(self._group, None, timeout_s=self._look_s(self._group))
         own = self._own(self._group, config.resume) if self.goes_back else ""
         if own or config.resume != NEVER:
             is_own_place = own or config.resume == AUTO
@@ -139,7 +139,7 @@ class Checkpoints:
                 weights_only=config.weights_only,
                 check=self._check_progress,
                 run=own,
-                timeout_s=config.deadline_s,
+                timeout_s=self._look_s(self._group),
             )
             # Those of another place are not this run's to delete.
             if source.path == storage.path:
@@ -166,6 +166,11 @@ class Checkpoints:
         """What the folders of the run's checkpoints have in common (catalog.folder_name)."""
         return self.run_id[:8]
 
+    def _look_s(self, group: Group) -> float:
+        """Seconds that a rank may take to look through a place. A save may have less than that."""
+        assert self.config is not None
+        return max(self.config.deadline_s, group.timeout_s)
+
     def _own(self, group: Group, resume: str | FilePath) -> str:
         """The mark of the checkpoints that the run itself has written, if it may go back to no
         others and there are any; else empty. All ranks of `group` call it.
@@ -173,7 +178,7 @@ class Checkpoints:
         resume: with what the run began. With AUTO it may go back to those of other runs."""
         if resume == AUTO or self._storage is None or self.config is None:
             return ""
-        limit_s = self.config.deadline_s
+        limit_s = self._look_s(group)
         found, _ = candidates_on_all(self._storage, group, self._mark, timeout_s=limit_s)
         return self._mark if found else ""
 
@@ -188,7 +193,7 @@ class Checkpoints:
         if resume == NEVER:
             return False
         source = self._storage if resume == AUTO else open_storage(resume)
-        return bool(candidates_on_all(source, group, timeout_s=self.config.deadline_s)[0])
+        return bool(candidates_on_all(source, group, timeout_s=self._look_s(group))[0])
 
     def change_group(self, group: Group) -> None:
         """Continue in another generation. A save in flight is dropped without an error, unless

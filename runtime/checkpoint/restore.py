@@ -151,10 +151,21 @@ def _check_kind(
     # A user's own optimizer may save something else, or convert what an earlier version has saved.
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return
-    users = [c for c in type(optimizer).__mro__ if not c.__module__.startswith(_LIBRARIES)]
+    # As may a hook, in torch's own way.
+    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):
+        return
+    of = type(optimizer)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        of = optimizer_engine_of(optimizer).shard.optimizer_class
+    users = [c for c in of.__mro__ if not c.__module__.startswith(_LIBRARIES)]
     if any(method in vars(c) for c in users for method in ("__setstate__", "load_state_dict")):
         return
-    saved = [key for group in groups for key in group if key not in _OF_NO_KIND]
+    # A key of one group alone is the user's own.
+    saved = [
+        key
+        for key in (groups[0] if groups else ())
+        if key not in _OF_NO_KIND and all(key in group for group in groups)
+    ]
     here = {key for group in optimizer.param_groups for key in group} | _OF_NO_KIND
     theirs = [str(key) for key in dict.fromkeys(saved) if key not in here]
     # A wrapper may have none.

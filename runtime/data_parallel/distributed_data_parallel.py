@@ -534,7 +534,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         # buckets must not come in turn. Nor anywhere else: where a rank leaves out a parameter, a
         # bucket is complete later, so the turns of the ranks would differ.
         is_one_of_several = any(
-            engine.reducer.has_pass
+            engine.reducer.may_send
             for engine in between_runs().models_of(self.group)
             if engine.reducer is not self._reducer
         ) or (join is not None and join.has_several_models)

@@ -182,7 +182,8 @@ class FunctionCall:
     def register(self, name: str, stateful: Stateful, *, per_rank: bool, required: bool) -> None:
         """As `Context.register`."""
         entry = self.registry.add(name, stateful, per_rank=per_rank)
-        if is_plain(stateful) and not self._notes_steps:
+        # Those of one rank may step when the others' do not.
+        if is_plain(stateful) and not per_rank and not self._notes_steps:
             self._note_steps()
         is_loaded = False
         # First what this run has kept, then what is in a checkpoint.
@@ -208,6 +209,7 @@ class FunctionCall:
             if call is not None and any(
                 is_plain(entry.object) and _first_of(entry.object) is _first_of(optimizer)
                 for entry in call.registry
+                if not entry.per_rank
             ):
                 call._has_stepped = True
 

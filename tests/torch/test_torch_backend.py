@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -385,6 +386,31 @@ def wait_beside_a_receive(rank, size, way):
 @pytest.mark.parametrize("way", ["future", "profiler"])
 def test_a_receive_that_is_still_to_come_holds_up_no_wait_for_a_later_work(ranks_of, way):
     on(ranks_of, 2, wait_beside_a_receive, way)
+
+
+def completed_meanwhile(rank, size):
+    """Another thread completes the future between two questions of this one."""
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    future = work.get_future()
+    work._inner.wait()
+    asked = []
+
+    def done():
+        asked.append(None)
+        if len(asked) == 1:
+            other = threading.Thread(target=work._complete, args=(None,))
+            other.start()
+            other.join()
+            return False
+        return torch.futures.Future.done(future)
+
+    future.done = done
+    work._complete(None)
+    assert future.wait()[0].item() == size
+
+
+def test_a_future_is_completed_once_by_two_threads(ranks_of):
+    on(ranks_of, 1, completed_meanwhile)
 
 
 def wait_in_a_callback_of_torchs(rank, size):

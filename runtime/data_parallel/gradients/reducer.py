@@ -217,6 +217,11 @@ class Reducer:
         """Whether a backward pass has begun, and not ended."""
         return self._pass is not Pass.NONE
 
+    @property
+    def may_send(self) -> bool:
+        """Whether a backward pass is under way that may send gradients."""
+        return self._pass not in (Pass.NONE, Pass.QUIET)
+
     def why_no_step(self, optimizer: str) -> str:
         """Says that gradients are not yet those of a step; empty if they may be. optimizer: the
         name of its class, in a program that has called its `step()`."""

@@ -270,7 +270,7 @@ class Carrying:
             self.device = torch.device("meta")
         return SimpleNamespace(wait_on_host=lambda: None)
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+    def broadcast(self, tensor: torch.Tensor, root: int, **_: Any) -> Any:
         length = len(self.payload)
         is_length = tensor.numel() == 1
         tensor.copy_(torch.tensor([length]) if is_length else words_of(self.payload, length))
