@@ -20,10 +20,11 @@ from tests import ROOT
 with contextlib.suppress(ModuleNotFoundError):
     from hypothesis import HealthCheck, settings
 
-    # The fixtures of drawn examples, such as ranks that stand, are the same for all of them.
+    # The fixtures of drawn examples, such as ranks that stand, are the same for all of them. A slow
+    # or busy machine is no fault of a test.
     of_both: dict[str, Any] = {
         "deadline": None,
-        "suppress_health_check": [HealthCheck.function_scoped_fixture],
+        "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     }
     # The ordinary suite draws the same few examples each time; `make test-slow` draws many others.
     settings.register_profile("few", max_examples=10, derandomize=True, database=None, **of_both)
