@@ -59,12 +59,10 @@ def reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceO
 
 def _average_of_int64(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Truncated towards zero, as the division of a sum that does not overflow."""
-    size = len(parts)
+    size, zero = len(parts), torch.zeros_like(parts[0])
     # Of each part, floor(part / size) and what is left: sums of these do not overflow.
-    whole = sum(
-        (part.div(size, rounding_mode="floor") for part in parts), torch.zeros_like(parts[0])
-    )
-    left = sum((part.remainder(size) for part in parts), torch.zeros_like(parts[0]))
+    whole = sum((part.div(size, rounding_mode="floor") for part in parts), zero)
+    left = sum((part.remainder(size) for part in parts), zero)
     whole, left = whole + left.div(size, rounding_mode="floor"), left.remainder(size)
     # Of a negative number the floor lies below.
     return whole + ((whole < 0) & (left > 0)).to(torch.int64)

@@ -312,9 +312,7 @@ class SettledWork(Work):
                 callback()
             # The others may be what tasks sleep on, and the thread is needed for other works.
             except Exception as error:
-                frames, thread = error.__traceback__, threading.current_thread()
-                details = threading.ExceptHookArgs((type(error), error, frames, thread))
-                threading.excepthook(details)
+                report_uncaught(error)
 
     def is_completed(self) -> bool:
         if not self.done:
@@ -335,6 +333,12 @@ class SettledWork(Work):
         """The last line of `_block` in subclasses."""
         if self.failure is not None:
             raise fresh_copy(self.failure)
+
+
+def report_uncaught(error: BaseException) -> None:
+    """Hand an error of a callback, which nobody else will raise, to threading.excepthook."""
+    frames, thread = error.__traceback__, threading.current_thread()
+    threading.excepthook(threading.ExceptHookArgs((type(error), error, frames, thread)))
 
 
 def every_cuda_device() -> list[torch.device]:

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..contract.work import report_uncaught
+
 _here = threading.local()
 
 
@@ -189,18 +191,9 @@ class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
                 if result is not None:
                     result.fail(error)
                 else:
-                    _report(error)
+                    report_uncaught(error)
             else:
                 if result is not None:
                     result.set_result(value)
             if result is not None:
                 result.has_its_turn = True
-
-
-def _report(error: BaseException) -> None:
-    """Print an error that no future will raise."""
-    threading.excepthook(
-        threading.ExceptHookArgs(
-            (type(error), error, error.__traceback__, threading.current_thread())
-        )
-    )

@@ -47,6 +47,12 @@ class Processes:
         theirs.close()
         self._started.append((process, ours))
 
+    def start_on_hosts(self, body: Callable[..., Any], port: int, size: int) -> None:
+        """Ranks that share only a port: each has a host of its own, as far as it knows."""
+        url = f"tcp://127.0.0.1:{port}?world_size={size}"
+        for rank in range(size):
+            self.start(body, url, rank, CHORUSLINE_HOST_ID=f"host {rank}")
+
     def results(self) -> list[Any]:
         found = []
         for process, pipe in self._started:
@@ -129,9 +135,7 @@ def through_gloo(url: str, rank: int) -> list[Any]:
 def test_hosts_that_share_only_a_port_meet_for_several_generations(
     processes: Processes, port: int
 ) -> None:
-    for rank in range(2):
-        url = f"tcp://127.0.0.1:{port}?world_size=2"
-        processes.start(through_gloo, url, rank, CHORUSLINE_HOST_ID=f"host {rank}")
+    processes.start_on_hosts(through_gloo, port, 2)
     assert processes.results() == [["gloo", 3.0] * 2] * 2
 
 
@@ -152,9 +156,7 @@ def lose_the_host(url: str, rank: int) -> tuple[str, list[int], str]:
 def test_ranks_whose_store_dies_with_its_host_do_not_blame_themselves(
     processes: Processes, port: int
 ) -> None:
-    for rank in range(3):
-        url = f"tcp://127.0.0.1:{port}?world_size=3"
-        processes.start(lose_the_host, url, rank, CHORUSLINE_HOST_ID=f"host {rank}")
+    processes.start_on_hosts(lose_the_host, port, 3)
     for found, failure in (pipe.recv() for _, pipe in processes._started[1:]):
         assert not failure, failure
         kind, ranks, told = found
