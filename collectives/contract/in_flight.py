@@ -127,20 +127,24 @@ class InFlight(Generic[AnyWork]):
             self.changed.notify_all()
         work.call_back()
 
-    def fail(self, error: CollectiveError) -> bool:
-        """Settle all works with `error` if it is the first one; returns whether it was."""
+    def fail(self, error: CollectiveError) -> None:
+        """Settle all works with `error` if it is the first one, and call them back."""
+        for work in self.settle_all(error) or ():
+            work.call_back()
+
+    def settle_all(self, error: CollectiveError) -> list[AnyWork] | None:
+        """Settle all works with `error` if it is the first one; returns them, or None if it was
+        not. The caller then releases its locks and calls them back."""
         with self.changed:
             if self.failure is not None:
-                return False
+                return None
             self.failure = fresh_copy(error)  # The frames of its traceback keep what they have.
             works = list(self.works)
             self.works.clear()
             for work in works:
                 work.settle(self.failure)
             self.changed.notify_all()
-        for work in works:
-            work.call_back()
-        return True
+        return works
 
     def overdue(self, margin: Callable[[Operation], float]) -> Operation | None:
         """The first operation that should have ended `margin` seconds ago."""

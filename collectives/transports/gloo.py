@@ -47,7 +47,7 @@ from ..diagnosis.late_warning import Lateness
 from ..diagnosis.signature import Signature, mismatch, pair_mismatch
 from ..stores.store import PrefixStore, Store
 from ..stores.torch_store import TorchStore
-from .gloo_messages import GlooMessages
+from .gloo_messages import GlooMessages, GlooMessageWork
 from .interfaces import GLOO_VARIABLE, check_gloo_interfaces
 from .liveness import RollCall, look_s, position_after, position_in
 
@@ -253,12 +253,7 @@ class GlooCommunicator(Communicator):
 
     def abort(self, error: CollectiveError) -> None:
         """End the generation with `error`. Returns at once; a thread informs the other ranks."""
-        with self._tensors:
-            # The first error stands on all ranks, so only that one is published.
-            if self._in_flight.failure is None:
-                # Publish first: a waiter that `_end` frees may exit the process, and this thread.
-                self._roll_call.publish_meanwhile(error)
-            self._end(error)
+        self._end(error, is_new=True)
 
     def turn(self) -> None:
         self._roll_call.turn()
@@ -291,14 +286,22 @@ class GlooCommunicator(Communicator):
         self._in_flight.add(work)
         return work
 
-    def _end(self, error: CollectiveError) -> bool:
-        """Settle all works with `error`; returns whether it is the first error."""
+    def _end(self, error: CollectiveError, is_new: bool = False) -> bool:
+        """Settle all works with `error`; returns whether it is the first error. is_new: the other
+        ranks do not know it yet."""
+        messages: list[GlooMessageWork] | None = None
         with self._tensors:
+            # The first error stands on all ranks, so only that one is published.
+            if is_new and self._in_flight.failure is None:
+                # Publish first: a waiter that is freed may exit the process, and this thread.
+                self._roll_call.publish_meanwhile(error)
             self._over.set()
-            first = self._in_flight.fail(error)
+            works = self._in_flight.settle_all(error)
             if self._messages is not None:
-                self._messages.in_flight.fail(error)
-            return first
+                messages = self._messages.in_flight.settle_all(error)
+        for work in (*(works or ()), *(messages or ())):
+            work.call_back()
+        return works is not None
 
     def _message_failed(self, operation: Operation, error: Exception) -> None:
         """End the generation; called from a thread of the messages."""

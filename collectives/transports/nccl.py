@@ -314,11 +314,12 @@ class NcclCommunicator(Communicator):
                 return
             try:
                 self._enqueue(work, launches)
+                work.is_launched = True
+                return
             # Some ranks may have launched it: none of them could complete it without this one.
             except Exception as error:
-                self.abort(self._broken(f"{work.operation} could not be launched", error))
-            else:
-                work.is_launched = True
+                broken = self._broken(f"{work.operation} could not be launched", error)
+        self.abort(broken)  # Without the lock: it runs callbacks.
 
     def _enqueue(self, work: NcclWork, launches: list[_Launch]) -> None:
         # Launches of zero elements are skipped: they have no address to send from.
@@ -361,9 +362,9 @@ class NcclCommunicator(Communicator):
         error in the store: `error`, or one that another rank wrote before it.
         """
         with self.in_flight.changed:
-            stopped = self.in_flight.in_order()
+            stopped = self.in_flight.settle_all(error)
             # Another error was first, and its thread ends NCCL.
-            if not self.in_flight.fail(error):
+            if stopped is None:
                 return
             telling = self._roll_call.publish_meanwhile(error)
             # A daemon: the abort may hang in NCCL, and must not keep the process alive.
@@ -374,6 +375,8 @@ class NcclCommunicator(Communicator):
                 daemon=True,
             )
             self._ending.start()
+        for work in stopped:
+            work.call_back()
 
     def failure(self) -> CollectiveError | None:
         with self.in_flight.changed:
@@ -404,11 +407,13 @@ class NcclCommunicator(Communicator):
         # 1. Finish
         with torch.cuda.device(self.device):  # The control loop's threads have chosen none.
             self._let_finish()
-        with self.in_flight.changed:
-            left = self.in_flight.in_order()  # Held until NCCL has ended their kernels.
-            first = self.in_flight.fail(GroupClosed("close", self.generation))
+        # Held until NCCL has ended their kernels; None after an error.
+        left = self.in_flight.settle_all(GroupClosed("close", self.generation))
+        for work in left or ():
+            work.call_back()
         # 2. Wait for the others
-        published = first and self._roll_call.tell_closed(self.in_flight.operations_done())
+        closes = left is not None
+        published = closes and self._roll_call.tell_closed(self.in_flight.operations_done())
         gently = published and not left and self._roll_call.all_close(CLOSE_TIMEOUT_S)
         # 3. Destroy or abort
         # The other ranks have to read of it first, or take garbage of stopped kernels for results.

@@ -152,6 +152,40 @@ def test_a_callback_that_raises_is_told_and_holds_up_nothing(
         assert told == [ZeroDivisionError]
 
 
+def abort_with_a_callback(rank: Rank) -> bool:
+    """Whether another thread could use the group while a callback of the aborted work ran."""
+    group = rank.group()
+    over = threading.Event()
+    stuck: list[bool] = []
+
+    def use() -> None:
+        communicator: Any = group._communicator
+        communicator.abort(GroupAborted(0, [0], "once more"))
+        assert isinstance(error_of(lambda: group.barrier().wait()), GroupAborted)
+
+    def call_back() -> None:
+        user = threading.Thread(target=use, daemon=True)
+        user.start()
+        user.join(5)
+        stuck.append(user.is_alive())
+        over.set()
+
+    if rank.rank == 0:
+        work = group.barrier()
+        work.add_done_callback(call_back)
+        group.abort("over")
+        assert over.wait(20)
+        rank.say("over")
+        return stuck == [False]
+    rank.store.wait(["said/over/0"], 60)
+    return True
+
+
+@transports
+def test_a_callback_of_an_aborted_work_holds_no_lock(transport: str, tmp_path: Path) -> None:
+    assert run_ranks(abort_with_a_callback, 2, tmp_path, transport) == [True, True]
+
+
 def await_a_late_rank(rank: Rank) -> tuple[float, int]:
     """CPU seconds and turns of the loop while a peer lets it wait for half a second."""
     group = rank.group()

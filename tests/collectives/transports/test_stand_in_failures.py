@@ -30,6 +30,7 @@ from chorusline.collectives.torch_backend.torch_work import TorchWork
 from chorusline.runtime.process.agreement import Vote, check_votes, vote_numel
 from chorusline.runtime.process.leftovers import LeftoverVote
 from chorusline.runtime.zero.ballot import Ballot, ShardedVote
+from tests.collectives.contract.test_work import abort_with_a_callback
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
@@ -222,6 +223,12 @@ def test_nobody_waits_behind_an_abort_of_nccl() -> None:
     with StandInRanks(2) as ranks:
         took_s = ranks.run(issue_after_abort)
     assert max(took_s) < 4
+
+
+@needs_stand_in
+def test_a_callback_of_an_aborted_work_of_nccl_holds_no_lock() -> None:
+    with StandInRanks(2) as ranks:
+        assert ranks.run(abort_with_a_callback) == [True, True]
 
 
 def abort_two_launches(rank: Rank) -> float:
