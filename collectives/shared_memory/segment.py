@@ -84,6 +84,9 @@ _SPINS_OVERCOMMITTED = 50  # more ranks than cores: another rank needs the core 
 _SPIN_S = 0.0003
 _SLICES_S = (0.002, 0.005, 0.02)
 
+Overdue = Callable[[], tuple[str, float] | None]
+"""The name of what should have ended by now, and its timeout in seconds; None if nothing should."""
+
 
 class SharedSegment:
     """This rank's view of the memory that it shares with the other ranks of its host.
@@ -136,7 +139,6 @@ class SharedSegment:
         # The lane and the messages check for dead ranks in different threads, and a poll object
         # serves one thread at a time.
         self._polling = threading.Lock()
-        self._meet_timeout_s = 0.0
         self._look: Callable[[], None] | None = None  # None: nothing else to look at
         self._turns = 1
         self._lateness = Lateness(rank, self.size)
@@ -244,11 +246,10 @@ class SharedSegment:
             fence()
         return True
 
-    def wait(self, tick: int, operation: Operation | str, give_up_at: float, spin: bool) -> None:
+    def wait(self, tick: int, operation: Operation | str, overdue: Overdue, spin: bool) -> None:
         """Return when all ranks have published `tick`. spin: yield the core first, then sleep.
 
-        give_up_at: time.monotonic() in seconds. Raises the error that ends the generation, which
-        all ranks raise.
+        Raises the error that ends the generation, which all ranks raise.
         """
         words = self._words
         spins = self.spins if spin else 1
@@ -262,13 +263,13 @@ class SharedSegment:
                 if words[at] >= tick or time.monotonic() > spin_until:
                     break
             if words[at] < tick:
-                self._sleep(peer, at, tick, operation, give_up_at)
+                self._sleep(peer, at, tick, operation, overdue)
         # What a peer wrote before its tick must not be read before the tick.
         if WEAKLY_ORDERED:
             fence()
 
     def _sleep(
-        self, peer: int, at: int, tick: int, operation: Operation | str, give_up_at: float
+        self, peer: int, at: int, tick: int, operation: Operation | str, overdue: Overdue
     ) -> None:
         words = self._words
         address = self._tick_addresses[peer]
@@ -289,7 +290,7 @@ class SharedSegment:
                 sleep_on(address, seen, slice_s)
                 if words[at] >= tick:
                     return
-                late = self._check(tick, operation, give_up_at)
+                late = self._check(tick, operation, overdue)
                 # A warning long before the deadline: a person can look at the late rank while it
                 # hangs.
                 if self._lateness.is_due(operation):
@@ -308,7 +309,7 @@ class SharedSegment:
     def _wake(self, rank: int) -> None:
         wake(self._tick_addresses[rank])
 
-    def _check(self, tick: int, operation: Operation | str, give_up_at: float) -> list[int]:
+    def _check(self, tick: int, operation: Operation | str, overdue: Overdue) -> list[int]:
         """The late ranks. Raises if a late rank is gone, or the generation or the time is over."""
         # The error that stands comes first. All ranks raise that one, whatever this rank finds.
         self.raise_failure()
@@ -337,18 +338,15 @@ class SharedSegment:
         if resting:
             raise self.abort(waits_for_resting(operation, self.generation, resting))
         # The deadline comes last: a death explains more than a timeout.
-        now = time.monotonic()
-        if now >= give_up_at:
-            timeout_s = self._meet_timeout_s
-            if isinstance(operation, Operation):
-                timeout_s = operation.timeout_s
+        if (found := overdue()) is not None:
+            name, timeout_s = found
             # A late rank may itself wait for another one, in a message or a subgroup: the end of
             # such a chain is to blame.
             waits_for = self.waits.of_all(timeout_s)
             here = [rank for rank in range(self.size) if rank not in late]
             raise self.abort(
                 CollectiveTimeout(
-                    str(operation),
+                    name,
                     self.generation,
                     to_blame(late, waits_for, here),
                     timeout_s,
@@ -517,12 +515,16 @@ class SharedSegment:
         look: called while this rank waits; raises if the rendezvous is over. Another rank may have
             been told to leave it before it could map the segment, and nothing here shows that.
         """
-        self._meet_timeout_s = timeout_s
+        give_up_at = time.monotonic() + timeout_s
+
+        def overdue() -> tuple[str, float] | None:
+            return None if time.monotonic() < give_up_at else ("rendezvous", timeout_s)
+
         self._words[self._block + STATE] = _OPEN
         self.publish(1)
         self._look = look
         try:
-            self.wait(1, "rendezvous", time.monotonic() + timeout_s, spin=True)
+            self.wait(1, "rendezvous", overdue, spin=True)
         except CollectiveError as error:
             # Ranks that come later must not wait for this one: they find the error at once.
             raise self.abort(error) from None

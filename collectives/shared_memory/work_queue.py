@@ -24,6 +24,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Generator
@@ -519,13 +520,20 @@ class Lane(DrivenQueue):
             # No wait follows, in which the end of the generation would be noticed.
             self.segment.raise_failure()
             return False
-        operation = work.operation
-        give_up_at = operation.issued_at + operation.timeout_s
-        self.segment.wait(work.awaited_tick, operation, give_up_at, spin)
+        self.segment.wait(work.awaited_tick, work.operation, self._overdue, spin)
         # A signal handler has closed the group in this thread meanwhile.
         if work.done and work.failure is not None:
             raise fresh_copy(work.failure)
         return True
+
+    def _overdue(self) -> tuple[str, float] | None:
+        # Of all: one that was issued later may have less time.
+        now = time.monotonic()
+        with self.lock:
+            for operation in (work.operation for work in self._queue):
+                if now >= operation.issued_at + operation.timeout_s:
+                    return str(operation), operation.timeout_s
+        return None
 
     # --------------------------------------------------------------------------------------------
 

@@ -186,6 +186,30 @@ def test_a_callback_of_an_aborted_work_holds_no_lock(transport: str, tmp_path: P
     assert run_ranks(abort_with_a_callback, 2, tmp_path, transport) == [True, True]
 
 
+def issue_with_less_time(rank: Rank) -> str:
+    with rank.group(timeout_s=60) as group:
+        group.barrier().wait()
+        if rank.rank == 1:
+            rank.store.wait(["said/raised/0"], 50)
+            return ""
+        works = [group.all_reduce(torch.ones(3)), group.barrier(timeout_s=1)]
+        began_at = time.monotonic()
+        errors = [error_of(work.wait, CollectiveTimeout) for work in works]
+        took_s = time.monotonic() - began_at
+        rank.say("raised")
+        assert took_s < 20
+        assert [error.ranks for error in errors] == [[1], [1]]
+        return str(errors[0])
+
+
+@transports
+def test_a_deadline_counts_while_an_operation_waits_for_one_with_more_time(
+    transport: str, tmp_path: Path
+) -> None:
+    told, _ = run_ranks(issue_with_less_time, 2, tmp_path, transport)
+    assert "barrier #2 in generation 0: rank 1 did not arrive within 1 s" in told
+
+
 def await_a_late_rank(rank: Rank) -> tuple[float, int]:
     """CPU seconds and turns of the loop while a peer lets it wait for half a second."""
     group = rank.group()
