@@ -21,11 +21,12 @@ from ..contract.operation import Kind, Operation, ReduceOp
 from ..contract.work import Work
 from ..diagnosis.signature import pair_mismatch
 from .compiled import Task
+from .end_record import apart
 from .in_place import IN_PLACE_BYTES, InPlace, Sharing
 from .messages import Messages
 from .segment import SharedSegment
 from .symmetric_memory import empty_symmetric
-from .work_queue import Body, Lane, LaneWork, apart
+from .work_queue import Body, Lane, LaneWork
 
 SLOT_BYTES = 2 << 20
 """Each rank has two slots of this size. Pages that no operation has touched take no memory."""

@@ -6,12 +6,18 @@ import fcntl
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from ..contract.errors import CollectiveError, error_from_json, error_to_json
 from .futex import WEAKLY_ORDERED, fence
 from .layout import ABORT_WORD, RECORD_BYTES
 
 _LOCK_S = 1.0  # the longest wait for a lock that is held for microseconds
+
+
+def apart(task: Callable[[], None]) -> None:
+    """Run `task` in a thread of its own, which can wait until this one has left a lock."""
+    threading.Thread(target=task, name="chorusline-after-a-signal", daemon=True).start()
 
 
 class EndRecord:
@@ -26,7 +32,8 @@ class EndRecord:
         self._words = words
         self._at = at
         self._descriptor = descriptor
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_writing = False
 
     def read(self) -> CollectiveError:
         """The error, once the abort word is set."""
@@ -37,12 +44,14 @@ class EndRecord:
         return error_from_json(bytes(self._memory[at + 8 : at + 8 + length]).decode())
 
     def write(self, error: CollectiveError) -> bool:
-        """Write `error` unless there is a record already. Returns False after `close`."""
+        """Write `error` unless there is a record already. Returns False after `close`, and in a
+        signal handler that has interrupted a write: the record has that one's error."""
         with self._lock:
-            if self._descriptor < 0:
+            if self._descriptor < 0 or self._is_writing:
                 return False
-            self._exclude_others()
+            self._is_writing = True
             try:
+                self._exclude_others()
                 if not self._words[ABORT_WORD]:
                     record = fitting_record(error)
                     at = self._at
@@ -53,10 +62,15 @@ class EndRecord:
                     self._words[ABORT_WORD] = 1
             finally:
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+                self._is_writing = False
         return True
 
     def close(self) -> None:
         with self._lock:
+            # A signal handler has interrupted a write, which needs the file.
+            if self._is_writing:
+                apart(self.close)
+                return
             if self._descriptor >= 0:
                 os.close(self._descriptor)
             self._descriptor = -1

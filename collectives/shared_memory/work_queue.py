@@ -41,6 +41,7 @@ from ..contract.modes import outside_modes
 from ..contract.operation import STARTED, Operation
 from ..contract.work import SettledWork
 from .compiled import ABORTED, DONE, Task, compiled
+from .end_record import apart
 from .segment import SharedSegment
 from .wake_timer import WakeTimer
 
@@ -53,11 +54,6 @@ FIRST_TICK = 2  # SharedSegment.meet used 1
 
 Body = Generator[int, bool, None]
 """It is sent whether this thread may spin, which only a body in C needs to know."""
-
-
-def apart(task: Callable[[], None]) -> None:
-    """Run `task` in a thread of its own, which can wait until this one has left a lock."""
-    threading.Thread(target=task, name="chorusline-after-a-signal", daemon=True).start()
 
 
 class DrivenWork(SettledWork):

@@ -343,6 +343,33 @@ def test_a_signal_handler_may_end_a_group_within_an_operation(
         ranks.results(timeout_s=40)
 
 
+def end_within_an_abort(rank: Rank, ends: str) -> None:
+    group = rank.group()
+    communicator: Any = group._communicator
+    record = communicator._segment._record
+    end = group.close if ends == "close" else lambda: group.abort("preempted")
+    signal.signal(signal.SIGUSR1, lambda *_: end())
+    exclude_others = record._exclude_others
+
+    def interrupted() -> None:
+        exclude_others()
+        signal.raise_signal(signal.SIGUSR1)
+
+    record._exclude_others = interrupted
+    group.abort("over")
+    group.close()
+    give_up_at = time.monotonic() + 20
+    while record._descriptor >= 0 and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    assert record._descriptor < 0
+
+
+@pytest.mark.parametrize("ends", ["abort", "close"])
+def test_a_signal_handler_may_end_a_group_within_an_abort(ends: str, tmp_path: Path) -> None:
+    with Ranks(end_within_an_abort, 1, tmp_path, SHARED_MEMORY, ends) as ranks:
+        ranks.results(timeout_s=40)
+
+
 def fork_in_flight(rank: Rank) -> list[str]:
     group = rank.group()
     told: list[str] = []
