@@ -277,7 +277,7 @@ class Messages(DrivenQueue):
         self._run_what_can()
         # A thread that drives leaves what it has not done to the background thread, once that runs.
         if not work.done and not (self._driven and self._wake_up is not None):
-            self.call_background()
+            self._watch_over(work)
         return work
 
     def _run_what_can(self) -> None:

@@ -162,6 +162,15 @@ class DrivenQueue(ABC):
             self._called = True
             self._set_timer(self._wake_up, delay_s)
 
+    def _watch_over(self, work: DrivenWork, delay_s: float = WAKE_DELAY_S) -> None:
+        """`call_background` for a new work, which its caller gets only if this returns."""
+        try:
+            self.call_background(delay_s)
+        # Short of threads or files. Other ranks may have its data already, and take part in it.
+        except BaseException as error:
+            self.abort(self._interrupted(work.operation, error))
+            raise
+
     def abort(self, error: CollectiveError) -> None:
         """End the generation on all ranks, and every work of this queue."""
         self.end(self.segment.abort(error))
@@ -366,7 +375,7 @@ class Lane(DrivenQueue):
             self._run_what_can(work)
         # A work that has published its last tick delays no rank; a waiter may drive it later.
         if not work.done and not work.has_said_all():
-            self.call_background(WAKE_DELAY_S if work.num_ticks else _UNSURE_DELAY_S)
+            self._watch_over(work, WAKE_DELAY_S if work.num_ticks else _UNSURE_DELAY_S)
 
     def _run_alone(self, work: LaneWork) -> bool:
         """As `_run_what_can(work)` for little data in C, with the lock taken once; False, and

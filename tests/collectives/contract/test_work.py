@@ -436,3 +436,34 @@ def test_a_background_thread_that_could_not_start_is_started_later(
             patched.setattr(threading.Thread, "start", refuse)
             with pytest.raises(RuntimeError, match="new thread"):
                 communicator._messages.call_background()
+
+
+def issue_short_of_threads(rank: Rank, of_messages: bool) -> str:
+    """No other rank may take this operation for the next one."""
+    group = rank.group(timeout_s=10)
+    group.barrier().wait()
+    if rank.rank == 1:
+        rank.store.wait(["said/refused/0"], 30)
+        return str(error_of(lambda: group.all_reduce(torch.ones(1 << 22)).wait()))
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            if of_messages:
+                group.recv(torch.zeros(3), 1)
+            else:
+                group.all_reduce(torch.ones(1 << 22))
+    rank.say("refused")
+    return str(error_of(lambda: group.barrier().wait()))
+
+
+@pytest.mark.parametrize("of_messages", [False, True], ids=["collectives", "messages"])
+def test_an_operation_that_was_refused_for_lack_of_threads_is_not_left_in_the_queue(
+    of_messages: bool, tmp_path: Path
+) -> None:
+    for told in run_ranks(issue_short_of_threads, 2, tmp_path, SHARED_MEMORY, of_messages):
+        assert "aborted by rank 0: RuntimeError during" in told
+        assert "can't start new thread" in told
