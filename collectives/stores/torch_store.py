@@ -133,7 +133,8 @@ class StoreFromTorch(Store):
     a clone, which other users of `torch_store` do not block. It polls, because torch's waits cannot
     be interrupted, know only whole seconds (FileStore), and block other threads (TCPStore). A
     stopped server would block its clients forever, so a separate thread makes every call: no
-    answer for 10 s, or a broken connection, raises StoreLost.
+    answer for 10 s, or a broken connection, raises StoreLost. After the late answer of a server
+    that had paused, calls succeed again.
     """
 
     def __init__(self, torch_store: Any, server: Any = None) -> None:
@@ -148,6 +149,7 @@ class StoreFromTorch(Store):
         self._caller = Caller()
         self._appending = threading.Lock()
         self._lost: StoreLost | None = None  # None: while the server answers
+        self._unanswered: Future[Any] | None = None  # None: no call is without an answer
         self._clone: Any = self._call("clone", self.torch_store.clone)
 
     def set(self, key: Data, value: Data) -> None:
@@ -213,13 +215,16 @@ class StoreFromTorch(Store):
         self._call("multi_set", self._clone.multi_set, names, contents)
 
     def _call(self, operation: str, function: Callable[..., T], *arguments: object) -> T:
-        # Its thread may be stuck in that call: what follows would wait for it.
         if self._lost is not None:
-            raise StoreLost(operation, self._lost.detail)
+            # The thread is stuck in that call: what follows would wait for it.
+            if self._unanswered is None or not self._unanswered.done():
+                raise StoreLost(operation, self._lost.detail)
+            self._lost = self._unanswered = None  # The server's host had only paused.
         kind = type(self.torch_store).__name__
         try:
             return self._caller.call(_ANSWER_S, function, *arguments)
-        except CallTimedOut:
+        except CallTimedOut as error:
+            self._unanswered = error.answer
             detail = f"torch's {kind} did not answer within {_ANSWER_S:g} s"
         except dist.DistNetworkError as error:
             reason = str(error).splitlines()[0]
@@ -236,7 +241,11 @@ def _seconds(torch_store: Any) -> float:
 
 
 class CallTimedOut(Exception):
-    """A call of a Caller did not end in time, and may never end."""
+    """A call of a Caller did not end in time, and may never end. answer: done if it does."""
+
+    def __init__(self, answer: Future[Any]) -> None:
+        super().__init__()
+        self.answer = answer
 
 
 class Caller:
@@ -264,7 +273,7 @@ class Caller:
             # The function itself has raised it.
             if answer.done():
                 raise
-            raise CallTimedOut from None
+            raise CallTimedOut(answer) from None
 
 
 _Call = tuple[Future[Any], Callable[..., Any], tuple[object, ...]]

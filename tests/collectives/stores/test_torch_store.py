@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from chorusline.collectives.contract.errors import StoreLost
+from chorusline.collectives.stores import torch_store
 from chorusline.collectives.stores.store import HashStore
 from chorusline.collectives.stores.torch_store import (
     Caller,
@@ -24,7 +25,7 @@ from chorusline.collectives.stores.torch_store import (
     StoreFromTorch,
     TorchStore,
 )
-from tests.harness.ranks import FORKS, Rank, run_ranks
+from tests.harness.ranks import FORKS, Rank, error_of, run_ranks
 from tests.harness.torch_groups import tcp_store
 
 
@@ -111,7 +112,7 @@ def test_a_blocked_user_of_torchs_store_does_not_block_us() -> None:
 def host_a_store(pipe: Connection) -> None:
     store = tcp_store()
     pipe.send(store.port)
-    pipe.recv()
+    time.sleep(60)
 
 
 def start_host() -> tuple[Any, StoreFromTorch]:
@@ -149,6 +150,28 @@ def test_a_host_that_is_stopped_is_a_lost_store_after_ten_seconds() -> None:
     try:
         with pytest.raises(StoreLost, match=r"torch's TCPStore did not answer within 10 s"):
             store.wait(["never"], 1)
+    finally:
+        host.kill()
+
+
+def test_a_host_that_was_stopped_for_a_while_is_reached_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_store, "_ANSWER_S", 0.5)
+    host, store = start_host()
+    try:
+        store.set("key", "1")
+        os.kill(host.pid, signal.SIGSTOP)
+        with pytest.raises(StoreLost, match=r"did not answer within 0\.5 s"):
+            store.wait(["never"], 10)
+        with pytest.raises(StoreLost, match=r"did not answer within 0\.5 s"):
+            store.get("key")
+        os.kill(host.pid, signal.SIGCONT)
+        give_up_at = time.monotonic() + 20
+        while error_of(lambda: store.get("key"), StoreLost) is not None:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.05)
+        assert store.get("key") == b"1"
     finally:
         host.kill()
 
