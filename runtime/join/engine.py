@@ -454,9 +454,10 @@ class JoinEngine:
             self._follow_step()
 
     def _follow_step(self) -> None:
-        if self.last_step_live:  # In the blind step at the end no rank had data: nothing is due.
-            if not self.ledger.pattern.expects_step:
-                return  # The ranks with data run another pass for this step first.
+        # In the blind step at the end no rank had data: nothing is due.
+        # Where the pattern expects no step, the ranks with data run another pass for it first.
+        is_due = self._ends_steps is None or self.ledger.pattern.expects_step
+        if self.last_step_live and is_due:
             self.step_along()
 
     def step_along(self) -> None:

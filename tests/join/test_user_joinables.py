@@ -68,6 +68,32 @@ def test_optimizers_are_stepped_along_beside_joinables_of_the_users_own(ranks_of
         torch.testing.assert_close(momentum, optimizer.state[net.weight]["momentum_buffer"])
 
 
+def called_along(group, lengths, follows):
+    """A function beside a joinable that records no agreement. How often it has run on this rank."""
+    joinable, calls = CountingJoinable(group), []
+    groups = [group.new_group(range(group.size))] if follows else []
+
+    def call():
+        calls.append(1)
+
+    with cl.Join([joinable], step_along=[call], groups=groups, skew_warning=None):
+        for _ in range(lengths[group.rank]):
+            joinable.step()
+            call()
+    for each in groups:
+        each.close()
+    return len(calls)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("lengths", [(1, 4), (0, 2, 1), (3, 3)])
+def test_what_steps_along_with_joinables_of_the_users_own_alone_runs_in_each_step(
+    ranks_of, lengths, follows
+):
+    size = len(lengths)
+    assert ranks_of(size).run(called_along, lengths, follows) == [max(lengths)] * size
+
+
 def warned_of_skew(group, lengths, threshold):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
