@@ -224,15 +224,14 @@ class FullyShardedModel(Joinable):
     def _reduce(self, group: Any, reduction: Callable[[], None], *, contributes: bool) -> None:
         """Reduce the gradients of a parameter group. contributes: this rank has any."""
         assert self._join is not None
-        factor, conductor = group.gradient_divide_factor, self._conductor
+        conductor = self._conductor
         by_live = not self._join.ledger.divide_by_initial_world_size
         with self._own():
-            if by_live and factor is None and conductor.some_rank_is_out:
-                group.gradient_divide_factor = float(conductor.count(contributes))
-            try:
-                reduction()
-            finally:
-                group.gradient_divide_factor = factor
+            if by_live and group.gradient_divide_factor is None and conductor.some_rank_is_out:
+                # FSDP2 divides by the number of all ranks. A divisor of this pass alone would also
+                # be that of the sums which earlier passes have left within the replicas.
+                _scale(group, self.join_group.size / conductor.count(contributes))
+            reduction()
         for one in group.fsdp_params:
             self._note(one.sharded_param)
             # A function in step_along may change gradients, too: then sums say nothing.
@@ -454,6 +453,15 @@ def _has_gradient(one: Any) -> bool:
     if not hasattr(one, "_unsharded_param"):
         return False
     return one.unsharded_accumulated_grad is not None or one.unsharded_param.grad is not None
+
+
+def _scale(group: Any, factor: float) -> None:
+    """Multiply what the coming reduction of a parameter group takes, in the reduction's dtype."""
+    for one in filter(_has_gradient, group.fsdp_params):
+        one.accumulate_unsharded_grad_if_needed()
+        one.to_accumulated_grad_if_needed()
+        accumulated = one.unsharded_accumulated_grad
+        (one.unsharded_param.grad if accumulated is None else accumulated).mul_(factor)
 
 
 def _counter(gradient: Any) -> int:

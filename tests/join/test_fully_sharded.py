@@ -145,6 +145,50 @@ def test_replicas_that_reduce_in_the_last_pass_only_train_as_one_process(ranks_o
             torch.testing.assert_close(one, other, **EXACT)
 
 
+def summed_over_passes(rank, size, dtype, policy):
+    """Two epochs of three passes, of which the second is reduced over the replicas and stepped; the
+    gradients of a pass are `rank + 1`. The weights, which begin with 0."""
+    model = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
+    torch.nn.init.zeros_(model.weight)
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        with cl.Join(
+            [model],
+            step_along=[optimizer],
+            skew_warning=None,
+            divide_by_initial_world_size=False,
+        ):
+            for number in range((1, 3, 3, 3)[rank]):
+                model.set_requires_all_reduce(number == 1)
+                model(torch.full((1, 3), rank + 1.0, dtype=dtype)).sum().backward()
+                if number == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return model.weight.full_tensor().detach().double()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [
+        (torch.float32, MixedPrecisionPolicy()),
+        (torch.float64, MixedPrecisionPolicy()),
+        (torch.float32, MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    ],
+    ids=["float32", "float64", "mixed precision"],
+)
+def test_a_rank_that_runs_out_between_the_passes_of_a_step_is_in_the_sums_it_took(
+    ranks_of, dtype, policy
+):
+    # All ranks take the first pass, and three of them the others. The third one of the first epoch
+    # is part of the second step.
+    first, others = (1 + 2 + 3 + 4) / 4, (2 + 3 + 4) / 3
+    expected = torch.full((2, 3), -(first + others) - (others + first + others)).double()
+    for mine in ranks_of(4).run(with_torch, "chorusline", summed_over_passes, dtype, policy):
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=0)
+
+
 # -- what is refused, and how --------------------------------------------------------------------
 
 
