@@ -22,8 +22,9 @@ ranks agree in a vote of its own, at the beginning of `optimizer.step()`. There 
 the parameters to take over, so a vote that any rank has seen counts for all, as that of a
 ZeroRedundancyOptimizer: the others have their shard of the gradient, and take the step.
 
-Several optimizers that step with one backward pass count as one. If each has a backward pass of its
-own, a loss may come between the two steps: then these samples skip the second step.
+Several optimizers of whole parameters that step with one backward pass count as one. If each has a
+backward pass of its own, a loss may come between the two steps: then these samples skip the second
+step.
 """
 
 from __future__ import annotations
@@ -147,10 +148,19 @@ class PlainSteps:
         self._agreed = None
 
     def watch(self, entry: Registered) -> None:
+        """Raises ValueError for a second optimizer whose parameters are sharded."""
         optimizer = entry.object
         if not is_plain(optimizer):
             return
         sharded = steps_shards(optimizer)
+        first = next((one for one in self._watched if one.is_sharded), None)
+        if sharded and first is not None:
+            raise ValueError(
+                f"optimizers {first.name!r} and {entry.name!r} both step sharded parameters, and "
+                "each counts its steps by itself: a worker that is lost between the two would cost "
+                "the second one its step. Give all these parameters to parameter groups of one "
+                "optimizer"
+            )
         watched = _Watched(
             entry.name, weakref.ref(optimizer), len(optimizer.param_groups), is_sharded=sharded
         )

@@ -7,7 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import chorusline as cl
+from chorusline.runtime.process.registry import Registered
 from chorusline.runtime.recovery.fully_sharded import is_sharded, shard_for, why_not_in_replicas
+from chorusline.runtime.recovery.plain_optimizer_steps import PlainSteps
 from tests.harness.torch_groups import with_torch
 from tests.references.checkpoint_runs import in_run
 
@@ -53,6 +55,29 @@ def test_what_keeps_a_model_from_surviving_is_told(ranks_of, kind, says):
 def test_a_model_in_whole_is_not_sharded():
     model = network()
     assert not is_sharded(model) and not is_sharded(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def two_optimizers(rank, size):
+    model = network()
+    for part in model:
+        fully_shard(part, mesh=init_device_mesh("cpu", (size,)))
+    steps = PlainSteps(lambda cursors, iterations: None)
+    # Those of whole parameters step with the agreement of a backward pass.
+    for number, one in enumerate((model[0], network(), network())):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        steps.watch(Registered(f"optimizer {number}", optimizer, False))
+    second = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with pytest.raises(ValueError) as raised:
+        steps.watch(Registered("second", second, False))
+    steps.begin()  # The function runs again.
+    steps.watch(Registered("second", second, False))
+    return str(raised.value)
+
+
+def test_a_second_optimizer_of_shards_is_refused(ranks_of):
+    for text in ranks_of(2).run(with_torch, "chorusline", two_optimizers):
+        assert text.startswith("optimizers 'optimizer 0' and 'second' both step sharded parameters")
+        assert "parameter groups of one optimizer" in text
 
 
 def test_a_shard_that_is_gone_is_told_with_the_page_on_replicas():
