@@ -15,7 +15,7 @@ from .contract.dtypes import DTYPES
 from .contract.operation import UNEVEN, Kind, ReduceOp
 from .group import Group
 
-_ROOTED = (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER)
+_ROOTED = (Kind.BROADCAST, Kind.SCATTER, Kind.GATHER, Kind.REDUCE)
 
 
 def neutral_element(op: ReduceOp, dtype: torch.dtype) -> complex:
@@ -51,8 +51,9 @@ def why_not_without(kind: Kind, detail: int, absent: Collection[int]) -> str | N
     if kind in (Kind.SEND, Kind.RECV):
         return "a message is known to its two ranks only; use a collective"
     # The root's own data is what the others are to get, or it is the rank that gets theirs.
-    if kind in _ROOTED and detail in absent:
-        return f"rank {detail}, its root, is one of them; choose the root among the others"
+    root = detail // UNEVEN if kind is Kind.REDUCE else detail
+    if kind in _ROOTED and root in absent:
+        return f"rank {root}, its root, is one of them; choose the root among the others"
     if kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.REDUCE) and (
         detail % UNEVEN == ReduceOp.AVG
     ):

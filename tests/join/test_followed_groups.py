@@ -7,7 +7,7 @@ import torch
 
 import chorusline as cl
 from chorusline.collectives.contract.dtypes import DTYPES
-from chorusline.collectives.contract.operation import Kind
+from chorusline.collectives.contract.operation import UNEVEN, Kind
 from chorusline.collectives.neutral import neutral_element, take_part, why_not_without
 from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
 from tests.harness.reused_ranks import another_group
@@ -167,6 +167,7 @@ def refused(group, what):
         calls = {
             "avg": lambda: beside.all_reduce(x, cl.ReduceOp.AVG).wait(),
             "root": lambda: beside.broadcast(x, 0).wait(),
+            "root of a sum": lambda: beside.reduce(x, 0).wait(),
             "message": lambda: beside.send(x, 0).wait(),
             "object": lambda: beside.all_gather_object(1).wait(),
             "coalesced": lambda: beside.coalesce(),
@@ -188,6 +189,7 @@ def refused(group, what):
     [
         ("avg", "AVG counts them; use SUM"),
         ("root", "rank 0, its root, is one of them"),
+        ("root of a sum", "rank 0, its root, is one of them"),
         ("message", "a message is known to its two ranks only"),
         ("object", "objects have no neutral element"),
         ("coalesced", "issue its operations one by one"),
@@ -205,7 +207,9 @@ def test_what_has_no_neutral_element_is_refused_and_frees_the_ranks_that_wait(
 def test_what_is_refused_depends_on_who_is_out():
     assert why_not_without(Kind.BROADCAST, 1, [0]) is None
     assert why_not_without(Kind.SCATTER, 0, [0]) is not None
-    assert why_not_without(Kind.REDUCE, 16 * 2 + cl.ReduceOp.AVG, [0]) is not None
+    assert why_not_without(Kind.REDUCE, UNEVEN * 2 + cl.ReduceOp.SUM, [0]) is None
+    assert "rank 2, its root" in why_not_without(Kind.REDUCE, UNEVEN * 2 + cl.ReduceOp.SUM, [0, 2])
+    assert why_not_without(Kind.REDUCE, UNEVEN * 2 + cl.ReduceOp.AVG, [0]) is not None
     assert why_not_without(Kind.ALL_REDUCE, cl.ReduceOp.MAX, [0]) is None
 
 
