@@ -1206,7 +1206,10 @@ class ModelEngine:
     def _tell_drift(self, name: str, rank: int, unlike: Sequence[int], when: str) -> None:
         """The same on all ranks, of which `rank` warns, once: they stay so."""
         self.reducer.local_steps.takes_samples = False
-        if self.has_warned_of_drift:
+        reducer, averaged = self.reducer, between_runs().averaged
+        # Between two averages they are meant to differ.
+        trains_apart = reducer.trains_apart or any(p in averaged for p in reducer.parameters)
+        if self.has_warned_of_drift or trains_apart:
             return
         self.has_warned_of_drift = True
         causes = (

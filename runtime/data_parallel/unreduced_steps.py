@@ -23,6 +23,7 @@ from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.errors import name_ranks
 from chorusline.collectives.stores.store import PrefixStore
 
+from ..process.between_runs import between_runs
 from .gradients.gradient_bucket import Gradients
 from .gradients.reducer import Reducer
 from .same_model import sums_of_bits
@@ -74,20 +75,27 @@ class UnreducedSteps:
                     reports = [json.loads(one) for one in store.multi_get(keys)]
                     # A rank that had no data then has done it at another step.
                     if all(passes == reports[0][0] for passes, _ in reports):
-                        self._compare([digests for _, digests in reports])
+                        # Between two averages they are meant to differ.
+                        averaged = between_runs().averaged
+                        apart = {n for n, p in self._named(beside) if p in averaged}
+                        self._compare([digests for _, digests in reports], apart)
+
+    def _named(self, beside: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        own = zip(self._gradients.names, self._gradients.parameters, strict=True)
+        return [*own, *beside.items()]
 
     def _digests(self, beside: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        own = zip(self._gradients.names, self._gradients.parameters, strict=True)
         held = [
             (name, p.grad)
-            for name, p in (*own, *beside.items())
+            for name, p in self._named(beside)
             if p.grad is not None and p.grad.layout is torch.strided
         ]
         sums = sums_of_bits([gradient for _, gradient in held])
         return {name: int(one) for (name, _), one in zip(held, sums, strict=True)}
 
-    def _compare(self, by_rank: list[dict[str, int]]) -> None:
-        names = {name: None for digests in by_rank for name in digests}
+    def _compare(self, by_rank: list[dict[str, int]], apart: set[str]) -> None:
+        """apart: names of parameters that ranks train apart, and average."""
+        names = {name: None for digests in by_rank for name in digests if name not in apart}
         for name in names:
             own = [digests.get(name) for digests in by_rank]
             unlike = [rank for rank, digest in enumerate(own) if digest != own[0]]

@@ -1,5 +1,6 @@
 """Ranks that train apart and average their models, against one process that is all of them."""
 
+import contextlib
 import copy
 import warnings
 
@@ -163,6 +164,28 @@ def test_post_local_sgd_equals_one_process(ranks_of, own_gradients):
     )
     for mine, theirs in zip(ranks_of(4).run(post_local, own_gradients), expected, strict=True):
         assert largest_difference(mine, theirs) < 1e-14
+
+
+def with_an_averager(group, way):
+    """What is warned of in a loop that trains apart, by its hook or in no_sync()."""
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    if way != "no_sync":
+        subgroup = group.split(group.rank // 2)
+        state = cl.PostLocalSGDState(group, subgroup, WARMUP, way == "subgroups")
+        model.register_comm_hook(state, cl.post_localSGD_hook)
+    averager = cl.PeriodicModelAverager(3, WARMUP, group)
+    optimizer = cl.PostLocalSGDOptimizer(optimizer_of(model.parameters()), averager)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with model.no_sync() if way == "no_sync" else contextlib.nullcontext():
+            trained(group, model, optimizer)
+        trained(group, model, optimizer)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("way", ["subgroups", "own gradients", "no_sync"])
+def test_ranks_that_train_apart_and_average_are_not_warned_that_they_differ(ranks_of, way):
+    assert ranks_of(4).run(with_an_averager, way) == [[]] * 4
 
 
 def sharded_apart(group, across):
