@@ -196,7 +196,9 @@ def join(address: str | None, *, may_start: bool = False, **options: Any) -> Non
     _check_is_no_url(address)
     _check_paths()
     try:
-        ray.init(address=reached(address), **options)
+        reached(address)
+        # As it was given: only for "auto" does Ray take the token that a local run has left.
+        ray.init(address=address, **options)
     except OSError as error:  # Ray's ConnectionError is an OSError.
         raise no_cluster(address, error.strerror or str(error), may_start) from None
     except RuntimeError as error:
@@ -271,6 +273,7 @@ def no_cluster(address: str, reason: str, may_start: bool) -> NoCluster:
     return NoCluster(
         f"no Ray cluster answers at {address!r} ({reason})",
         "start one there with `ray start --head`, or correct address=, --address or RAY_ADDRESS; "
+        "if its Ray uses tokens, export RAY_AUTH_MODE=token here as well; "
         f"'auto' is the cluster of this machine{or_ours}",
     )
 

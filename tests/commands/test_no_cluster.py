@@ -1,17 +1,22 @@
-"""What a person is told who has started no cluster: one line, at once, and a status of 1."""
+"""What a person is told who has started no cluster: one line, at once, and a status of 1; and the
+cluster of this machine, where it wants a token."""
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from chorusline.actors.ray_calls.calls import refuses
 from chorusline.runtime.session.connecting import no_cluster
 from tests.harness.forked_workers import python
+from tests.harness.head_node import free_ports, head_node
 
 COMMANDS = {
     "run --detach": ("chorusline", "run", "train.py:train", "--detach"),
@@ -165,3 +170,43 @@ def test_a_ray_that_cannot_start_is_one_line_with_what_to_try() -> None:
     )
     assert "`chorusline doctor` shows what is wrong here" in last
     assert "Traceback" not in ended.stderr
+
+
+JOINS = """
+import os
+from chorusline.runtime.session.connecting import join
+
+join(None)
+print(os.environ["RAY_AUTH_MODE"])
+"""
+
+
+def test_the_cluster_of_this_machine_takes_the_token_that_a_local_run_has_left(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray/auth_token").write_text(secrets.token_hex(32))
+    gcs, client, agent = free_ports(3)
+    (tmp_path / "ray").mkdir()  # What `ray start` writes for "auto" into its folder.
+    (tmp_path / "ray/ray_current_cluster").write_text(f"127.0.0.1:{gcs}")
+    flags = (
+        *(f"--port={gcs}", "--num-cpus=1", "--include-dashboard=false"),
+        *(f"--ray-client-server-port={client}", f"--dashboard-agent-listen-port={agent}"),
+    )
+    home = {"HOME": str(tmp_path)}
+    with head_node(
+        *flags,
+        is_up=lambda: not refuses(f"127.0.0.1:{gcs}", 1.0),
+        environment=home | {"RAY_AUTH_MODE": "token"},
+    ):
+        environment = {**os.environ, **home, "RAY_TMPDIR": str(tmp_path)}
+        for unset in ("RAY_AUTH_MODE", "RAY_ADDRESS"):
+            environment.pop(unset, None)
+        done = subprocess.run(
+            [sys.executable, "-c", JOINS],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+    assert done.stdout == "token\n", done.stderr
