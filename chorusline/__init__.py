@@ -1,5 +1,8 @@
 """Chorusline: data-parallel training on Ray that keeps going. `import chorusline as cl`.
 
+Begin with `cl.run(train, num_workers=2)`, and see Session, Context, DistributedDataParallel,
+ZeroRedundancyOptimizer and Join.
+
 This package hands on names of `chorusline.collectives` (groups of ranks, no Ray),
 `chorusline.actors` (Ray actors) and `chorusline.runtime` (sessions and training), each when it is
 used first: together they take a second to import, and a program and its workers need other parts.

@@ -99,13 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     checkpoint = commands.add_parser(
         "checkpoint",
         help="list checkpoints, and export them as plain files",
-        description="A place is a folder or a URL with checkpoints in it, or one checkpoint.",
     )
+    place = "a folder or URL with checkpoints, or one checkpoint"
     actions = checkpoint.add_subparsers(dest="action", required=True, metavar="action")
     listed = actions.add_parser("list", help="read, check and list the checkpoints of a place")
-    listed.add_argument("place")
+    listed.add_argument("place", help=place)
     exported = actions.add_parser("export", help="write the newest complete one to one file")
-    exported.add_argument("place")
+    exported.add_argument("place", help=place)
     exported.add_argument("file", type=Path, help="to write")
     exported.add_argument(
         "--format",
