@@ -471,7 +471,8 @@ class Context:
         )
 
     def report(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
-        """Send values of this step to the session's `on_report`. Each call counts as one step.
+        """Send values of this step to the session's `on_report`. Each call is one Report:
+        `report.step` numbers the calls, `report.global_step` is the optimizer's step.
 
         values, named: as in `ctx.report({"loss": loss})` or `ctx.report(loss=loss)`. Numbers,
             strings, tensors and arrays of at most 1,024 elements, and lists and dictionaries of
