@@ -333,7 +333,7 @@ class WorkerGroup:
                     break
                 except (ActorGone, StartupError):
                     self._kill_driver()
-                    driver = None
+                    driver = call = None
                     has_lived = time.monotonic() - began_at > _PROVEN_S
                     num_failed = 1 if has_lived else num_failed + 1
                     # It is the run, or the place, that kills drivers: another one would die as
@@ -341,7 +341,10 @@ class WorkerGroup:
                     if num_failed == _DRIVERS_IN_A_ROW:
                         raise
         except asyncio.CancelledError:
-            if await head_stays_gone(HEAD_ANSWER_S):
+            asking = asyncio.create_task(head_stays_gone(HEAD_ANSWER_S), name="head")
+            with contextlib.suppress(asyncio.CancelledError):  # Once more: the ranks still run.
+                await asyncio.shield(asking)
+            if await asking:
                 raise  # Ray's calls would only keep the caller waiting.
             if call is None:  # No driver has taken the run over yet.
                 await self._stop_workers("the caller of run() was cancelled")
@@ -445,11 +448,12 @@ class WorkerGroup:
     async def cancel(self, run: int, reason: str) -> None:
         """End a run; returns when its ranks have stopped, or their time to stop is over."""
         self.is_assembled = False
-        try:
-            await answer(self._living_driver().cancel.remote(run, reason), GRACE_S + _ANSWER_S)
-        except (ActorGone, NoAnswer):
+        if self._driver is not None:
+            with contextlib.suppress(ActorGone, NoAnswer):
+                await answer(self._driver.cancel.remote(run, reason), GRACE_S + _ANSWER_S)
+                return
             self._kill_driver()
-            await self._stop_workers(reason)
+        await self._stop_workers(reason)
 
     async def dismiss(self) -> None:
         """End everything: close the groups, kill the actors, and wait until they are dead."""

@@ -15,6 +15,8 @@ import pytest
 import ray
 
 from chorusline.actors.errors import RankFailed, WorkerLost
+from chorusline.actors.messages.messages import WorkerSnapshot, WorkerState
+from chorusline.actors.worker_group import worker_group
 from chorusline.collectives.contract.errors import CollectiveMismatch, GroupAborted, PeerLost
 from chorusline.runtime.program.context import Context
 from chorusline.runtime.session.session import Session
@@ -247,3 +249,81 @@ def loop_until_told(ctx: Context, seconds: float) -> tuple[int, int, float]:
         rounds += 1
         time.sleep(0.01)
     return os.getpid(), rounds, longest_s
+
+
+def naps(ctx: Context) -> None:
+    while True:
+        ctx.barrier()
+        time.sleep(0.05)
+
+
+async def states(session: Session) -> set[WorkerState]:
+    seen = (await session.snapshot()).workers
+    return {one.state for one in seen if isinstance(one, WorkerSnapshot)}
+
+
+async def until_idle(session: Session) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while await states(session) != {WorkerState.IDLE}:
+            await asyncio.sleep(0.05)
+
+
+async def in_naps(session: Session) -> asyncio.Task[Any]:
+    running = asyncio.create_task(session.run(naps))
+    while await states(session) != {WorkerState.TRAINING}:
+        assert not running.done(), running.result()
+        await asyncio.sleep(0.05)
+    return running
+
+
+async def test_a_run_that_is_cancelled_while_another_driver_starts_leaves_no_rank_in_it(
+    session: Session,
+) -> None:
+    running = await in_naps(session)
+    group = session._holder.worker_group
+    assert group is not None
+    before = group._incarnation
+    ray.kill(group._driver)
+    while group._incarnation == before:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await until_idle(session)
+    await assert_usable(session)
+
+
+async def test_a_run_that_is_cancelled_twice_at_once_leaves_no_rank_in_it(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_asked = asyncio.Event()
+
+    async def slowly(timeout_s: float) -> bool:
+        is_asked.set()
+        await asyncio.sleep(0.3)
+        return False
+
+    running = await in_naps(session)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_group, "head_stays_gone", slowly)
+        running.cancel()
+        await is_asked.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    await until_idle(session)
+    await assert_usable(session)
+
+
+async def test_a_run_that_has_lost_its_drivers_is_ended_on_its_ranks(session: Session) -> None:
+    """A `close` may meet it there."""
+    running = await in_naps(session)
+    group = session._holder.worker_group
+    assert group is not None
+    driver, group._driver = group._driver, None
+    await group.cancel(session._holder._next_run - 1, "the session was closed")
+    await until_idle(session)
+    group._driver = driver
+    with pytest.raises(GroupAborted):
+        await running
+    await assert_usable(session)
