@@ -689,7 +689,9 @@ class Membership:
             if is_uneven or any(ending.is_group_over for ending in endings):
                 self._formed = ()  # Some rank's operation waits for peers that have left.
             results = tuple(ending.result for ending in endings)
-            return [instructions.EndRun(messages.RunSucceeded(self._generation, results))]
+            are_idle = all(one.state is MemberState.READY for one in self._members.values())
+            succeeded = messages.RunSucceeded(self._generation, results, are_idle)
+            return [instructions.EndRun(succeeded)]
         # They did not stop within the grace: the session kills them before the next run
         # (WorkerGroup).
         for rank in run.running:

@@ -419,10 +419,13 @@ class Cancellation:
 
 @dataclass(frozen=True, slots=True)
 class RunSucceeded:
-    """results: pickled, by rank."""
+    """results: pickled, by rank.
+    leaves_all_idle: every worker that the driver knows is idle; none has died when its rank had
+    returned."""
 
     generation: int
     results: tuple[bytes, ...]
+    leaves_all_idle: bool = True
 
 
 @dataclass(frozen=True, slots=True)

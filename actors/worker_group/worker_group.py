@@ -417,7 +417,9 @@ class WorkerGroup:
 
     def _leaves_all(self, outcome: object) -> bool:
         """Whether a run with this outcome has left all workers in their seats."""
-        return isinstance(outcome, RunSucceeded) and len(outcome.results) == self.num_workers
+        if not isinstance(outcome, RunSucceeded) or not outcome.leaves_all_idle:
+            return False
+        return len(outcome.results) == self.num_workers and not self._starting
 
     @contextlib.asynccontextmanager
     async def _recruiting(

@@ -207,6 +207,18 @@ def test_a_run_that_left_collectives_in_flight_ends_the_generation() -> None:
     assert succeed(membership, 1, 2) == 1
 
 
+def test_a_run_that_ends_says_whether_a_worker_has_died_when_its_rank_had_returned() -> None:
+    for dies in (False, True):
+        membership = with_workers(worker(0), worker(1))
+        started(membership)
+        membership.handle(success(0))
+        if dies:
+            assert membership.handle(death(0)) == []
+        (end,) = membership.handle(success(1))
+        assert isinstance(end, EndRun) and isinstance(end.outcome, RunSucceeded)
+        assert end.outcome.leaves_all_idle is not dies
+
+
 def test_a_new_member_ends_the_generation_and_keeps_the_ranks_of_the_others() -> None:
     membership = with_workers(worker(0), worker(1))
     assert succeed(membership, 0, 2) == 0

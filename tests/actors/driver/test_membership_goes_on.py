@@ -311,7 +311,7 @@ def test_ranks_end_together_and_a_finished_one_takes_part_until_then() -> None:
     assert [type(one) for one in released] == [ReleaseRank, ReleaseRank]
     membership.handle(RankEnded(Success(0, b"a", 1), "worker-0-0"))
     (end,) = membership.handle(RankEnded(Success(1, b"b", 1), "worker-2-0"))
-    assert end == EndRun(RunSucceeded(1, (b"a", b"b")))
+    assert end == EndRun(RunSucceeded(1, (b"a", b"b"), leaves_all_idle=False))
 
 
 def test_a_rank_outside_a_step_ends_the_run_if_nothing_is_registered() -> None:

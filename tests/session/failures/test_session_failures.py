@@ -327,3 +327,20 @@ async def test_a_run_that_has_lost_its_drivers_is_ended_on_its_ranks(session: Se
     with pytest.raises(GroupAborted):
         await running
     await assert_usable(session)
+
+
+async def test_a_worker_that_dies_when_its_rank_has_returned_costs_the_next_run_nothing(
+    session: Session,
+) -> None:
+    def returns_first(ctx: Context) -> int:
+        if ctx.rank == 1:
+            time.sleep(4)
+        return os.getpid()
+
+    pids = await session.run(lambda ctx: os.getpid())
+    running = asyncio.create_task(session.run(returns_first))
+    await asyncio.sleep(1)
+    os.kill(pids[0], signal.SIGKILL)
+    assert await running == pids
+    after = await session.run(lambda ctx: os.getpid())
+    assert after[0] != pids[0] and after[1] == pids[1]
