@@ -587,23 +587,25 @@ class _InstructionTasks:
         try:
             # The rank gives it between two steps.
             call = self._remote(one.source, "replay_log", self._request.run)
-            replay_log: GivenReplayLog = await answer(call, self._request.timeout_s)
+            given: GivenReplayLog | None = await answer(call, self._request.timeout_s)
+            if given is None:
+                raise NoAnswer(self._request.timeout_s)
         except (ActorGone, NoAnswer) as error:
-            replay_log, is_final = GivenReplayLog(why_not=error.detail), False
+            given, is_final = GivenReplayLog(why_not=error.detail), False
             counts = isinstance(error, ActorGone)
         else:
-            is_final = not replay_log.payload
+            is_final = not given.payload
         # It was called off meanwhile, and may be in its next attempt already.
         if one.worker_id not in self._uncalled or not self._is_under_way(dry_run):
             return
         self._uncalled.discard(one.worker_id)
-        if not replay_log.payload:
-            ended = events.DryRunEnded(one.worker_id, replay_log.why_not, is_final, counts)
+        if not given.payload:
+            ended = events.DryRunEnded(one.worker_id, given.why_not, is_final, counts)
             self._events.put_nowait(ended)
             return
         # From here on the worker has the log, so that only its own function can keep it.
         self._start(self._end_if_late(dry_run), f"late-{one.worker_id}")
-        await self._await_rank(one.worker_id, one.assignment, None, replay_log.payload)
+        await self._await_rank(one.worker_id, one.assignment, None, given.payload)
 
     def _is_under_way(self, dry_run: DryRun) -> bool:
         """Whether it is still the worker's present attempt to come in."""

@@ -50,9 +50,11 @@ _HELD_S = 0.3
 class AdmittingRank(Protocol):
     """What the control loop asks of a rank to which a worker comes (recovery/arrivals.py)."""
 
-    def give_replay_log(self) -> concurrent.futures.Future[GivenReplayLog]: ...
+    def give_replay_log(self) -> concurrent.futures.Future[GivenReplayLog | None]: ...
 
     def request_admission(self, request: AdmissionRequest) -> None: ...
+
+    def let_go(self) -> None: ...
 
 
 class Lifeline:
@@ -315,7 +317,10 @@ class Lifeline:
 
     def let_go(self) -> None:
         """The function is over: refer to nothing of it any more. The worker keeps its last run."""
-        self.readiness, self.missing, self.arrivals = _not_yet, str, None
+        arrivals, self.arrivals = self.arrivals, None
+        if arrivals is not None:
+            arrivals.let_go()
+        self.readiness, self.missing = _not_yet, str
         with self._changed:
             self._held = self._held or concurrent.futures.Future()
             if not self._held.done():

@@ -519,13 +519,16 @@ class Worker:
             await asyncio.wrap_future(here.lifeline.hold())
 
     @ray.method(concurrency_group="control")
-    async def replay_log(self, run: int) -> GivenReplayLog:
+    async def replay_log(self, run: int) -> GivenReplayLog | None:
         """What a worker needs for a dry run of the function; when this rank is between two of
-        its steps."""
-        arrivals = self._arrivals_of(run)
-        if arrivals is None:
+        its steps. None if it does not come there in time, or the function ends."""
+        here, arrivals = self._in_run(run), self._arrivals_of(run)
+        if here is None or arrivals is None:
             return GivenReplayLog(why_not="the function has not started here")
-        return await asyncio.wrap_future(arrivals.give_replay_log())
+        # The driver waits no longer either, and asks again: the calls would fill this loop.
+        asked = asyncio.wrap_future(arrivals.give_replay_log())
+        await asyncio.wait([asked], timeout=here.request.timeout_s)
+        return asked.result() if asked.done() else None
 
     @ray.method(concurrency_group="control")
     async def request_admission(self, run: int, request: AdmissionRequest) -> None:

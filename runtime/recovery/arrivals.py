@@ -69,7 +69,8 @@ class Arrivals:
         self._steps_in: object = None
         """The call of the function in which a step was taken with `ctx.steps`."""
         self._lock = threading.Lock()
-        self._asked: list[concurrent.futures.Future[GivenReplayLog]] = []
+        self._asked: concurrent.futures.Future[GivenReplayLog | None] | None = None
+        """For the replay log; None: nobody waits for it."""
         self._request: AdmissionRequest | None = None  # None: no worker waits
         self._has_told = False
         self._kept = KeptResults()
@@ -77,17 +78,20 @@ class Arrivals:
 
     # -- for the control loop --------------------------------------------------------------------
 
-    def give_replay_log(self) -> concurrent.futures.Future[GivenReplayLog]:
-        """(1) Filled in between two steps."""
-        asked: concurrent.futures.Future[GivenReplayLog] = concurrent.futures.Future()
+    def give_replay_log(self) -> concurrent.futures.Future[GivenReplayLog | None]:
+        """(1) Filled in between two steps; None if the function ends before."""
         with self._lock:
             # Answered by the training thread, which alone knows when no step is under way.
-            self._asked.append(asked)
-        return asked
+            self._asked = self._asked or concurrent.futures.Future()
+            return self._asked
 
     def request_admission(self, request: AdmissionRequest) -> None:
         """(2) This rank says in its next vote whether it can admit the worker."""
         self._request = request
+
+    def let_go(self) -> None:
+        """No step comes any more."""
+        self._give(None)
 
     @property
     def admits(self) -> bool:
@@ -170,7 +174,7 @@ class Arrivals:
     def at_boundary(self, steps: Steps) -> None:
         self.steps, self._steps_in = steps, self._objects.call
         # Between two steps, so that all parts of the log are of the same moment.
-        if self._asked:
+        if self._asked is not None:
             self._answer()
         bound = boundary()
         # Some rank could not yet, or nobody waits: the next vote asks again.
@@ -193,9 +197,13 @@ class Arrivals:
             error = failure
         self._cross(error)
 
-    def _answer(self) -> None:
+    def _give(self, replay_log: GivenReplayLog | None) -> None:
         with self._lock:
-            asked, self._asked = self._asked, []
+            asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.set_result(replay_log)
+
+    def _answer(self) -> None:
         why = why_not_within(self._objects) or self._kept.why_not
         payload = b""
         if not why:
@@ -203,8 +211,7 @@ class Arrivals:
         # In the log as well: a person wonders why all functions begin again.
         if why:
             tell_why_not(why)
-        for one in asked:
-            one.set_result(GivenReplayLog(payload, why))
+        self._give(GivenReplayLog(payload, why))
 
     # -- on a worker that comes ------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,11 @@ import chorusline as cl
 from chorusline.actors.messages.admission import GivenReplayLog, ReadyToken
 from chorusline.actors.messages.messages import Assignment, RunRequest
 from chorusline.actors.messages.run_status import RunStatus
+from chorusline.actors.ray_calls.actor_store import ActorStore
 from chorusline.actors.reporting.report_buffer import ReportBuffer
+from chorusline.actors.worker.current_run import CurrentRun
 from chorusline.actors.worker.lifeline import Lifeline
+from chorusline.actors.worker.worker import Worker
 from chorusline.collectives.contract.endpoint import Endpoint
 from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.collectives.dry_run import DryRunGroup, DryRunRefused
@@ -23,6 +28,8 @@ from chorusline.collectives.objects.payloads import pickled
 from chorusline.collectives.stores.store import HashStore
 from chorusline.runtime.program.context import call_of
 from chorusline.runtime.program.program import FunctionRun, Program
+from chorusline.runtime.recovery.arrivals import Arrivals
+from chorusline.runtime.recovery.live_objects import LiveObjects
 from chorusline.runtime.recovery.state_transfer import digest_of, why_not_within
 from tests.harness.gpus import OnGpu5
 from tests.harness.stand_in_gpu.runs import Driver, _Call, in_run
@@ -201,3 +208,26 @@ def test_the_error_for_ranks_that_differ_in_steps_names_what_a_worker_that_comes
 ) -> None:
     for told in ranks_of(2).run(_scales, False, unlike):
         assert "ctx.register(" in told and "Join" not in told, told
+
+
+async def test_questions_to_a_rank_that_comes_to_no_step_are_answered() -> None:
+    """They would fill its control loop: a driver asks again after each timeout."""
+    nobody: Any = None
+    assignment = Assignment(0, 0, 1, 0, 1, 0)
+    request = RunRequest(0, 0.3, False, max_failures=None)
+    worker: Any = object.__new__(Worker)
+    worker._lock, worker._ended = threading.Lock(), None
+    worker._run = run = CurrentRun(
+        assignment, request, ActorStore(nobody), ReportBuffer(keep=False), nobody
+    )
+    run.lifeline = lifeline = Lifeline(request, nobody, assignment, nobody)
+    objects = LiveObjects(nobody, nobody, 1)
+    lifeline.arrivals = arrivals = Arrivals(lifeline, objects, nobody, nobody)
+
+    async with asyncio.timeout(10):
+        questions = (Worker.replay_log(worker, 0) for _ in range(120))
+        assert await asyncio.gather(*questions) == [None] * 120
+    waiting = arrivals.give_replay_log()
+    assert not waiting.done()
+    lifeline.let_go()
+    assert waiting.result(timeout=0) is None
