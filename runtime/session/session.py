@@ -15,8 +15,10 @@ from ray import cloudpickle
 from chorusline.actors.messages.messages import Report, RunFailed
 from chorusline.actors.messages.outcomes import raise_failure
 from chorusline.actors.parcels.parcel import Parcel
+from chorusline.actors.worker_group.worker_group import CLOSED
 from chorusline.collectives.contract.argument_kinds import check_kinds
 from chorusline.collectives.contract.deadlines import Seconds, checked_seconds
+from chorusline.collectives.contract.errors import GroupAborted
 from chorusline.collectives.contract.torch_hints import TOO_MANY, says
 
 from .. import notebook
@@ -173,6 +175,7 @@ class Session:
         self._detached_name = name or ""
         self._kind = SessionKind.DETACHED if detached else SessionKind.OWN
         self._connection: Connection | None = None  # None: before the start, and after the end
+        self._starting: asyncio.Task[None] | None = None  # None: no start is in progress
         # Has the actors, or asks the host that has them while a detached session is open.
         self._holder: LocalSession | DetachedClient = LocalSession(self._options)
         self._state = SessionState.NEW
@@ -205,17 +208,26 @@ class Session:
 
         If the start fails, nothing is left over. A notebook cell that runs again closes the session
         that it started before. Raises StartupError if the workers do not come in time, NoCluster
-        without a cluster, and RuntimeError for a session that was started before.
+        without a cluster, GroupAborted if the session is closed meanwhile, and RuntimeError for a
+        session that was started before.
         """
         if self._state is not SessionState.NEW:
             raise RuntimeError(f"the session is {self._state.value}; make a new Session to start")
         async with notebook.waking():
-            await notebook.close_earlier_session(self)
-            await self._start()
+            self._starting = asyncio.create_task(self._start(), name="session-start")
+            try:
+                await self._starting
+            except asyncio.CancelledError:
+                caller = asyncio.current_task()
+                if caller is not None and caller.cancelling():
+                    raise
+                raise GroupAborted(0, [], CLOSED) from None
+            self._starting = None
         return self
 
     async def _start(self) -> None:
         try:
+            await notebook.close_earlier_session(self)
             # It needs a cluster that outlives this program.
             if self._kind is SessionKind.DETACHED:
                 connecting.check_stays(self._detached_name, self._address)
@@ -264,9 +276,14 @@ class Session:
         continues; `stop` ends it.
 
         The session's resources are free in the cluster when it returns. A function that still runs
-        is aborted: its caller gets GroupAborted.
+        is aborted: its caller gets GroupAborted, as does the caller of a start in progress.
         """
         self._state = SessionState.CLOSED
+        starting, self._starting = self._starting, None
+        # A start that fails calls this itself.
+        if starting is not None and starting is not asyncio.current_task():
+            starting.cancel()
+            await asyncio.wait([starting])
         # Taken first: a second close, or one while this one waits, finds nothing to do.
         holder = self._holder
         if isinstance(holder, DetachedClient):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.util import placement_group_table
 
 import chorusline as cl
 from chorusline.actors.errors import StartupError
@@ -331,6 +332,24 @@ async def test_workers_that_find_no_room_in_time(session: Session) -> None:
     with pytest.raises(StartupError, match=r"not placed within 1 s: the cluster has CPU 5 \([23]"):
         await Session(num_workers=4, startup_timeout_s=1).start()
     assert time.monotonic() - began_at < 5
+
+
+async def test_closing_ends_a_start_that_waits_for_room(session: Session) -> None:
+    def waiting() -> list[Any]:
+        groups = placement_group_table().values()
+        return [group for group in groups if group["state"] not in ("CREATED", "REMOVED")]
+
+    other = Session(num_workers=4, startup_timeout_s=20)
+    starting = asyncio.create_task(other.start())
+    while not waiting():
+        await asyncio.sleep(0.05)
+    began_at = time.monotonic()
+    await other.close()
+    with pytest.raises(GroupAborted, match="the session was closed"):
+        await starting
+    assert time.monotonic() - began_at < WITHIN_S
+    assert other.state is SessionState.CLOSED and not waiting()
+    await assert_usable(session)
 
 
 @pytest.mark.slow  # The tests' own cluster has been told of GPUs.
