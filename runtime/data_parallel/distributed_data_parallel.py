@@ -30,6 +30,7 @@ from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from ..join.engine import GroupJoinable, Joinable, JoinEngine
+from ..join.error_notes import FIRST_PLACE, LAST_PLACE
 from ..join.join import Join
 from ..join.join_hook import JoinHook
 from ..join.pass_pattern import PassPattern
@@ -83,6 +84,9 @@ _INSTEAD = {
     "_register_fused_optim": "leave it out: a step inside the backward pass gained nothing",
 }
 """By attribute of torch's DistributedDataParallel, what to write here."""
+
+_FIRST_GENERATION = 1
+"""Of a session; that of other groups is 0."""
 
 
 def engine_of(model: DistributedDataParallel) -> ModelEngine:
@@ -217,6 +221,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             join=self._vote_flags,
             is_uneven=lambda: self._join is not None,
             when_sent=self._when_sent,
+            together=self._together,
             steps_along=lambda: self._join is not None and self._join.steps_along(self),
             cursors=recovery.cursors if recovery is not None else None,
         )
@@ -530,16 +535,31 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         # A launch that blocks until all ranks launch must not come early: other ranks may wait for
         # this rank's statistics in the backward pass, or for their announcement in a Join.
         has_others = bool(self._sync_norms) or (join is not None and join.is_following)
-        # One pass may reduce two models, which a rank without data does one after the other: their
-        # buckets must not come in turn. Nor anywhere else: where a rank leaves out a parameter, a
-        # bucket is complete later, so the turns of the ranks would differ.
-        is_one_of_several = any(
-            engine.reducer.may_send
-            for engine in between_runs().models_of(self.group)
-            if engine.reducer is not self._reducer
-        ) or (join is not None and join.has_several_models)
+        # One pass may reduce several models. Where a rank leaves out a parameter, its bucket is
+        # complete later than on other ranks: so buckets of one model must not come between those of
+        # another, nor the models of a pass in the order of their first gradients.
+        order = self._together()
+        place = order.index(self._reducer)
+        is_one_of_several = (
+            (join is not None and join.has_several_models)
+            or any(one.may_send() for one in order[:place])
+            or any(one.is_sending for one in order[place + 1 :])
+        )
         is_late = is_one_of_several or (has_others and self.group.waits_on_issue)
         return Pass.SENDING_AT_END if is_late else Pass.SENDING
+
+    def _together(self) -> Sequence[Reducer]:
+        # A rank without data shadows the models of a Join in the order in which the body has them.
+        if self._join is not None and self._join.has_several_models:
+            return [self._reducer]
+        # The last one was mostly made to follow the others, so that its gradients come first.
+        return [engine.reducer for engine in reversed(between_runs().models_of(self.group))]
+
+    def _vote_flags(self) -> int:
+        # Later on there may be ranks that have not made all models which the others have counted.
+        if self._join is not None or self.group.generation > _FIRST_GENERATION:
+            return super()._vote_flags()
+        return FIRST_PLACE * (self._reducer.number % (LAST_PLACE + 1))
 
     def _on_backward_end(self) -> None:
         if self._join:

@@ -33,6 +33,11 @@ IN_TURN = (
     "in step_along cannot follow that: make them ZeroRedundancyOptimizers"
 )
 
+_SAME_MODELS = (
+    "All ranks run the backward passes of the same models, in the same order. A rank whose loss "
+    "needs one of them less adds 0 * other(x).sum() to it"
+)
+
 _SETTINGS = {
     IN_JOIN: "whether the step is inside a Join that is enabled",
     DIVIDES_BY_ALL: "Join(divide_by_initial_world_size=)",
@@ -41,20 +46,22 @@ _SETTINGS = {
 
 
 def check_same_joins(joins: Sequence[int], generation: int) -> None:
-    """Raise CollectiveMismatch, on all ranks, where their Joins differ, or the joinable that is
-    stepped. joins: by rank, as `JoinEngine.vote_flags_of`."""
+    """Raise CollectiveMismatch, on all ranks, where their Joins differ, or the joinable or model
+    that is stepped. joins: by rank, as `JoinEngine.vote_flags_of`."""
     bit = next((bit for bit in _SETTINGS if len({one & bit for one in joins}) > 1), 0)
     if not bit:
         # Models of equal size have buckets of equal size, and then their sums go through.
         places = [one // FIRST_PLACE for one in joins]
-        each = ", ".join(f"joinables[{place}] on rank {rank}" for rank, place in enumerate(places))
-        check_like_rank_0(
-            "Join",
-            generation,
-            places,
-            f"the ranks take steps of different models or optimizers of the list at once: {each}",
-            IN_TURN,
-        )
+        operation, name, remedy = "Join", "joinables[{}]", IN_TURN
+        what = "the ranks take steps of different models or optimizers of the list at once"
+        if not joins[0] & IN_JOIN:
+            operation, name, remedy = "backward", "model {}", _SAME_MODELS
+            what = (
+                "the ranks reduce gradients of different models, by the order of wrapping, at once"
+            )
+        by_rank = [f"{name.format(place)} on rank {rank}" for rank, place in enumerate(places)]
+        detail = f"{what}: {', '.join(by_rank)}"
+        check_like_rank_0(operation, generation, places, detail, remedy)
         return
     values = [bool(one & bit) for one in joins]
     each = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))

@@ -231,31 +231,73 @@ class Layers(torch.nn.Module):
         return x
 
 
-def loss_of_two(rank, one, other):
-    torch.manual_seed(rank)
-    x = torch.randn(3, 4).double()
+def skipped(one, other, x, rank):
+    """The bucket of the last layer would go first."""
     return one(x).square().sum() + other(x, skip=(3,) if rank == 1 else ()).square().sum()
 
 
-def two_models_in_a_pass(group):
-    """On rank 1 the last layer of one of them, whose bucket would go first, gets no gradient."""
-    models = [
-        cl.DistributedDataParallel(Layers(seed), group, bucket_cap_mb=1e-4) for seed in (1, 2)
-    ]
-    for _ in range(2):
-        for model in models:
-            model.zero_grad()
-        loss_of_two(group.rank, *models).backward()
-    return [p.grad.clone() for model in models for p in model.parameters()]
+def swapped(one, other, x, rank):
+    first, second = (one, other) if rank == 0 else (other, one)
+    return first(x).square().sum() + second(x).square().sum()
 
 
-def test_two_models_of_one_pass_get_their_own_gradients_where_a_rank_uses_not_all(ranks_of):
+def used_twice(one, other, x, rank):
+    loss = one(x).square().sum() + other(x).square().sum()
+    return loss + one(2 * x).square().sum() if rank == 1 else loss
+
+
+def left_out(one, other, x, rank):
+    return one(x).square().sum() + (other(x).square().sum() if rank == 0 else 0)
+
+
+def batch_of_two(rank):
+    torch.manual_seed(rank)
+    return torch.randn(3, 4).double()
+
+
+def two_models_in_a_pass(group, loss_of_two, sharded=False):
+    with another_group(group) as own:
+        models = [
+            cl.DistributedDataParallel(Layers(seed), own, bucket_cap_mb=1e-4) for seed in (1, 2)
+        ]
+        make = (
+            cl.ZeroRedundancyOptimizer
+            if sharded
+            else lambda model, sgd, **options: sgd(model.parameters(), **options)
+        )
+        optimizers = [make(model, torch.optim.SGD, lr=0.1) for model in models]
+        for _ in range(2):
+            try:
+                loss_of_two(*models, batch_of_two(group.rank), group.rank).backward()
+            except cl.CollectiveMismatch as error:
+                return str(error)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "zero"])
+@pytest.mark.parametrize("loss_of_two", [skipped, swapped, used_twice])
+def test_two_models_of_one_pass_get_their_own_gradients_in_whichever_order_these_come(
+    ranks_of, loss_of_two, sharded
+):
     modules = [Layers(seed) for seed in (1, 2)]
-    for rank in range(2):
-        (loss_of_two(rank, *modules) / 2).backward()
-    expected = [p.grad for module in modules for p in module.parameters()]
-    for found in ranks_of(2).run(two_models_in_a_pass):
+    expected = [p for module in modules for p in module.parameters()]
+    optimizer = torch.optim.SGD(expected, lr=0.1)
+    for _ in range(2):
+        for rank in range(2):
+            (loss_of_two(*modules, batch_of_two(rank), rank) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks_of(2).run(two_models_in_a_pass, loss_of_two, sharded):
         assert largest_difference(found, expected) < 1e-14
+
+
+def test_a_rank_whose_pass_leaves_a_model_out_is_told_so(ranks_of):
+    for told in ranks_of(2).run(two_models_in_a_pass, left_out):
+        assert "model 1 on rank 0, model 0 on rank 1" in told
+        assert "adds 0 * other(x).sum()" in told
 
 
 def two_passes_over_a_buffer(group):

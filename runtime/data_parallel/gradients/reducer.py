@@ -31,6 +31,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from chorusline.actors.errors import ends_a_generation
@@ -93,6 +94,8 @@ class Reducer:
     on_agreement: called with the agreement of each step that is voted on here; returns the divisor.
     is_uneven: whether some rank may have run out of data.
     when_sent: called when a backward pass brings its first gradient, and returns how it continues.
+    together: returns the reducers of the models that one backward pass may bring gradients, in the
+        order in which all ranks send them.
     has_next, join, cursors: called when a vote is written, and return what it says of them; cursors
         is None where no vote counts samples.
     steps_along: whether this rank steps the model's plain optimizers also when it has no data.
@@ -112,6 +115,7 @@ class Reducer:
         join: Callable[[], int],
         is_uneven: Callable[[], bool],
         when_sent: Callable[[], Pass],
+        together: Callable[[], Sequence[Reducer]],
         steps_along: Callable[[], bool],
         cursors: Callable[[], Sequence[int]] | None = None,
     ) -> None:
@@ -165,6 +169,8 @@ class Reducer:
         self.earlier = EarlierPasses(self.gradients)
         self.local_steps = LocalSteps(self.gradients)
         self._pass = Pass.NONE
+        self._task = -1
+        """torch's number of the pass at whose end the gradients are sent."""
         self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
         self._on_agreement = on_agreement
@@ -172,6 +178,7 @@ class Reducer:
         self._join = join
         self._is_uneven = is_uneven
         self._when_sent = when_sent
+        self._together = together
         self._steps_along = steps_along
         self._cursors = cursors
         self._expected: dict[int, int] | None = None if has_repeats else {}
@@ -218,9 +225,20 @@ class Reducer:
         return self._pass is not Pass.NONE
 
     @property
+    def is_sending(self) -> bool:
+        """Whether a backward pass is under way that launches buckets as they are complete."""
+        return self._pass is Pass.SENDING
+
     def may_send(self) -> bool:
-        """Whether a backward pass is under way that may send gradients."""
-        return self._pass not in (Pass.NONE, Pass.QUIET)
+        """Whether the backward pass that runs may send gradients of this model. Called when it has
+        brought some model a gradient."""
+        if self._pass not in (Pass.NONE, Pass.QUIET):
+            return True
+        return self.is_syncing and any(
+            torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+            for parameter in self.parameters
+            if parameter.requires_grad
+        )
 
     def why_no_step(self, optimizer: str) -> str:
         """Says that gradients are not yet those of a step; empty if they may be. optimizer: the
@@ -352,9 +370,16 @@ class Reducer:
             )
 
     def _ask_for_the_end(self) -> None:
+        self._task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
 
     def _pass_ended(self) -> None:
+        # Gradients of several models may have come in another order on other ranks.
+        for reducer in [*self._together(), self]:
+            if reducer._task == self._task:
+                reducer._end_pass()
+
+    def _end_pass(self) -> None:
         stood, self._pass = self._pass, Pass.NONE
         # A pass that has only entered has computed gradients of other tensors than parameters.
         if stood is Pass.ENTERED:
