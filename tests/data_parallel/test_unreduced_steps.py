@@ -474,6 +474,34 @@ def test_a_failed_pass_that_has_sent_nothing_is_forgotten(ranks_of, is_sharded, 
         assert largest_difference(found, [p.detach() for p in model.parameters()]) < 1e-12
 
 
+def pass_after_a_failed_one(group, fails_at):
+    """Without a forward pass in between."""
+    with another_group(group) as own:
+        module = make_model(torch.float64)
+        model = cl.DistributedDataParallel(module, own)
+        first, second = (model(batch) for batch in batches_of(own.rank, 2, torch.float64))
+        tensor = {"output": first, "parameter": module[0].weight}[fails_at]
+        hook = tensor.register_hook(raise_an_error)
+        with pytest.raises(ValueError, match="out of memory"):
+            first.square().mean().backward()
+        hook.remove()
+        try:
+            second.square().mean().backward()
+        except RuntimeError as error:
+            return str(error)
+        return [p.grad.clone() for p in module.parameters()]
+
+
+def test_a_pass_that_follows_a_failed_one_at_once_is_reduced(ranks_of):
+    module = make_model(torch.float64)
+    for rank in range(2):
+        (module(batches_of(rank, 2, torch.float64)[1]).square().mean() / 2).backward()
+    for found in ranks_of(2).run(pass_after_a_failed_one, "output"):
+        assert largest_difference(found, [p.grad for p in module.parameters()]) < 1e-14
+    for rank, told in enumerate(ranks_of(2).run(pass_after_a_failed_one, "parameter")):
+        assert f"has ended in an error, which the program caught on rank {rank}" in told
+
+
 def test_one_rank_alone_may_step_inside_a_backward_pass(ranks_of):
     (same,) = ranks_of(1).run(step_in_hooks_alone)
     assert same

@@ -171,6 +171,8 @@ class Reducer:
         self._pass = Pass.NONE
         self._task = -1
         """torch's number of the pass at whose end the gradients are sent."""
+        self._when_over: Callable[[], object] = lambda: None
+        """A weak reference to what that pass calls at its end; autograd drops it with the pass."""
         self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
         self._on_agreement = on_agreement
@@ -323,10 +325,10 @@ class Reducer:
     # -- the backward pass ---------------------------------------------------------------------
 
     def forget_failed_pass(self) -> None:
-        """A forward pass begins. Raises RuntimeError if an earlier backward pass has failed when
-        this rank may have sent some of its gradients."""
+        """A forward or backward pass begins. Raises RuntimeError if an earlier backward pass has
+        failed when this rank may have sent some of its gradients."""
         # A pass may itself run the model: a checkpointed segment computes its outputs again.
-        if not self.has_pass or torch._C._current_graph_task_id() != -1:
+        if not self.has_pass or self._when_over() is not None:
             return
         if self._pass not in (Pass.QUIET, Pass.ENTERED) and self.group.size > 1:
             raise RuntimeError(
@@ -345,6 +347,7 @@ class Reducer:
         # In ctx.steps the end of a pass is of no interest: the loop over the batches ends the step.
         if self.summing is not SumPhase.NO:
             return
+        self.forget_failed_pass()
         # Each tensor of an output has the hook, and the first one that is reached counts.
         if self._pass is not Pass.NONE:
             return
@@ -371,7 +374,9 @@ class Reducer:
 
     def _ask_for_the_end(self) -> None:
         self._task = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(self._pass_ended)
+        when_over = partial(self._pass_ended)
+        self._when_over = weakref.ref(when_over)
+        torch.autograd.Variable._execution_engine.queue_callback(when_over)
 
     def _pass_ended(self) -> None:
         # Gradients of several models may have come in another order on other ranks.
