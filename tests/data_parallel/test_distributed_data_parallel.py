@@ -300,6 +300,40 @@ def test_a_rank_whose_pass_leaves_a_model_out_is_told_so(ranks_of):
         assert "adds 0 * other(x).sum()" in told
 
 
+def with_a_common_layer():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 4).double() for _ in range(3)]
+    return [torch.nn.Sequential(layers[0], other) for other in layers[1:]]
+
+
+def train_with_a_common_layer(group, weighs):
+    modules = with_a_common_layer()
+    with another_group(group) as own:
+        models = [cl.DistributedDataParallel(module, own) for module in modules]
+        x = batch_of_two(own.rank)
+        losses = [model(x).square().mean() for model in models]
+        if weighs:
+            pairs = zip(models, losses, strict=True)
+            losses = [model.weigh(loss, 1.0 + own.rank) for model, loss in pairs]
+        try:
+            sum(losses).backward()
+        except RuntimeError as error:
+            return str(error)
+        return [p.grad.clone() for module in modules for p in module.parameters()]
+
+
+def test_two_models_with_a_common_layer_get_means_or_are_told_that_these_would_be_wrong(ranks_of):
+    modules = with_a_common_layer()
+    for rank in range(2):
+        x = batch_of_two(rank)
+        (sum(module(x).square().mean() for module in modules) / 2).backward()
+    expected = [p.grad for module in modules for p in module.parameters()]
+    for found in ranks_of(2).run(train_with_a_common_layer, False):
+        assert largest_difference(found, expected) < 1e-14
+    for told in ranks_of(2).run(train_with_a_common_layer, True):
+        assert "have a parameter in common" in told and "Since losses are weighted" in told
+
+
 def two_passes_over_a_buffer(group):
     module = torch.nn.BatchNorm1d(3).double()
     model = cl.DistributedDataParallel(module, group)

@@ -128,6 +128,8 @@ class Reducer:
         """Times the steps; None below debug level INFO."""
         self.number = 0
         """The number of the model among those of its group."""
+        self.is_one_of_two = False
+        """Whether another model reduces some of the parameters too."""
         self._reduction: Reduction = AllReduce()
         self._failure: CollectiveError | None = None
         """The error of a launch that was parked, for `wait` to raise; None: none has failed."""
@@ -780,6 +782,15 @@ class Reducer:
         if agreement.live:
             self.weight = None
         check_passes(agreement, self.group.size, self.gradients.names)
+        is_uneven = 0 < len(agreement.live) < self.group.size
+        # What the other one has left is a mean, and this one would divide it again.
+        if self.is_one_of_two and (agreement.weight or is_uneven):
+            why = "ranks have run out of data" if is_uneven else "losses are weighted"
+            raise RuntimeError(
+                "two DistributedDataParallels have a parameter in common, and divide its gradient "
+                f"one after the other. Since {why}, the mean would be wrong. Models that share a "
+                "parameter belong in one module: wrap that, and it takes the place of both"
+            )
         if not self.trains_apart:  # Else their options may differ as well.
             self.local_steps.agreed(agreement, self.group)
         self.num_agreed += bool(agreement.live)
