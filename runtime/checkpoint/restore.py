@@ -13,6 +13,7 @@ from chorusline.collectives.contract.errors import with_article
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..process.registry import Registered
 from ..zero.shards.parameter_bucket import in_format_of
+from ..zero.shards.shard_state import MASTER
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .contents import PER_RANK, ZERO, is_dense, leaves_of, tree_of
 from .format.errors import CheckpointCorrupted, CheckpointMismatch
@@ -337,9 +338,13 @@ def plain_optimizer_state(name: str, reader: CheckpointReader) -> dict[str, Any]
     saved = read_tree(reader, name, STATE)
     if not isinstance(saved, dict):
         raise _unlike(reader, reader.find((name, STATE)))
+    found = {n: saved[parameter] for parameter, n in numbers.items() if parameter in saved}
     return {
+        # With the float32 copy alone in it, a state would be taken for begun.
         "state": {
-            number: saved[parameter] for parameter, number in numbers.items() if parameter in saved
+            number: state
+            for number, state in found.items()
+            if not isinstance(state, dict) or state.keys() != {MASTER}
         },
         "param_groups": [
             {**options, "params": [numbers[parameter] for parameter in options["params"]]}

@@ -146,12 +146,6 @@ class SavedOptimizer:
                     f"{name_of(entry.path)} is {entry} in it, and the parameter is {shape} here",
                 )
             whole[key] = reader.value(entry)
-        if has_master and MASTER not in elements and where.numel:
-            raise CheckpointMismatch(
-                reader.path,
-                f"it has no float32 copy of {self.parameters[number]}, which is in half precision "
-                "here; the optimizer that was saved stepped parameters of another dtype",
-            )
         held.put(number, where, elements, whole)
 
     def _path(self, number: int, key: str) -> Path:

@@ -469,7 +469,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
         """
         if not 0 <= to < self.group.size:
             raise ValueError(f"to must be a rank in [0, {self.group.size}), got {to}")
-        gathered = self._engine.shard.gather_state(to)
+        gathered = self._engine.shard.gather_state(to, self.param_groups)
         self._engine.consolidated = None
         if self.group.rank == to:
             self._engine.consolidated = plain_state(gathered, self.param_groups)

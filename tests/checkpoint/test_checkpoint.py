@@ -71,6 +71,41 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_never_interrupted(
     assert [same(a, b) for (a, _), (b, _) in zip(uninterrupted, resumed, strict=True)] == [True] * 2
 
 
+class _Halves(torch.nn.Module):
+    """In bfloat16; its second layer is used when the program says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(3, 3, dtype=torch.bfloat16) for _ in range(2))
+        self.uses_both = False
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.first(batch) + (self.second(batch) if self.uses_both else 0)
+
+
+def test_a_plain_optimizer_begins_the_state_of_a_parameter_that_a_sharded_one_has_not_stepped(
+    alone, tmp_path
+):
+    def train(ctx: cl.Context, *, is_sharded: bool) -> int:
+        model = ctx.register("model", cl.DistributedDataParallel(_Halves()))
+        optim = (
+            cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+            if is_sharded
+            else torch.optim.AdamW(model.parameters())
+        )
+        ctx.register("optim", optim)
+        model.module.uses_both = not is_sharded
+        model(torch.ones(2, 3, dtype=torch.bfloat16)).square().mean().backward()
+        optim.step()
+        ctx.save().wait()
+        return 0 if is_sharded else sum("exp_avg" in state for state in optim.state.values())
+
+    config = cl.CheckpointConfig(tmp_path)
+    in_run(alone, train, config, is_sharded=True)
+    assert in_run(alone, train, config, is_sharded=False) == 4
+    in_run(alone, train, config, is_sharded=True)  # And back.
+
+
 def test_each_byte_of_what_all_ranks_have_is_written_once_and_a_third_by_each_of_three(
     ranks_of, tmp_path
 ):

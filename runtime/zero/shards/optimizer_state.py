@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -21,12 +21,13 @@ CHUNK_BYTES = 4 << 20
 
 
 def gather_state(
-    layout: Layout, state: ShardState, group: Group, to: int, *, may_have_state: bool
+    layout: Layout, state: ShardState, group: Group, to: int, without_state: Container[int]
 ) -> dict[int, dict[str, Any]]:
     """The state of all parameters on rank `to`, by number, on the CPU; empty on the others.
 
     state: the state that this rank keeps.
-    may_have_state: whether some rank may have state of some parameter; equal on all ranks.
+    without_state: parameters that are stepped without state; the same on all ranks. Of others that
+        have none there is no entry: with a master alone in it, it would be taken for begun.
 
     1. The ranks exchange descriptions, which include the state of whole parameters.
     2. For each bucket and name, the shards are gathered chunk by chunk. So besides its shard and
@@ -41,16 +42,13 @@ def gather_state(
     described: dict[int, StateDescription] = {}
     for theirs in all_gather_object(group, mine):  # 1
         described = {**theirs, **described}
-    # Optimizers begin a parameter's state where it is empty: with a master alone in it they would
-    # take it for begun. So only those that never have any state, as SGD, get masters alone.
-    has_masters_alone = may_have_state and not described
     result: dict[int, dict[str, Any]] = {}
     targets: dict[int, dict[str, torch.Tensor]] = {}
     for everything in layout.everything():  # 2
         kinds: set[tuple[str, torch.dtype]] = set()
         for parameter, _, _ in layout.plans[everything.bucket].spans:
             one = described.get(parameter)
-            if one is None and not has_masters_alone:
+            if one is None and parameter not in without_state:
                 continue
             elements = layout.saved(everything.bucket, one)
             kinds.update(elements.items())

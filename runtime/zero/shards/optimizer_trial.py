@@ -148,6 +148,27 @@ def try_out(
         generators.load_state_dict(before)
 
 
+def keeps_state(
+    optimizer_class: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+) -> bool:
+    """Whether the optimizer keeps state of what it steps with the options of this group: SGD does
+    with momentum only."""
+    group = {key: value for key, value in options.items() if key != "param_names"}
+    for parameter in options["params"][:1]:
+        group["params"] = [stepped := torch.nn.Parameter(torch.ones(1, device=parameter.device))]
+        stepped.grad = torch.ones_like(stepped)
+        try:
+            with _without_global_hooks():
+                optimizer = optimizer_class([group], **defaults)
+                optimizer.step()
+        except Exception:  # It needs shapes, or another mode.
+            return True
+        return bool(optimizer.state.get(stepped))
+    return True
+
+
 @contextlib.contextmanager
 def _without_global_hooks() -> Iterator[None]:
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")

@@ -23,7 +23,7 @@ from ...partition.resharding import Range, kept_by
 from ...partition.shards import Piece, pieces_of, shard_numel, whole_parameter_spans
 from .exact_norm import as_reals, partial_sum
 from .optimizer_state import gather_state
-from .optimizer_trial import Shardability
+from .optimizer_trial import Shardability, keeps_state
 from .parameter_bucket import Gather, ParameterBucket, ShardRange, in_format_of
 from .shard_state import MASTER, Inventory, Layout, ShardState, address_of, complete, divided
 from .shardable_optimizers import ELEMENTWISE
@@ -522,11 +522,19 @@ class ParameterShard:
 
     # -- state of whole parameters ---------------------------------------------------------------
 
-    def gather_state(self, to: int) -> dict[int, dict[str, Any]]:
-        """State of all parameters, by their id(), on rank `to`; empty on the others."""
-        gathered = gather_state(
-            self.layout, self.held(), self.group, to, may_have_state=self.may_have_state
-        )
+    def gather_state(
+        self, to: int, groups: Sequence[Mapping[str, Any]]
+    ) -> dict[int, dict[str, Any]]:
+        """State of all parameters, by their id(), on rank `to`; empty on the others. groups: the
+        user's."""
+        stateless = {
+            id(parameter)
+            for options in groups
+            if not keeps_state(self.optimizer_class, options, self.defaults)
+            for parameter in options["params"]
+        }
+        numbers = {n for n, parameter in enumerate(self.parameters) if id(parameter) in stateless}
+        gathered = gather_state(self.layout, self.held(), self.group, to, numbers)
         numbered = [(self.parameters[number], state) for number, state in gathered.items()]
         return {id(p): {k: in_format_of(p, v) for k, v in s.items()} for p, s in numbered}
 

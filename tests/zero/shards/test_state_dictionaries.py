@@ -342,6 +342,43 @@ def test_a_parameter_without_state_has_none_for_a_plain_optimizer_either(ranks_o
     plain.step()
 
 
+def masters_beside_state(group):
+    """Of one layer with momentum and one without, after steps that bfloat16 rounds away."""
+    model = cl.DistributedDataParallel(SecondLater(), group)
+    model.module.uses_both = True
+    layers = [model.module.first.parameters(), model.module.second.parameters()]
+    groups = [{"params": [*layers[0]], "momentum": 0.9}, {"params": [*layers[1]]}]
+    zero = cl.ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=1e-5, group=group)
+    for _ in range(3):
+        model(torch.ones(2, 7, dtype=torch.bfloat16)).square().mean().backward()
+        zero.step()
+        zero.zero_grad()
+    zero.consolidate_state_dict()
+    return zero.state_dict()["state"] if group.rank == 0 else None
+
+
+def test_masters_are_saved_of_parameters_whose_group_keeps_no_state_beside_one_that_does(ranks_of):
+    state = ranks_of(2).run(masters_beside_state)[0]
+    assert [sorted(one) for one in state.values()] == [
+        *[["master", "momentum_buffer"]] * 2,
+        *[["master"]] * 2,
+    ]
+    assert not torch.equal(state[2]["master"], state[2]["master"].bfloat16().float())
+
+
+def load_before_the_first_step(group):
+    model = cl.DistributedDataParallel(SecondLater(), group)
+    zero = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1)
+    zero.consolidate_state_dict()
+    zero.load_state_dict(broadcast_object(group, zero.state_dict() if group.rank == 0 else None, 0))
+    zero.consolidate_state_dict()
+    return zero.state_dict()["state"] if group.rank == 0 else None
+
+
+def test_a_fresh_state_that_is_loaded_stays_one_without_state(ranks_of):
+    assert ranks_of(2).run(load_before_the_first_step)[0] == {}
+
+
 def overwrite_parameters(group):
     model = torch.nn.Linear(100, 3).bfloat16()
     zero = cl.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, group=group)
