@@ -47,6 +47,7 @@ from .contents import (
     collect_own,
     collect_replicated,
     kind_of,
+    optimizers_of,
     state_of,
     tied_of,
 )
@@ -320,6 +321,7 @@ class Checkpoints:
             began_at,
             waited_s,
             kinds=kinds,
+            optimizers=optimizers_of(self.registry),
             world_size=self._group.size,
             progress=progress,
             numbers=self._numbers(is_current=self._group.rank in live),
@@ -366,12 +368,13 @@ class Checkpoints:
         step: int,
         contents: Contents,
         kinds: dict[str, str],
+        optimizers: dict[str, list[str]],
         progress: list[Any],
         world_size: int,
     ) -> Saving:
         """`save` to the storage of the config, for objects that are no longer in the registry.
 
-        contents: this rank's part. kinds: of the objects, by name.
+        contents: this rank's part. kinds, optimizers: as in Manifest.
         progress: the progress of all ranks that have some, the same on all ranks.
         world_size: the number of ranks with a state of their own.
         """
@@ -383,6 +386,7 @@ class Checkpoints:
             contents,
             time.monotonic(),
             kinds=kinds,
+            optimizers=optimizers,
             world_size=world_size,
             progress_by_rank=progress,
         ).saving

@@ -24,7 +24,7 @@ from chorusline.collectives.contract.errors import with_article
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..process.between_runs import between_runs
 from ..process.registry import Registered
-from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .format.boxes import split_evenly
 from .format.manifest import can_hold, name_of
 from .format.pieces import Contents, Path, TensorRange
@@ -180,6 +180,22 @@ def tied_of(entries: Iterable[Registered]) -> dict[str, dict[str, str]]:
         if tied:
             found[entry.name] = tied
     return found
+
+
+def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of its class and of those that it extends; of a sharded one, of that of its
+    shards."""
+    made = type(optimizer)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        made = optimizer_engine_of(optimizer).shard.optimizer_class
+    above = torch.optim.Optimizer.__mro__
+    return [one.__name__ for one in made.__mro__ if one not in above]
+
+
+def optimizers_of(entries: Iterable[Registered]) -> dict[str, list[str]]:
+    """The classes of the optimizers, as in Manifest."""
+    found = [(one.name, one.object) for one in entries]
+    return {n: classes_of(one) for n, one in found if isinstance(one, torch.optim.Optimizer)}
 
 
 def collect_replicated(

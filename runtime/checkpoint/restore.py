@@ -15,7 +15,7 @@ from ..process.registry import Registered
 from ..zero.shards.parameter_bucket import in_format_of
 from ..zero.shards.shard_state import MASTER
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
-from .contents import PER_RANK, ZERO, is_dense, leaves_of, tree_of
+from .contents import PER_RANK, ZERO, classes_of, is_dense, leaves_of, tree_of
 from .format.errors import CheckpointCorrupted, CheckpointMismatch
 from .format.manifest import ManifestEntry, dtype_name, name_of
 from .format.pieces import Path
@@ -24,29 +24,6 @@ from .sharded_state import GROUPS, MAX_NORM, NUM_STEPS, STATE, SavedOptimizer
 
 _NAMED = 3
 """The number of differences that an error lists."""
-
-_OF_NO_KIND = frozenset(
-    [
-        "foreach",
-        "fused",
-        "capturable",
-        "differentiable",
-        "maximize",
-        "decoupled_weight_decay",
-        "param_names",
-        "params",
-        "initial_lr",
-        "max_lr",
-        "min_lr",
-        "base_momentum",
-        "max_momentum",
-        "swa_lr",
-    ]
-)
-"""Keys of a parameter group that say nothing of the kind of the optimizer: some versions of torch
-and some schedules add them."""
-
-_LIBRARIES = ("torch.", "chorusline.", "builtins")
 
 
 def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
@@ -84,7 +61,7 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
             if isinstance(stateful, torch.nn.Module):
                 state = _with_versions(state, stateful.state_dict())
             if isinstance(stateful, torch.optim.Optimizer):
-                _check_kind(entry.name, stateful, state, reader)
+                _check_kind(entry.name, stateful, reader)
             stateful.load_state_dict(state)
     elif isinstance(stateful, torch.nn.Module):
         # A checkpoint has the names of the module, wrapped or not. torch would load what fits
@@ -143,49 +120,27 @@ def changes_in_words(given: list[dict[str, Any]], loaded: list[dict[str, Any]]) 
     return "; ".join(list(changes)[:_NAMED]), next(iter(changes.values()), "")
 
 
-def _check_kind(
-    name: str, optimizer: torch.optim.Optimizer, state: Any, reader: CheckpointReader
-) -> None:
-    """Raise CheckpointMismatch if the groups in `state` have options of another optimizer, with
-    whose state this one would fail in its first step, or would continue with a part of it."""
-    groups = state.get(GROUPS) if isinstance(state, dict) else None
-    # A user's own optimizer may save something else, or convert what an earlier version has saved.
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+def _check_kind(name: str, optimizer: torch.optim.Optimizer, reader: CheckpointReader) -> None:
+    """Raise CheckpointMismatch if an optimizer of another class was saved, with whose state this
+    one would fail in its first step, or would continue with a part of it."""
+    saved, here = reader.manifest.optimizers.get(name), classes_of(optimizer)
+    # Earlier saves do not say it; a class that extends the other reads its state; and a hook may
+    # convert it.
+    if not saved or saved[0] in here or here[0] in saved:
         return
-    # As may a hook, in torch's own way.
-    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):
-        return
-    of = type(optimizer)
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        of = optimizer_engine_of(optimizer).shard.optimizer_class
-    users = [c for c in of.__mro__ if not c.__module__.startswith(_LIBRARIES)]
-    if any(method in vars(c) for c in users for method in ("__setstate__", "load_state_dict")):
-        return
-    # A key of one group alone is the user's own.
-    saved = [
-        key
-        for key in (groups[0] if groups else ())
-        if key not in _OF_NO_KIND and all(key in group for group in groups)
-    ]
-    here = {key for group in optimizer.param_groups for key in group} | _OF_NO_KIND
-    theirs = [str(key) for key in dict.fromkeys(saved) if key not in here]
-    # A wrapper may have none.
-    defaults = getattr(optimizer, "defaults", {})
-    ours = [key for key in defaults if key not in (*saved, *_OF_NO_KIND)]
-    # Another version with one option more or less differs in one direction only.
-    if theirs and ours:
+    if not getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):
         raise CheckpointMismatch(
             reader.path,
-            f"{name!r} was saved by another optimizer: that one has the options "
-            f"{', '.join(theirs)}, and the one here has {', '.join(ours)}. Make the optimizer that "
-            "was saved, or register the new one under another name with required=False",
+            f"{name!r} was saved by {with_article(saved[0])}, and is {with_article(here[0])} here. "
+            "Make the optimizer that was saved, or register the new one under another name with "
+            "required=False",
         )
 
 
 def _load_plain(
     name: str, optimizer: torch.optim.Optimizer, state: dict[str, Any], reader: CheckpointReader
 ) -> None:
-    _check_kind(name, optimizer, state, reader)
+    _check_kind(name, optimizer, reader)
     # It casts each tensor to its parameter's dtype; the format of its memory is set after it.
     optimizer.load_state_dict(state)
     for parameter, kept in optimizer.state.items():
@@ -245,7 +200,7 @@ def _restore_sharded(
     """
     here = SavedOptimizer.of(name, optimizer)
     groups = _checked_groups(here, reader, by_number)  # 1
-    _check_kind(name, optimizer, {GROUPS: groups}, reader)
+    _check_kind(name, optimizer, reader)
     saved_names = {
         ours: theirs
         for mine, saved in zip(here.groups, groups, strict=True)
@@ -272,8 +227,7 @@ def _restore_sharded(
             optimizer.max_norm = reader.value(norm)
         except (TypeError, ValueError):
             raise _unlike(reader, norm) from None
-    for mine, saved in zip(optimizer.param_groups, groups, strict=True):
-        mine.update({key: value for key, value in saved.items() if key != "params"})
+    engine.take_options(groups)
 
 
 def _checked_groups(

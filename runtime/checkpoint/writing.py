@@ -114,6 +114,7 @@ class Writing:
     waited_s: float = 0.0
     paused_s: float = 0.0
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    optimizers: dict[str, list[str]] = field(default_factory=dict)
 
     def carry_out(self) -> None:
         """Phases (3) to (8); ends the Saving in any case."""
@@ -248,6 +249,7 @@ class Writing:
                 entries=merged(parts),
                 progress=self.progress_by_rank or [progress for *_, progress, _ in records],
                 tied=self.tied,
+                optimizers=self.optimizers,
             )
             write_manifest(self.storage, self.folder, manifest)  # (6)
             if self.folder and self.last_times:

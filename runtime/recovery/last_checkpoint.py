@@ -27,7 +27,14 @@ from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..checkpoint.checkpoints import Checkpoints
 from ..checkpoint.config import NEVER, CheckpointConfig
-from ..checkpoint.contents import PER_RANK, ZERO, collect_own, kind_of, without_functions
+from ..checkpoint.contents import (
+    PER_RANK,
+    ZERO,
+    collect_own,
+    kind_of,
+    optimizers_of,
+    without_functions,
+)
 from ..checkpoint.format import catalog
 from ..checkpoint.format.pieces import Contents
 from ..checkpoint.format.storage import open_storage
@@ -46,7 +53,7 @@ _CHECKPOINT = -1
 class Saveable:
     """The data that a checkpoint needs besides the retained state.
 
-    kinds: of all registered objects, by name.
+    kinds, classes: of all registered objects, and of those that are optimizers, by name.
     optimizers: the sharded optimizers, by name.
     states: by name, those that a checkpoint has in another form than the retained state: of a
         module its state_dict, with the retained tensors; of a schedule that without functions.
@@ -54,13 +61,15 @@ class Saveable:
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, list[str]] = field(default_factory=dict)
     optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     step: int = 0
 
     @classmethod
     def of(cls, registry: Registry, retained: RestartState, step: int) -> Self:
-        made = cls({entry.name: kind_of(entry) for entry in registry}, step=step)
+        kinds = {entry.name: kind_of(entry) for entry in registry}
+        made = cls(kinds, optimizers_of(registry), step=step)
         for entry in registry:
             if isinstance(entry.object, ZeroRedundancyOptimizer):
                 made.optimizers[entry.name] = SavedOptimizer.of(entry.name, entry.object)
@@ -92,6 +101,7 @@ def _state_of(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> d
 class _RankSummary:
     summary: Summary
     kinds: dict[str, str]
+    classes: dict[str, list[str]]
     step: int
 
 
@@ -112,7 +122,8 @@ def save(
     Raises StateLost, on all ranks, if no rank holds some part of the state any more; errors of the
     storage; and errors that end the group.
     """
-    one = _RankSummary(retained.summary(was_there, data), saveable.kinds, saveable.step)
+    of_rank = retained.summary(was_there, data)
+    one = _RankSummary(of_rank, saveable.kinds, saveable.classes, saveable.step)
     summaries: list[_RankSummary] = all_gather_object(group, one)  # (a)
     there = [rank for rank, one in enumerate(summaries) if one.summary.was_there]
     if not there:
@@ -144,8 +155,8 @@ def save(
     newest = up_to_date([one.summary for one in summaries])
     first = summaries[leader].summary
     progress = [first.data, *(one.data for one in newest if one is not first)]
-    step = summaries[leader].step
-    saving = checkpoints.save_contents(step, found, kinds, progress, len(there))  # (d)
+    step, classes = summaries[leader].step, summaries[leader].classes
+    saving = checkpoints.save_contents(step, found, kinds, classes, progress, len(there))  # (d)
     saving.wait(config.timeout_s)
     return saving.path
 

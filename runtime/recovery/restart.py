@@ -69,12 +69,12 @@ class OptimizerOptions:
         return cls(optimizer.num_steps, groups, optimizer.max_norm, additions)
 
     def load(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        optimizer_engine_of(optimizer).take_additions(self.additions, self.groups)
+        engine = optimizer_engine_of(optimizer)
+        engine.take_additions(self.additions, self.groups)
         if len(optimizer.param_groups) != len(self.groups):
             raise RuntimeError(_MADE_OTHERWISE)
         optimizer.num_steps, optimizer.max_norm = self.num_steps, self.max_norm
-        for ours, theirs in zip(optimizer.param_groups, self.groups, strict=True):
-            ours.update(theirs)
+        engine.take_options(self.groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -525,8 +525,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
             check_fits(state, parameter.shape, name, self._engine.shard.verdict)
         # From here on a frozen parameter with state is as one that was frozen later.
         self._engine.take_up(p for p in given if saved[id(p)][1])
-        for ours, theirs in zip(self.param_groups, options, strict=True):
-            ours.update(theirs)
+        self._engine.take_options(options)
         self._engine.shard.load_state(saved, self.param_groups)
         self._engine.state_changes.loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -816,6 +815,12 @@ class OptimizerEngine:
         self.take_up(())
         for names in additions.laid_out[len(self.additions.laid_out) :]:
             self.take_up(named[name] for name in names if name in named)
+
+    def take_options(self, options: Iterable[Mapping[str, Any]]) -> None:
+        """Continue with options that were saved, by group; on all ranks, between two steps."""
+        for ours, theirs in zip(self.optimizer.param_groups, options, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key != "params"})
+        self._make_ballot()  # Another number of them may be numbers: foreach=None is none.
 
     def _own(
         self, parameters: Sequence[torch.nn.Parameter], buckets: Sequence[GradientBucket] | None

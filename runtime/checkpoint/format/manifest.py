@@ -96,6 +96,7 @@ class Manifest:
     metadata_sha256: of `.metadata`.
     tied: by name of a registered module, which of its tensors are another one of it: the name of
         each such tensor, and the name of the one that it is.
+    optimizers: by name of a registered optimizer, its class and those that it extends.
     """
 
     step: int
@@ -108,6 +109,7 @@ class Manifest:
     metadata_sha256: str = ""
     torch: str = torch.__version__
     tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    optimizers: dict[str, list[str]] = field(default_factory=dict)
 
     def below(self, *path: str | int) -> list[ManifestEntry]:
         return [entry for entry in self.entries if entry.path[: len(path)] == path]
@@ -222,6 +224,8 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 
 def _validated(plain: Any) -> Manifest:
     """The manifest in `plain`, of parsed JSON. Raises ValueError for what no save writes."""
+    if isinstance(plain, dict):
+        plain.setdefault("optimizers", {})  # Earlier saves have none.
     given = _fields_of(plain, Manifest, "the manifest")
     files = _files(given["files"])
     world_size = _count(given["world_size"], "world_size", 1)
@@ -240,6 +244,10 @@ def _validated(plain: Any) -> Manifest:
         tied={
             name: {one: _text(other, "a name") for one, other in _mapping(pairs, "tied")}
             for name, pairs in _mapping(given["tied"], "tied")
+        },
+        optimizers={
+            name: [_text(one, "a class") for one in _list(classes, f"classes of {name}")]
+            for name, classes in _mapping(given["optimizers"], "optimizers")
         },
     )
     _check_paths(manifest.entries)
