@@ -28,7 +28,11 @@ from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..checkpoint.contents import is_dense
-from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
+from ..data_parallel.distributed_data_parallel import (
+    DistributedDataParallel,
+    engine_of,
+    engines_of,
+)
 from ..data_parallel.gradients.held_gradients import ClearPattern
 from ..data_parallel.same_model import broadcast_tensors
 from ..join.pass_pattern import PassPattern
@@ -156,7 +160,7 @@ class RestartState:
             # Parameters are copied: the function may have its module from outside.
             if isinstance(made, ZeroRedundancyOptimizer):
                 sharded = optimizer_engine_of(made)
-                held = on_the_way.get(id(sharded)) or sharded.shard.held()
+                held = on_the_way.get(id(sharded)) or sharded.shard.held(takes_parameters=True)
                 retained.optimizers[entry.name] = RetainedOptimizer(
                     sharded.shard.apart(held),
                     sharded.progress,
@@ -345,10 +349,15 @@ def _own_names(module: torch.nn.Module, per_rank: bool) -> set[str]:
     """The names of the tensors that each rank has for itself, by `_tensors_of`."""
     if not per_rank:
         return set()
-    # Its ranks step the same parameters, and a step may send their buffers.
-    if isinstance(module, DistributedDataParallel):
-        return set() if module.broadcast_buffers else {n for n, _ in module.module.named_buffers()}
-    return {*_tensors_of(module, committed=False)}
+    # The ranks of a model step the same parameters, and a step may send their buffers.
+    alike: set[int] = set()
+    for model in engines_of([*module.parameters()]):
+        alike |= {id(parameter) for parameter in model.module.parameters()}
+        if model.buffers.travel:
+            alike |= {id(buffer) for buffer in model.module.buffers()}
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    named = (*inner.named_parameters(), *inner.named_buffers())
+    return {name for name, tensor in named if id(tensor) not in alike}
 
 
 @torch.no_grad()

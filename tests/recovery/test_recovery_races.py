@@ -80,6 +80,18 @@ def saves(act: Callable[[cl.Context, Any], None] | None = None) -> Callable[[Any
     return register
 
 
+def saves_by_itself(
+    act: Callable[[cl.Context, Any], None] | None = None,
+) -> Callable[[Any, Any], None]:
+    """As `saves`, by ctx.save() after each of the first five steps."""
+
+    def register(ctx: cl.Context, optim: Any) -> None:
+        saves(act)(ctx, optim)
+        optim.register_step_post_hook(lambda *_: ctx.save() if ctx.step <= 5 else None)
+
+    return register
+
+
 ONE_BUCKET = Kind(bucket_cap_mb=25.0, num_epochs=1)
 
 
@@ -108,13 +120,15 @@ async def test_who_is_behind_takes_the_last_step_that_another_has_begun(
     assert_as_if_nothing_was(ONE_BUCKET, str(tmp_path), told, victims)
 
 
+@pytest.mark.parametrize("every", [1, None], ids=["every step", "ctx.save()"])
 async def test_a_step_that_one_rank_has_saved_before_the_loss_is_saved_by_no_other(
-    cluster: None, tmp_path: Path
+    cluster: None, tmp_path: Path, every: int | None
 ) -> None:
     # Rank 2 still gathers the fifth step, which rank 0 saves meanwhile.
     victims = {1: (5, "when the others have nothing left")}
-    acts = {0: saves(), 1: saves(dies_after(4)), 2: saves(is_slow(4))}
-    config = cl.CheckpointConfig(tmp_path / "checkpoints", every_n_steps=1)
+    saving = saves if every else saves_by_itself
+    acts = {0: saving(), 1: saving(dies_after(4)), 2: saving(is_slow(4))}
+    config = cl.CheckpointConfig(tmp_path / "checkpoints", every_n_steps=every)
     folder = tmp_path / "notes"
     folder.mkdir()
     async with cl.Session(
@@ -128,7 +142,7 @@ async def test_a_step_that_one_rank_has_saved_before_the_loss_is_saved_by_no_oth
         )
     assert [one.world_size for one in told] == [2, 2]
     assert_as_if_nothing_was(ONE_BUCKET, str(folder), told, victims)
-    assert "/step-00000006-" in (newest(config) or "")
+    assert f"/step-0000000{6 if every else 4}-" in (newest(config) or "")
 
 
 async def test_who_has_returned_helps_another_to_end_its_last_step(

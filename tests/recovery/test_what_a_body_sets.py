@@ -251,7 +251,8 @@ def test_objects_that_are_made_again_have_what_the_body_has_set(ranks_of: Any) -
 def begin_again_per_rank(ctx: cl.Context) -> tuple[float, float, float]:
     """The last rank is a newcomer, which has kept nothing."""
     norms = [torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)]
-    models: list[Any] = [norms[0], cl.DistributedDataParallel(norms[1], broadcast_buffers=False)]
+    model = cl.DistributedDataParallel(norms[1], broadcast_buffers=False)
+    models: list[Any] = [norms[0], model, norms[1]]
 
     def fill(of_rank: float) -> None:
         torch.nn.init.constant_(norms[0].weight, of_rank)
@@ -259,10 +260,12 @@ def begin_again_per_rank(ctx: cl.Context) -> tuple[float, float, float]:
             torch.nn.init.constant_(one.running_mean, of_rank)
 
     fill(ctx.rank)
-    for name, one in zip(("norm", "model"), models, strict=True):
+    for name, one in zip(("norm", "model", "module"), models, strict=True):
         ctx.register(name, one, per_rank=True)
     was_there = ctx.rank < ctx.world_size - 1
     kept = RestartState.of(call_of(ctx).registry, (0, 0), {}) if was_there else RestartState()
+    if ctx.rank == 1:  # It had not taken the leader's last step.
+        kept.tensors["module"]["weight"].zero_()
     torch.nn.init.constant_(norms[1].weight, -1.0 - ctx.rank)
     fill(9)
     summaries = all_gather_object(ctx.group, kept.summary(was_there, None))
@@ -307,6 +310,8 @@ def wrap_again(ctx: cl.Context, dtype: torch.dtype) -> bool:
         model(torch.randn(3, 4, dtype=dtype)).square().mean().backward()
         optim.step()
         optim.zero_grad()
+    with torch.no_grad():  # As a body clamps them.
+        module.linear.weight.fill_(0.5)
     trained = [p.detach().clone() for p in module.parameters()]
     kept = RestartState.of(call_of(ctx).registry, (0, 0), {})
     register(kept, all_gather_object(ctx.group, kept.summary(True, None)))
