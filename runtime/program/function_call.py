@@ -91,6 +91,8 @@ class FunctionCall:
         self._has_stepped = False  # Since the last boundary, one of them.
         self._stepped_at = 0
         """The number of boundaries at the last one that came after a step of them."""
+        self._stepped_before = 0
+        """The same, of the one before that."""
         self.enter(assignment, group)
         if recovery is not None:
             recovery.attach(self)
@@ -277,6 +279,7 @@ class FunctionCall:
         between_runs().places.clear()  # The state is not that of the last run, nor is the place.
         self.is_resumed = True
         self._boundaries = self._stepped_at = max(part["boundaries"] for part in parts)
+        self._stepped_before = max(part.get("stepped_at", 0) for part in parts)
         self.origin = parts[0]["origin"]
         self.steps_before = parts[0]["steps_before"]
         self.cursor.resume([part["data"] for part in parts], epoch_is_over=epoch_is_over)
@@ -289,6 +292,7 @@ class FunctionCall:
             if (
                 not isinstance(part, dict)
                 or not is_count(part.get("boundaries"))
+                or not is_count(part.get("stepped_at", 0))
                 or not is_count(part.get("steps_before"), least=-(1 << 63))
                 # Trackers name files by it.
                 or not isinstance(part.get("origin"), str)
@@ -301,15 +305,17 @@ class FunctionCall:
 
     def data_state(self, *, committed: bool = False) -> dict[str, Any]:
         """This rank's place in the data, as plain data for a checkpoint. committed: its place after
-        the last step that counts."""
+        the last step that counts, and where it was after the step before that."""
         of_step = self._boundaries_of_step if committed else None
+        boundaries = self._boundaries if of_step is None else of_step
+        is_at_step = committed and self._stepped_at == boundaries
         used = Used.COMMITTED if committed else Used.GIVEN
         return {
-            "boundaries": self._boundaries if of_step is None else of_step,
+            "boundaries": boundaries,
             "data": self.cursor.state(used, by_id=committed or self._has_recovered),
             "origin": self.origin,
             "steps_before": self.steps_before,
-            "stepped_at": self._stepped_at,
+            "stepped_at": self._stepped_before if is_at_step else self._stepped_at,
         }
 
     def take_data(self, data: dict[str, Any]) -> None:
@@ -362,8 +368,9 @@ class FunctionCall:
         # for the step. Ranks without data do not know of it: then each batch counts as a step.
         live = join.last_step_live if (join := active_join()) is not None else ()
         if self._has_stepped or 0 < len(live) < self.world_size:
-            before, self._stepped_at, self._has_stepped = self._stepped_at, self._boundaries, False
-            checkpoints.save_if_due(self._boundaries, before)
+            self._stepped_before, self._stepped_at = self._stepped_at, self._boundaries
+            self._has_stepped = False
+            checkpoints.save_if_due(self._boundaries, self._stepped_before)
 
     def at_first_batch(self) -> None:
         """The function runs again from the top. It may have been left right after a step, before
@@ -371,7 +378,9 @@ class FunctionCall:
         if self.recovery is not None:  # Of a function without ctx.epochs.
             self.recovery.from_the_top.set_flags()
         if self.checkpoints is not None and len(self.registry):
-            self.checkpoints.save_if_due(self.step)
+            by_batches = self._notes_steps and not self._counts()
+            before = self._stepped_before if by_batches else None
+            self.checkpoints.save_if_due(self.step, before)
 
     def without_reader(self, error: Exception) -> Exception:
         """The error to raise when the reader of a Stream is gone: one that makes all ranks run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from chorusline.runtime.program.context import call_of
 from tests.references.checkpoint_runs import in_run, make_model
 
 
@@ -60,3 +62,29 @@ def test_the_run_raises_if_its_last_checkpoint_failed(ranks_of, tmp_path):
     place.mkdir()
     with pytest.raises(AssertionError, match=r"CheckpointWriteFailed.*step-00000006.*not written"):
         ranks_of(2).run(_train, place, False)
+
+
+def test_a_save_of_accumulated_batches_that_was_given_up_is_due_when_the_function_runs_again(
+    alone, tmp_path
+):
+    """Every third batch, and so after the fourth, which has the step."""
+
+    def body(ctx: cl.Context) -> None:
+        model = ctx.register("model", cl.DistributedDataParallel(make_model()))
+        optim = ctx.register("optim", torch.optim.SGD(model.parameters(), lr=0.1))
+        call = call_of(ctx)
+        for number, ids in enumerate(ctx.shard(list(range(24)), batch_size=2, shuffle=False)):
+            if number == 4:
+                break
+            model(ids[:, None] / 24 * torch.ones(7)).square().mean().backward()
+            if number == 3:
+                optim.step()
+        call.checkpoints.finish()
+        (folder,) = tmp_path.iterdir()
+        shutil.rmtree(folder)
+        call.checkpoints.last_step = -1
+        call.resume_data([call.data_state(committed=True)])
+        call.at_first_batch()
+
+    in_run(alone, body, cl.CheckpointConfig(tmp_path, every_n_steps=3))
+    assert [path.name[:13] for path in tmp_path.iterdir()] == ["step-00000004"]
