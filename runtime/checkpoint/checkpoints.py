@@ -100,6 +100,8 @@ class Checkpoints:
         self._run = ""  # drawn by rank 0
         self._corrupted: list[str] = []  # the folders that this run has found so at its beginning
         self._count = 0
+        self._step = -1  # of the last save
+        self._begun_elsewhere = (0, -1)
         self._in_flight: Saving | None = None  # None: nothing is being written
         self._thread: threading.Thread | None = None  # of the newest save; None: no save yet
         self._last_save: LastSave | None = None  # of the epoch under way; None: it has none
@@ -205,12 +207,17 @@ class Checkpoints:
         self._epoch_ends = []
         self._host = HostCopy(group.device)  # The thread of the save may still read the old one.
 
-    def skip(self, last_step: int) -> None:
-        """The ranks continue in place, and some have saved this step before the others have ended
-        it. The others leave it out: the former are in the next step already."""
-        if last_step > self.last_step:
-            # As if it had saved: folders are named by the count.
-            self.last_step, self._count = last_step, self._count + 1
+    @property
+    def begun(self) -> tuple[int, int]:
+        """How many saves this rank has begun, and of which step the last one was."""
+        return self._count, self._step
+
+    def skip(self, begun: tuple[int, int]) -> None:
+        """The ranks continue in place, and some have begun to save a step before the others have
+        ended it. These leave the saves of it out: the former are in the next step already.
+
+        begun: of the rank that has begun the most."""
+        self._begun_elsewhere = begun
 
     @property
     def is_saving(self) -> bool:
@@ -302,6 +309,8 @@ class Checkpoints:
         self._finish_last()  # (1)
         folder = catalog.folder_name(step, self._run, self._count) if path is None else ""
         unread = None if path is None else _check_free(storage)
+        if step == self._begun_elsewhere[1] and self._count < self._begun_elsewhere[0]:
+            return self._left_out(storage.path_of(folder), step)
         waited_s = time.monotonic() - began_at
         # Read now: the loop continues while this is written.
         progress, before = self.tell_progress(), self._last_save
@@ -332,6 +341,14 @@ class Checkpoints:
             step, live, progress, self._host.taken, contents.leaves, writings
         )
         return writing.saving
+
+    def _left_out(self, path: str, step: int) -> Saving:
+        """As on the ranks that have begun it, where it has ended with their generation."""
+        self._count += 1  # Folders are named by it.
+        saving = Saving(path, step)
+        why = "the generation in which other ranks have called ctx.save() has ended"
+        saving.end(CheckpointWriteFailed(path, why, (), is_by_loss=True))
+        return saving
 
     def note_epoch_end(self, step: int) -> None:
         """The body of an epoch has ended: note it beside the newest checkpoint, if nothing that the
@@ -430,7 +447,7 @@ class Checkpoints:
             tied=tied_of(self.registry),
             **fields,
         )
-        self._count += 1
+        self._count, self._step = self._count + 1, step
         known.num_saves += 1
         self._in_flight = writing.saving
         # A daemon thread, so that a process that has to exit does not wait for a disk that hangs.

@@ -45,14 +45,14 @@ class RankReport:
     synced: by number of a model, the step whose buffers the rank has.
     passes: by number of a model, how often its gradients were sent.
     position: of the rank in the samples.
-    saved: the step of its last automatic save.
+    saved: as Checkpoints.begun.
     """
 
     held: Mapping[int, Inventory]
     synced: Mapping[int, int]
     passes: Mapping[int, int]
     position: DataPosition
-    saved: int
+    saved: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class InPlace:
             {number: model.buffers.synced_step for number, model in models.items()},
             {number: model.reducer.num_passes for number, model in models.items()},
             self._objects.call.dealer.position(),
-            checkpoints.last_step if checkpoints is not None else -1,
+            checkpoints.begun if checkpoints is not None else (0, -1),
         )
         return group, all_gather_object(group, mine)
 
