@@ -6,8 +6,8 @@ has a copy of everything else that the rank's process had at that instant, hence
 
 1. *It ends with its rank.* torch's own watchdog looks every 5 s, and not while a batch waits to be
    written to a full pipe that nobody reads any more. A thread here waits for the exit of the rank's
-   process instead (process/torch_loaders.py). So it is with all torch DataLoaders of a rank,
-   including those of a script.
+   process instead (process/torch_loaders.py). So it is with all torch DataLoaders of a rank, and
+   torchdata's StatefulDataLoaders, including those of a script.
 2. *It closes the rank's connections.* A connection is closed for the other side only when all
    processes that have it have closed it. So the loader processes would keep alive what a rank
    closes, or what a killed rank leaves: the other ranks and Ray would learn of it late.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +186,10 @@ def hold_batches() -> None:
     threading.Event().wait()
 
 
-def test_loader_processes_end_with_a_rank_that_is_killed_also_while_they_write() -> None:
-    program = "from tests.data.fetching.test_fetcher import hold_batches; hold_batches()"
+def check_loader_processes_end_with(holds: Callable[[], None]) -> None:
+    """Kill a process that `holds` has told of its loader processes."""
+    name = holds.__name__
+    program = f"from {holds.__module__} import {name}; {name}()"
     rank = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
     try:
         assert rank.stdout is not None
@@ -200,6 +203,10 @@ def test_loader_processes_end_with_a_rank_that_is_killed_also_while_they_write()
     while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < give_up_at:
         time.sleep(0.05)
     assert not left
+
+
+def test_loader_processes_end_with_a_rank_that_is_killed_also_while_they_write() -> None:
+    check_loader_processes_end_with(hold_batches)
 
 
 def runs(pid: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from chorusline.runtime.data.fetching.fetcher import Fetcher
 from chorusline.runtime.data.fetching.loader_rows import LoaderRows
 from chorusline.runtime.data.fetching.loader_settings import of_loader
 from chorusline.runtime.data.fetching.options import FetchOptions
-from tests.data.fetching.test_fetcher import Numbers, numbers
+from chorusline.runtime.process.torch_loaders import end_loaders_with_this_process
+from tests.data.fetching.test_fetcher import (
+    Heavy,
+    Numbers,
+    check_loader_processes_end_with,
+    numbers,
+)
 from tests.data.fetching.test_loader_rows import Parts
 from tests.references.killed_runs import NUM_SAMPLES, Kind, assert_as_if_nothing_was, train
 
@@ -97,6 +104,21 @@ def test_a_stateful_loader_is_taken_over_or_makes_the_rows_of_a_stream() -> None
         list(shard)
     rows = LoaderRows(stateful.StatefulDataLoader(Parts(), 4, num_workers=2))
     assert sorted(row[0].item() for row in rows) == list(range(30))
+
+
+def hold_batches_of_a_stateful_loader() -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    end_loaders_with_this_process()
+    batches: Any = iter(StatefulDataLoader(Heavy(), 1, num_workers=2, collate_fn=list))
+    next(batches)
+    print(*[worker.pid for worker in batches._workers], flush=True)
+    threading.Event().wait()
+
+
+def test_processes_of_a_stateful_loader_end_with_a_rank_that_is_killed() -> None:
+    pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    check_loader_processes_end_with(hold_batches_of_a_stateful_loader)
 
 
 def tens_of_numbers(rows: list[int]) -> Any:
