@@ -37,7 +37,6 @@ class WorkerInfo:
     seat: its place in the session, from 0. A replacement takes the same seat.
     pid: 0 for a worker that was lost with its driver: of it only the rank is known.
     device: of its tensors, as torch writes it.
-    num_cpus: promised by Ray; may be a fraction.
     versions: of Python, torch and chorusline (versions.py).
     """
 
@@ -47,7 +46,6 @@ class WorkerInfo:
     hostname: str
     pid: int
     device: str
-    num_cpus: float
     versions: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -132,9 +132,8 @@ class Worker:
         if is_detached:  # The session has a session host, without which this worker ends.
             end_without(session)
         runtime = ray.get_runtime_context()
-        num_cpus = float(runtime.get_assigned_resources().get("CPU", 0))
         self._device = own_gpu() if use_gpu else torch.device("cpu")
-        self._num_threads = max(1, int(num_cpus))
+        self._num_threads = max(1, int(runtime.get_assigned_resources().get("CPU", 0)))
         self._info = WorkerInfo(
             worker_id=runtime.get_actor_id() or "",
             seat=seat,
@@ -142,11 +141,9 @@ class Worker:
             hostname=socket.gethostname(),
             pid=os.getpid(),
             device=str(self._device),
-            num_cpus=num_cpus,
             versions=versions_here(),
         )
         self._lock = threading.Lock()
-        self._session = session
         self._run: CurrentRun | None = None  # None: between two runs
         self._group: Group | None = None
         """Of the last generation, also between runs; None before the first, and after `stop`."""

@@ -88,9 +88,9 @@ class WorkerGroup:
         *,
         use_gpu: bool,
         driver_options: Mapping[str, Any],
-        environment: Mapping[str, Any] | None = None,
-        modules: Sequence[str] = (),
-        detached: DetachedActors | None = None,
+        environment: Mapping[str, Any],
+        modules: Sequence[str],
+        detached: DetachedActors | None,
     ) -> None:
         self._seats = seats
         self._fewest = fewest
@@ -101,7 +101,7 @@ class WorkerGroup:
         self._driver_options = driver_options
         # Only if there is one: Ray starts processes for an environment of their own.
         self._environment = {"runtime_env": dict(environment)} if environment else {}
-        of_workers = environment_of_workers(environment or {}, use_gpu)
+        of_workers = environment_of_workers(environment, use_gpu)
         self._workers_environment = {"runtime_env": of_workers} if of_workers else {}
         self._worker_class = worker_class()
         self._workers: dict[int, Actor] = {}  # by seat

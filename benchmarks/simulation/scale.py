@@ -81,7 +81,7 @@ class Scale:
 def simulated_worker(seat: int) -> WorkerInfo:
     """One of eight on its node."""
     node = f"node-{seat // _RANKS_PER_NODE}"
-    return WorkerInfo(f"{seat:032x}", seat, node, node, 1000 + seat, "cuda:0", 8.0)
+    return WorkerInfo(f"{seat:032x}", seat, node, node, 1000 + seat, "cuda:0")
 
 
 def simulated_report(rank: int, generation: int, steps: int, error: CollectiveError) -> Frozen:

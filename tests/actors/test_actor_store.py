@@ -184,7 +184,7 @@ def test_a_run_that_a_loss_has_ended_says_what_survives_it(
     num_ranks: int, may_lose: bool, says: str
 ) -> None:
     workers = tuple(
-        WorkerInfo(f"w{rank}", rank, "n", "vm", 10 + rank, "cpu", 1.0) for rank in range(num_ranks)
+        WorkerInfo(f"w{rank}", rank, "n", "vm", 10 + rank, "cpu") for rank in range(num_ranks)
     )
     loss = Loss(0, workers[0], "it was killed")
     failed = RunFailed(0, loss, workers, (), (), may_lose=may_lose)

@@ -8,7 +8,7 @@ from chorusline.actors.worker_group.replacing import note_stragglers
 
 
 def word(seat: int, is_straggler: bool = False, incarnation: int = 0) -> WorkerSnapshot:
-    info = WorkerInfo(f"worker-{seat}-{incarnation}", seat, "node", "host", 1, "cpu", 1.0)
+    info = WorkerInfo(f"worker-{seat}-{incarnation}", seat, "node", "host", 1, "cpu")
     status = RunStatus(is_straggler=is_straggler)
     return WorkerSnapshot(info, WorkerState.TRAINING, 0, status=status)
 

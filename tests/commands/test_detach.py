@@ -114,7 +114,7 @@ def test_a_run_that_cannot_begin_leaves_no_session(
     assert "unsendable" not in names_of(SESSION_HOST)
 
 
-WORKERS = tuple(WorkerInfo(f"w{seat}", seat, "n", "vm", 10 + seat, "cpu", 1.0) for seat in range(2))
+WORKERS = tuple(WorkerInfo(f"w{seat}", seat, "n", "vm", 10 + seat, "cpu") for seat in range(2))
 
 
 def of_rank_1(error: Exception) -> RunFailed:

@@ -41,7 +41,7 @@ def shown(
     changes: tuple[GenerationChange, ...] = (),
     num_lost: int = 0,
 ) -> str:
-    info = WorkerInfo("id", 0, "node", "host", 7, "cpu", 1.0)
+    info = WorkerInfo("id", 0, "node", "host", 7, "cpu")
     report = Report(0, 3, time.time(), {"path": value})
     steps = RunStatus(rank=0, generation_changes=changes, num_lost=num_lost)
     word = detail or WorkerSnapshot(info, WorkerState.TRAINING, 0, 0, 1.0, {}, report, status=steps)

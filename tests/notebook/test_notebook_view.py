@@ -29,7 +29,7 @@ def report(rank: int, taken: int, at: float, **values: float) -> Report:
 
 
 def snapshot(rank: int, **steps: object) -> WorkerSnapshot:
-    info = WorkerInfo(f"id-{rank}", rank, "node", "<host>", 40 + rank, "cpu", 1.0)
+    info = WorkerInfo(f"id-{rank}", rank, "node", "<host>", 40 + rank, "cpu")
     return WorkerSnapshot(
         info,
         WorkerState.TRAINING,

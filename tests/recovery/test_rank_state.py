@@ -245,7 +245,7 @@ def test_a_function_that_has_to_be_left_is_left_once() -> None:
 
 
 def worker(seat: int) -> WorkerInfo:
-    return WorkerInfo(f"worker-{seat}", seat, "node-a", "node-a", 100 + seat, "cpu", 1.0)
+    return WorkerInfo(f"worker-{seat}", seat, "node-a", "node-a", 100 + seat, "cpu")
 
 
 Stood = tuple[RankState, Facts, Where]

@@ -30,7 +30,7 @@ def request(
 
 def worker(seat: int, node: str = "node-a", incarnation: int = 0) -> WorkerInfo:
     name = f"worker-{seat}-{incarnation}"
-    return WorkerInfo(name, seat, node, node, 100 + seat, "cpu", 1.0)
+    return WorkerInfo(name, seat, node, node, 100 + seat, "cpu")
 
 
 def death(seat: int, incarnation: int = 0) -> WorkerDied:

@@ -44,7 +44,6 @@ class Listing:
     unread: those whose files or manifest could not be read now, for an error of the storage.
     unlisted: without a manifest, but with `.metadata`, which is written when all ranks' files are
         there (manifest.py): the save was killed right before its end, or the manifest was lost.
-    torn: with neither. No rank 0 has seen all files of such a save.
     """
 
     written: list[str]
@@ -53,7 +52,6 @@ class Listing:
     broken: list[str]
     unread: list[str]
     unlisted: list[str]
-    torn: list[str]
 
 
 def listing(storage: Storage, only: str = "") -> Listing:
@@ -64,7 +62,6 @@ def listing(storage: Storage, only: str = "") -> Listing:
     broken: list[str] = []
     unread: list[str] = []
     unlisted: list[str] = []
-    torn: list[str] = []
     damaged: set[str] = set()
     for name in [only] if only else storage.children():
         if not _FOLDER.fullmatch(name):
@@ -72,7 +69,8 @@ def listing(storage: Storage, only: str = "") -> Listing:
         try:
             files = storage.sizes(name)
             if MANIFEST not in files:
-                (unlisted if METADATA in files else torn).append(name)
+                if METADATA in files:
+                    unlisted.append(name)
                 continue
             manifest = read_manifest(storage, name)
         except (CheckpointCorrupted, FileNotFoundError):
@@ -87,7 +85,7 @@ def listing(storage: Storage, only: str = "") -> Listing:
             damaged.add(name)
     written.sort(reverse=True)
     names, times = [name for _, name in written], [time for time, _ in written]
-    return Listing(names, times, damaged, broken, unread, unlisted, torn)
+    return Listing(names, times, damaged, broken, unread, unlisted)
 
 
 def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection[str] = ()) -> bool:

@@ -242,9 +242,9 @@ async def _place_on_new_nodes(needs: Needs, fewest: int, timeout_s: float) -> Pl
             await asyncio.sleep(_LOOK_S)
 
     group = needs.group(fewest)
-    placing = asyncio.create_task(_placed(group), name="placement")
+    placing = asyncio.ensure_future(group.ready())
     watching = asyncio.create_task(until_hopeless(group), name="autoscaler-watch")
-    both = {placing, watching}
+    both: set[asyncio.Future[Any]] = {placing, watching}
     is_placed = False
     try:
         await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -337,10 +337,6 @@ async def _are_placed(groups: Sequence[PlacementGroup], timeout_s: float) -> boo
             for group in groups:
                 remove_placement_group(group)
     return are_placed
-
-
-async def _placed(group: PlacementGroup) -> None:
-    await group.ready()
 
 
 def _fitting(bundle: Mapping[str, float], resources: Mapping[str, float]) -> int:

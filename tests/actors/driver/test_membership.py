@@ -350,7 +350,7 @@ def test_messages_are_checked_when_they_are_made() -> None:
     with pytest.raises(ValueError, match="timeout_s must be positive"):
         RunRequest(0, 0.0, False)
     with pytest.raises(ValueError, match="worker_id and node_id"):
-        WorkerInfo("", 0, "node", "host", 1, "cpu", 1.0)
+        WorkerInfo("", 0, "node", "host", 1, "cpu")
 
 
 def test_snapshots_can_be_read() -> None:

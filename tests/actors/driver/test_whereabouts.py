@@ -101,7 +101,7 @@ def test_the_story_is_of_the_group_that_failed_first_and_of_its_ranks() -> None:
 def test_all_are_asked_before_any_is_stopped_and_the_run_waits_for_the_answers() -> None:
     membership = Membership()
     for seat in range(2):
-        info = WorkerInfo(f"worker-{seat}", seat, "node", "host", 100 + seat, "cpu", 1.0)
+        info = WorkerInfo(f"worker-{seat}", seat, "node", "host", 100 + seat, "cpu")
         membership.handle(WorkerRegistered(info))
     membership.handle(RunStarted(request(0)))
     late = Failure(0, None, "CollectiveTimeout", "", (1,), False, asks_all=True)
