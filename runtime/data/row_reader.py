@@ -67,6 +67,8 @@ class _Source:
         try:
             return next(self._rows)
         except StopIteration:
+            # Each rank asks, and after its end some iterators give their next epoch.
+            self._rows = iter(())
             raise
         except Exception as error:
             self.failure = error
@@ -201,7 +203,9 @@ class RowReader:
         None: no rank has asked since, or none has died."""
         self._source = source
         self._readings: dict[ReadingKey, _Reading] = {}
-        self._window: _Window | None = None  # None: before the first ctx.steps
+        self._windows: list[_Window] = []
+        """That of the last iteration that was asked for, and of the one before it in the same run:
+        some ranks are at the end of an epoch when others begin the next one."""
         if hasattr(source, "iter_rows"):
             # A number must mean the same row when the data is read again.
             source.context.execution_options.preserve_order = True
@@ -273,7 +277,7 @@ class RowReader:
         """How many rows there are from place `first` on, at most `count`: those of a step that is
         to begin.
 
-        key: of the iteration; another one begins again. Also a reader that replaces one that died
+        key: of the iteration; a new one begins again. Also a reader that replaces one that died
         can answer: it reads the rows again."""
         window = self._window_from(key, epoch, first)
         # Those of the step before are kept. It counts here, since a rank goes to the next one; if
@@ -286,11 +290,16 @@ class RowReader:
         return list(self._window_from(key, epoch, first).read(first, count))
 
     def _window_from(self, key: WindowKey, epoch: int, first: int) -> _Window:
-        if self._window is None or not self._window.serves(key, first):
-            self._window = _Window(key, self._iterated(epoch))
-            self._window.drop(first)
-        self._window.key = key
-        return self._window
+        run, _, name = key
+        others = [one for one in self._windows if one.key[0] == run and one.key[2] != name]
+        served = next((one for one in self._windows if one.serves(key, first)), None)
+        window = served or _Window(key, self._iterated(epoch))
+        # Before a row is read: each rank has to hear of an error.
+        self._windows = [window, *others[:1]]
+        if served is None:
+            window.drop(first)
+        window.key = key
+        return window
 
     def take(
         self, key: ReadingKey, holder: int, count: int, drop_last: bool, counted: int | None

@@ -227,6 +227,38 @@ def test_steps_that_go_further_back_or_are_of_another_run_read_the_rows_again() 
     assert source.num_readings == 4
 
 
+def test_a_rank_that_is_late_at_the_end_of_an_epoch_takes_no_rows_of_the_next_one() -> None:
+    class Continues:
+        """Each iteration gives the next twelve numbers of one iterator."""
+
+        number = num_readings = 0
+
+        def __iter__(self) -> Continues:
+            self.num_readings += 1
+            return self
+
+        def __next__(self) -> int:
+            self.number += 1
+            if self.number % 13 == 0:
+                raise StopIteration
+            return self.number
+
+    source = Continues()
+    reader = RowReader(source, lambda: False)
+    later = ("run", 3, "0/0/stream/6/steps/1#0")
+    for _ in range(2):  # Of both ranks.
+        assert reader.count_window(STEPS, 0, 0, 6) == 6
+        assert reader.window(STEPS, 0, 0, 6) == [1, 2, 3, 4, 5, 6]
+        assert reader.count_window(STEPS, 0, 6, 8) == 6
+    assert reader.count_window(STEPS, 0, 12, 6) == 0
+    assert reader.count_window(later, 1, 0, 6) == 6
+    assert reader.count_window(STEPS, 0, 12, 6) == 0, "the rank that is late"
+    for _ in range(2):
+        assert reader.count_window(later, 1, 0, 6) == 6
+        assert reader.window(later, 1, 0, 6) == [14, 15, 16, 17, 18, 19]
+    assert source.num_readings == 2
+
+
 def test_each_rank_hears_the_error_of_a_source_in_steps_and_what_came_before_it_is_kept() -> None:
     class Flaky:
         num_readings = 0
