@@ -237,12 +237,19 @@ class RowReader:
             former = next(
                 (k for k, r in self._readings.items() if _continues(k, r, key, name)), None
             )
-            before = self._readings[former] if former is not None else None
-            # No rank asks any more for readings of other runs or of earlier calls of the function.
-            self._readings = {k: r for k, r in self._readings.items() if k[:2] == key[:2]}
+            before = self._readings.pop(former) if former is not None else None
+            # No rank asks any more for readings of other runs or of earlier calls of the function;
+            # this function may have yet to continue some.
+            self._readings = {
+                k: r
+                for k, r in self._readings.items()
+                if k[0] == key[0] and (k[1] == key[1] or r.name is not None)
+            }
             self._readings[key] = self._begun(before, name, epoch, num_holders, given)
-        for earlier in [k for k in self._readings if k != key and k[2] not in inside]:
-            self.end(earlier, holder)
+        # Not those that only faster ranks have begun.
+        for earlier in [k for k in self._readings if k[:2] == key[:2] and k[2] < key[2]]:
+            if earlier[2] not in inside:
+                self.end(earlier, holder)
         return self.lose(key, lost)
 
     def _begun(

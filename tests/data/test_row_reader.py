@@ -98,6 +98,40 @@ def test_a_function_that_runs_again_goes_on_with_what_is_here() -> None:
     assert reader.take(FIRST, 0, 4, False, 0) == [], "of a function that was left"
 
 
+def test_two_readings_at_once_are_both_continued_when_the_functions_run_again() -> None:
+    source = Rows()
+    reader = RowReader(source, lambda: False)
+    names = {1: "epoch 0", 2: "another"}
+    for number, name in names.items():
+        for holder in range(2):
+            begin(
+                reader, ("run", 3, number), name=name, num_holders=2, holder=holder, inside=[1, 2]
+            )
+        reader.take(("run", 3, number), 0, 5, False, 0)
+    begin(reader, ("run", 3, 3), name=None, num_holders=2, inside=[1, 2, 3])
+    for number, name in names.items():
+        key = ("run", 4, number)
+        for holder in range(2):
+            begin(reader, key, name=name, num_holders=2, holder=holder, inside=range(1, number + 1))
+        assert [n for n, _ in reader.take(key, 1, 100, False, 0)] == list(range(NUM_ROWS))
+    assert source.num_readings == 3
+    assert list(reader._readings) == [("run", 4, 1), ("run", 4, 2)]
+
+
+def test_a_rank_that_begins_late_has_not_left_what_a_faster_one_has_begun() -> None:
+    source = Rows()
+    reader = RowReader(source, lambda: False)
+    later = ("run", 3, 2)
+    begin(reader, num_holders=2, holder=0)
+    begin(reader, later, name="another", num_holders=2, holder=0, inside=[1, 2])
+    begin(reader, num_holders=2, holder=1)
+    assert len(reader.take(later, 0, 100, False, 0)) == NUM_ROWS
+    reader.end(later, 0)
+    begin(reader, later, name="another", num_holders=2, holder=1, inside=[1, 2])
+    assert reader.take(later, 1, 100, False, 0) == []
+    assert source.num_readings == 2
+
+
 def test_a_run_that_goes_back_reads_the_rows_again() -> None:
     source = Rows()
     reader = RowReader(source, lambda: False)
