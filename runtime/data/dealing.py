@@ -77,9 +77,10 @@ def keys_of(given: Any) -> Sequence[Hashable] | None:
         return None
     if isinstance(given, torch.Tensor | numpy.ndarray):
         given = given.tolist()
-    keys: Sequence[Hashable] = given
-    if any(issubclass(kind, _SEVERAL) for kind in {*map(type, given)}):
-        keys = [_plain_key(key) for key in given]
+    # Samples have places, where a Series of pandas looks up labels.
+    keys: Sequence[Hashable] = given if isinstance(given, list | tuple) else list(given)
+    if any(issubclass(kind, _SEVERAL) for kind in {*map(type, keys)}):
+        keys = [_plain_key(key) for key in keys]
     try:
         hash(tuple(keys))
     except TypeError as error:

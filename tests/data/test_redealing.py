@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ NUM_SAMPLES = 24
 class Ranks:
     """Dealers and shards by first rank; `alive` are those that are left, by rank."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, keys: Any = None) -> None:
+        self.keys = keys
         self.dealers = [Dealer(rank, size) for rank in range(size)]
         self.shards = [self.shard(rank, size) for rank in range(size)]
         self.batches: list[Any] = [iter(shard) for shard in self.shards]
@@ -33,6 +35,7 @@ class Ranks:
             dealer=self.dealers[rank],
             collate_fn=list,
             shuffle=False,
+            keep_together=self.keys,
         )
 
     def take(self, *ranks: int) -> None:
@@ -123,6 +126,39 @@ def test_an_evaluation_in_the_middle_does_not_end_the_iteration_around_it() -> N
     assert left is not None and sum(left.to_do) > 2
     assert ranks.finish() == list(range(NUM_SAMPLES))
     assert ranks.shards[0].ids_of_the_lost == [2, 5, 8, 11]
+
+
+class Column:
+    """As a filtered and sorted Series of pandas: it has values by label, and gives the values."""
+
+    def __init__(self, values: list[str]) -> None:
+        self.values_by_label = dict(zip(range(2 * len(values), 0, -2), values, strict=True))
+
+    def __getitem__(self, label: int) -> str:
+        return self.values_by_label[label]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_label.values())
+
+    def __len__(self) -> int:
+        return len(self.values_by_label)
+
+    def __bool__(self) -> bool:
+        raise ValueError("The truth value of a Series is ambiguous")
+
+
+def test_keys_in_a_column_with_labels_of_its_own_are_those_of_the_rows_in_their_order() -> None:
+    names = [f"user {number * 7 % 5}" for number in range(NUM_SAMPLES)]
+    used = []
+    for keys in (names, Column(names)):
+        ranks = Ranks(3, keys)
+        ranks.take(0, 1, 2)
+        ranks.count()
+        ranks.take(0, 1, 2)
+        ranks.lose(2)
+        assert ranks.finish() == list(range(NUM_SAMPLES))
+        used.append(ranks.used)
+    assert used[0] == used[1]
 
 
 @pytest.mark.parametrize(("busy", "hands"), [((), [[0, 2], [1, 3]]), ((2, 0), [[], [0, 1]])])
