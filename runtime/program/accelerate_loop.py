@@ -52,24 +52,25 @@ def why_not(accelerator: Any) -> str:
 
 def call_after_bodies(accelerator: Any, steps: StepKeeper) -> None:
     """Keep what this Accelerator could save, whenever the body of a loop over a prepared loader
-    is over and has taken a step. It is written where the script saves, or has loaded."""
+    is over and has taken a step. It is written where the script saves and loads, if that is one
+    folder."""
     is_named = accelerator.project_configuration.automatic_checkpoint_naming
-    folder: str | None = None
+    folders: dict[str, str] = {}  # by absolute path, as the script writes them
     numbers: list[int] | None = None
+    has_changed = True
 
     def sees(*args: Any) -> None:
-        nonlocal folder
-        folder = os.fspath(args[-1])
+        folder = os.path.normpath(args[-1])
+        folders.setdefault(os.path.abspath(folder), folder)
 
     def keep() -> None:
-        nonlocal numbers
-        made = AccelerateCheckpoint(accelerator, None if is_named else folder)
+        nonlocal numbers, has_changed
+        made = AccelerateCheckpoint(accelerator, None if is_named else next(iter(folders), None))
         before, numbers = numbers, made.numbers()
-        if not is_named and folder is None:
-            made.why_not_yet = "accelerate has not saved or loaded, so nobody knows where"
-        elif not is_named and str(folder)[-1:].isdigit():
-            made.why_not_yet = f"the number in {folder!r} belongs to another step"
-        elif numbers == before:
+        had_changed, has_changed = has_changed, numbers != before
+        if not is_named and (why := _why_unknown([*folders.values()])):
+            made.why_not_yet = why
+        elif not (had_changed and has_changed):  # One that counts epochs has changed only now.
             made.why_not_yet = "no object in register_for_checkpointing counts the steps"
         steps.keep(made)
 
@@ -93,6 +94,19 @@ def call_after_bodies(accelerator: Any, steps: StepKeeper) -> None:
         loader = getattr(sys.modules["accelerate.data_loader"], name)
         steps.at_end.callback(setattr, loader, "__iter__", loader.__iter__)
         loader.__iter__ = followed(loader.__iter__)
+
+
+def _why_unknown(folders: list[str]) -> str:
+    """Why nobody knows in which folder the last step belongs; empty if it is the only one."""
+    if not folders:
+        return "accelerate has not saved or loaded, so nobody knows where"
+    for folder in reversed(folders):
+        if any(map(str.isdigit, "".join(Path(folder).parts[-2:]))):
+            return f"the number in {folder!r} may belong to another step"
+    if len(folders) > 1:  # One may have the best weights so far.
+        named = " and ".join(map(repr, sorted(folders)))
+        return f"the script saves and loads in several folders, {named}"
+    return ""
 
 
 class AccelerateCheckpoint:

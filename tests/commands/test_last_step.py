@@ -226,18 +226,18 @@ def test_accelerate_writes_where_the_script_saves_or_says_what_it_lacks(
     with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
         for folder, adds, sentence in (
             (None, 1, "has not saved or loaded, so nobody knows where; write cl.before_restart"),
-            (tmp_path / "step_1", 1, "the number in .*step_1' belongs to another step"),
-            (tmp_path / "state", 0, "no object in register_for_checkpointing counts the steps"),
+            (tmp_path / "step_1", 1, "the number in .*step_1' may belong to another step"),
+            (tmp_path / "out/state", 0, "no object in register_for_checkpointing counts the steps"),
         ):
             with pytest.raises(RuntimeError, match=sentence):
                 second(folder, adds)[0].write({0: b""})
-        written, counter = second(tmp_path / "state", 1)
-        (tmp_path / "state" / "mine.txt").write_text("mine")
-        assert written.write({0: written.own_part()}) == str(tmp_path / "state")
+        written, counter = second(tmp_path / "out/state", 1)
+        (tmp_path / "out/state/mine.txt").write_text("mine")
+        assert written.write({0: written.own_part()}) == str(tmp_path / "out/state")
         written, _ = second(named, 1)
         assert written.write({0: written.own_part()}) == str(named / "checkpoint_1")
-    assert (counter.step, (tmp_path / "state" / "mine.txt").read_text()) == (2, "mine")
-    for folder in (tmp_path / "state", named / "checkpoint_1"):
+    assert (counter.step, (tmp_path / "out/state/mine.txt").read_text()) == (2, "mine")
+    for folder in (tmp_path / "out/state", named / "checkpoint_1"):
         assert torch.load(folder / "custom_checkpoint_0.pkl") == {"step": 2}
-    assert [*tmp_path.glob(".chorusline*")] == []
+    assert [*tmp_path.rglob(".chorusline*")] == []
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,6 +1,9 @@
 """What a survivor keeps of a plain script's last step, and which one writes it down."""
 
 import random
+import sys
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -11,7 +14,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import chorusline as cl
 from chorusline.runtime.process.running import running
-from chorusline.runtime.program import last_step
+from chorusline.runtime.program import accelerate_loop, last_step
 from chorusline.runtime.program.last_step import HeldStep, LastStep, why_sharded, writer_of
 
 
@@ -163,6 +166,69 @@ def test_before_restart_keeps_arguments_of_its_step_and_without_a_run_does_nothi
         assert (held, saved) == (HeldStep(3), [])
         assert last._kept.written.write({0: b""}) == "by list.append(2)"
         assert saved == [2]
+
+
+class LoopSteps:
+    """What a loop over accelerate sees of the steps: each body takes one."""
+
+    def __init__(self):
+        self.at_end, self.begun, self.is_kept, self.why_not_yet = ExitStack(), 0, False, []
+
+    def keep(self, written):
+        self.why_not_yet.append(written.why_not_yet)
+
+
+def why_not_yet(monkeypatch, bodies):
+    """After each step of a loop over accelerate. bodies: by step, what the counter adds, and the
+    folders in which it saves."""
+    names = ("DataLoaderShard", "DataLoaderDispatcher", "SkipDataLoader")
+    loaders = {name: type(name, (list,), {}) for name in names}
+    monkeypatch.setitem(sys.modules, "accelerate.data_loader", SimpleNamespace(**loaders))
+    saves, loads, state = [], [], {"step": 0}
+    accelerator = SimpleNamespace(
+        project_configuration=SimpleNamespace(automatic_checkpoint_naming=False),
+        register_save_state_pre_hook=saves.append,
+        register_load_state_pre_hook=loads.append,
+        save_state=lambda output_dir=None, safe_serialization=True: None,
+        step=0,
+        _custom_objects=[SimpleNamespace(state_dict=lambda: dict(state))],
+        _schedulers=[],
+    )
+    steps = LoopSteps()
+    with steps.at_end:
+        accelerate_loop.call_after_bodies(accelerator, steps)
+        for adds, *folders in loaders["DataLoaderShard"](bodies):
+            steps.begun += 1
+            state["step"] += adds
+            for folder in folders:
+                saves[0]([], [], folder)
+    return steps.why_not_yet
+
+
+SEVERAL = "the script saves and loads in several folders, 'out/best' and 'out/last'"
+UNCOUNTED = "no object in register_for_checkpointing counts the steps"
+
+
+@pytest.mark.parametrize(
+    ("bodies", "sentences"),
+    [
+        ([(1, "out/last"), (1,), (1, Path("out/last/"))], ["", "", ""]),
+        # Its last step goes neither over the best one nor where the script does not look.
+        ([(1, "out/last"), (1, "out/best"), (1, "out/last")], ["", SEVERAL, SEVERAL]),
+        *(
+            ([(1, folder)], [f"the number in '{Path(folder)}' may belong to another step"])
+            for folder in ("out/epoch_0/", "out/step_2/state", "out/checkpoint-2-ema", "step_1")
+        ),
+        # An object that counts the epochs.
+        ([(0, "out"), (0,), (1,), (0,)], [UNCOUNTED] * 4),
+        # One that counts them as well changes together with that which counts the steps.
+        ([(1, "out"), (1,), (2,), (1,)], [""] * 4),
+    ],
+)
+def test_accelerate_writes_where_it_saves_each_time_and_something_counts_the_steps(
+    monkeypatch, bodies, sentences
+):
+    assert why_not_yet(monkeypatch, bodies) == sentences
 
 
 def test_state_in_shards_is_refused_by_a_sentence():
