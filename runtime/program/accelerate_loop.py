@@ -61,7 +61,7 @@ def call_after_bodies(accelerator: Any, steps: StepKeeper) -> None:
 
     def sees(*args: Any) -> None:
         folder = os.path.normpath(args[-1])
-        folders.setdefault(os.path.abspath(folder), folder)
+        folders.setdefault(str(Path(folder).absolute()), folder)
 
     def keep() -> None:
         nonlocal numbers, has_changed
@@ -154,6 +154,9 @@ class AccelerateCheckpoint:
         folder = Path(given["output_dir"] or "").absolute()
         if naming.automatic_checkpoint_naming:
             folder = Path(accelerator.project_dir, "checkpoints", f"checkpoint_{naming.iteration}")
+        # In its format: of both, accelerate loads safetensors, which later saves leave as they are.
+        if any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("*.safetensors")):
+            given["safe_serialization"] = False
         for one, state in self._states:
             one.load_state_dict(state)
         accelerator.step = self._micro_batches

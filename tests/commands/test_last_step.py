@@ -199,7 +199,9 @@ def test_accelerate_writes_where_the_script_saves_or_says_what_it_lacks(
 
     named = tmp_path / "checkpoints"
 
-    def second(folder: Path | None, adds: int) -> tuple[AccelerateCheckpoint, Counter]:
+    def second(
+        folder: Path | None, adds: int, **kwargs: bool
+    ) -> tuple[AccelerateCheckpoint, Counter]:
         naming = accelerate.utils.ProjectConfiguration(
             str(tmp_path), automatic_checkpoint_naming=folder is named
         )
@@ -218,7 +220,7 @@ def test_accelerate_writes_where_the_script_saves_or_says_what_it_lacks(
                 accelerator.backward(model(batch).sum())
                 optimizer.step()
                 if folder is not None and number == 0:
-                    accelerator.save_state(str(folder))
+                    accelerator.save_state(str(folder), **kwargs)
         assert last._kept is not None
         counter.step += 5  # The step after that has begun.
         return last._kept.written, counter
@@ -234,6 +236,14 @@ def test_accelerate_writes_where_the_script_saves_or_says_what_it_lacks(
         written, counter = second(tmp_path / "out/state", 1)
         (tmp_path / "out/state/mine.txt").write_text("mine")
         assert written.write({0: written.own_part()}) == str(tmp_path / "out/state")
+        # By torch's pickles: weights by safetensors would be loaded in place of those saved later.
+        written, _ = second(tmp_path / "out/pickled", 1, safe_serialization=False)
+        before = torch.load(tmp_path / "out/pickled/pytorch_model.bin")
+        written.write({0: written.own_part()})
+        assert not torch.equal(
+            torch.load(tmp_path / "out/pickled/pytorch_model.bin")["weight"], before["weight"]
+        )
+        assert not (tmp_path / "out/pickled/model.safetensors").exists()
         written, _ = second(named, 1)
         assert written.write({0: written.own_part()}) == str(named / "checkpoint_1")
     assert (counter.step, (tmp_path / "out/state/mine.txt").read_text()) == (2, "mine")
