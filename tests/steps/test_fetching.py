@@ -50,6 +50,33 @@ def taken(source: DatasetRows, asked: list[MicroBatch], foreseen: list[MicroBatc
     return digest(batches)
 
 
+class FromFile(torch.utils.data.Dataset[int]):
+    handle: Any = None
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, number: int) -> int:
+        return int(self.handle[number])
+
+
+def opens_a_file(number: int) -> None:
+    info: Any = torch.utils.data.get_worker_info()
+    info.dataset.handle = range(100, 100 + len(info.dataset))
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_worker_init_fn_changes_the_dataset_as_torch_documents(
+    alone: cl.Group, context: str
+) -> None:
+    made = rows(
+        FromFile(), num_workers=1, worker_init_fn=opens_a_file, multiprocessing_context=context
+    )
+    batch = made.batch(ASKED[0], ())
+    made.end()
+    assert batch.tolist() == [100 + number for number in made._order[:4]]
+
+
 def test_loader_processes_make_the_same_batches(alone: cl.Group) -> None:
     here = taken(rows(), ASKED, ASKED)
     assert taken(rows(num_workers=2), ASKED, ASKED) == here

@@ -37,6 +37,9 @@ from typing import Any
 import numpy
 from ray import cloudpickle
 from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker
+
+from .seeded_dataset import SeededDataset
 
 
 class AtStart:
@@ -53,6 +56,9 @@ class AtStart:
             close_connections()
             gc.freeze()
             sys.stdout, sys.stderr = _stream(1), _stream(2)
+        info: Any = worker._worker_info
+        if isinstance(info.dataset, SeededDataset):  # The user's own, which `then` may change.
+            object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.then is not None:
             self.then(number)
 
