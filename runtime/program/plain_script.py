@@ -12,10 +12,12 @@ libraries remember, stay.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import linecache
 import logging
+import multiprocessing.context
 import os
 import sys
 import sysconfig
@@ -24,6 +26,7 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -125,10 +128,17 @@ def _undone(script: PlainScript) -> Iterator[None]:
     generators, dtype = RandomState().state_dict(), torch.get_default_dtype()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     hooks = [(found, dict(found)) for found in _hooks_of_all()]
+    # Scripts like torchvision's put a print() there that prints on rank 0 only.
+    names, streams = dict(vars(builtins)), (sys.stdout, sys.stderr)
+    starts: Any = multiprocessing.context._default_context
+    start_method = starts._actual_context
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             yield
     finally:
+        starts._actual_context = start_method
+        vars(builtins).update(names)
+        sys.stdout, sys.stderr = streams
         for found, before in hooks:
             found.clear()
             found.update(before)

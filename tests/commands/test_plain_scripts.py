@@ -178,14 +178,18 @@ def test_all_that_follows_a_script_on_ranks_is_its_own(
 
 
 LEAVES_MUCH = """
-import json, logging, os, random, sys, torch, counted
+import builtins, json, logging, multiprocessing, os, random, sys, torch, counted
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 found = [counted.number, os.environ.get("LEFT"), str(torch.get_default_dtype()), random.random()]
 found += [torch.rand(()).item(), len(logging.root.handlers), torch.is_grad_enabled()]
 found += [len(modules._global_forward_hooks), len(optimizers._global_optimizer_pre_hooks)]
 found += [torch.are_deterministic_algorithms_enabled(), sys.argv, "not_here" in sys.path]
+found += [type(print).__name__, type(sys.stdout).__name__]
 print(json.dumps(found), file=open("found", "a"))
+multiprocessing.set_start_method("spawn")
+builtins.print = lambda *args, **kwargs: None
+sys.stdout = open("log", "a")
 counted.number += 1
 os.environ["LEFT"] = "yes"
 os.environ.pop("PATH")
