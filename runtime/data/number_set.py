@@ -19,8 +19,6 @@ MOST = 1 << 33
 """No number of a row of a stream is as large as that: 10,000 rows a second take ten days in one
 epoch to come so far, and a set of all of them takes 1 GiB."""
 
-_FEW = 256
-
 
 class Numbers(Sequence[int]):
     """Sample numbers in the order in which they were given."""
@@ -166,7 +164,7 @@ class NumberSet:
 
     def __len__(self) -> int:
         if self._count is None:
-            self._count = sum(part.bit_count() for part in map(_number, _parts(self._bits)))
+            self._count = _number(self._bits).bit_count()
         return self._count
 
     def __iter__(self) -> Iterator[int]:
@@ -187,49 +185,33 @@ class NumberSet:
         return f"NumberSet({list(self)!r})"
 
 
-def _few_bits_of(numbers: Sequence[int]) -> bytes:
-    bits = bytearray((max(numbers, default=-1) >> 3) + 1)
-    for number in numbers:
-        if number < 0:
-            raise ValueError(f"a sample has the number {number}")
-        bits[number >> 3] |= 1 << (number & 7)
-    return bytes(bits)
-
-
-def _parts(bits: bytes) -> Iterator[bytes]:
-    return (bits[start : start + 4096] for start in range(0, len(bits), 4096))
-
-
 def _number(bits: bytes) -> int:
     return int.from_bytes(bits, "little")
 
 
 def _bits_of(numbers: Iterable[int]) -> bytes:
-    """A bit for each number up to the largest one. All ranks wait for this at a checkpoint, and
-    `torch.tensor` of a list takes three times as long as the array."""
-    one_by_one = not isinstance(numbers, Numbers)
-    found = numbers._firsts if isinstance(numbers, Numbers) else array("q", numbers)
-    # A few are quicker without torch.
-    if not found or (one_by_one and len(found) <= _FEW):
-        return _few_bits_of(found)
-    import torch  # A stream's reader does without: it has few numbers at a time.
+    """A bit for each number up to the largest one. All ranks wait for this at a checkpoint."""
+    stretches = numbers if isinstance(numbers, Numbers) else None
+    found = stretches._firsts if stretches is not None else array("q", numbers)
+    if not found:
+        return b""
+    import numpy  # A stream's reader mostly does without.
 
-    firsts = torch.frombuffer(found, dtype=torch.int64)
-    lengths = torch.ones_like(firsts)
-    if isinstance(numbers, Numbers):
-        ends = torch.frombuffer(numbers._ends, dtype=torch.int64)
-        lengths = ends.diff(prepend=ends.new_zeros(1))
-    if int(firsts.min()) < 0:
-        raise ValueError(f"a sample has the number {int(firsts.min())}")
-    size = -(-int((firsts + lengths).max()) // 8) * 8
-    if one_by_one:
-        mask = torch.zeros(size, dtype=torch.uint8)
-        mask[firsts] = 1
+    firsts = numpy.frombuffer(found, dtype=numpy.int64)
+    if (least := int(firsts.min())) < 0:
+        raise ValueError(f"a sample has the number {least}")
+    # The rows that a reader keeps of a long stream are few, and have large numbers.
+    whole = least // 8
+    firsts = firsts - 8 * whole
+    if stretches is None:
+        mask = numpy.zeros(int(firsts.max()) + 1, dtype=bool)
+        mask[firsts] = True
     else:  # How many stretches begin before a number and do not end before it.
-        steps = torch.zeros(size + 1, dtype=torch.int32)
-        steps.index_add_(0, firsts, torch.ones(len(firsts), dtype=torch.int32))
-        steps.index_add_(0, firsts + lengths, -torch.ones(len(firsts), dtype=torch.int32))
-        mask = (steps.cumsum(0, dtype=torch.int32)[:size] > 0).to(torch.uint8)
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
-    packed = (mask.view(-1, 8) * weights).sum(1, dtype=torch.uint8)
-    return packed.numpy().tobytes().rstrip(b"\0")
+        lengths = numpy.array(stretches._ends, dtype=numpy.int64)
+        lengths[1:] -= lengths[:-1].copy()
+        ends = firsts + lengths
+        steps = numpy.zeros(int(ends.max()) + 1, dtype=numpy.int32)
+        numpy.add.at(steps, firsts, 1)
+        numpy.add.at(steps, ends, -1)
+        mask = steps.cumsum(dtype=numpy.int32) > 0
+    return bytes(whole) + numpy.packbits(mask, bitorder="little").tobytes().rstrip(b"\0")
