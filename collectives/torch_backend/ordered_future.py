@@ -41,7 +41,6 @@ class CallbackThread:
         self._thread.start()
 
     def add(self, task: Callable[[], None]) -> None:
-        """task: must not raise."""
         self._tasks.put(task)
 
     def is_here(self) -> bool:
@@ -51,7 +50,10 @@ class CallbackThread:
         _here.depth = self.depth + 1
         while True:
             task = self._tasks.get()
-            task()
+            try:
+                task()
+            except Exception as error:  # Later futures need this thread.
+                report_uncaught(error)
             del task  # An idle thread must not keep tensors alive.
 
     @contextlib.contextmanager
@@ -182,18 +184,17 @@ class OrderedFuture(torch.futures.Future):  # type: ignore[type-arg]
             self._callbacks.add(task)
 
     def _call(self, callback: Callable[[Any], Any], result: OrderedFuture | None) -> None:
-        with self._callbacks.streams(self._devices):
-            try:
+        try:
+            with self._callbacks.streams(self._devices):
                 with contextlib.suppress(BaseException):
                     super().wait()  # On GPUs this orders the stream after the value.
                 value = callback(self)
-            except BaseException as error:
                 if result is not None:
-                    result.fail(error)
-                else:
-                    report_uncaught(error)
-            else:
-                if result is not None:
-                    result.set_result(value)
+                    result.set_result(value)  # On a GPU it refuses what does not pickle.
+        except BaseException as error:
             if result is not None:
-                result.has_its_turn = True
+                result.fail(error)
+            else:
+                report_uncaught(error)
+        if result is not None:
+            result.has_its_turn = True

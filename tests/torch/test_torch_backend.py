@@ -427,6 +427,35 @@ def test_a_callback_of_torchs_may_wait_for_the_works_whose_futures_it_collects(r
     on(ranks_of, 2, wait_in_a_callback_of_torchs)
 
 
+def callback_without_a_stream(rank, size):
+    """A GPU that has failed gives the thread of the callbacks no stream."""
+
+    def completed(future):
+        give_up_at = time.monotonic() + 10
+        while not future.done():
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+        return future
+
+    def fails(devices):
+        raise RuntimeError("the GPU has failed")
+
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    future.wait()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(future._callbacks, "streams", fails)
+        failed = completed(future.then(lambda done: done.value()))
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert completed(work.get_future().then(lambda done: done.value()))
+    with pytest.raises(RuntimeError, match="the GPU has failed"):
+        failed.wait()
+    assert completed(future.then(lambda done: done.value()[0])).wait().item() == size
+
+
+def test_a_callback_that_gets_no_stream_fails_alone(ranks_of):
+    on(ranks_of, 1, callback_without_a_stream)
+
+
 def future_in_a_child(rank, size):
     """A child that is forked after the parent has completed futures completes its own."""
 
