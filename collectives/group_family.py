@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 from .contract.errors import (
     CollectiveError,
+    CollectiveMismatch,
     CollectiveTimeout,
     GroupAborted,
     GroupClosed,
@@ -141,7 +142,7 @@ def as_seen_from(target: Known, source: Known, error: CollectiveError) -> Collec
         # An error that has come from a third group names that one.
         within = "" if "(in group " in error.reason else f" (in group {source.name!r})"
         return GroupAborted(target.generation, here, error.reason + within, error.traceback)
-    if here and isinstance(error, CollectiveTimeout | PeerLost):
+    if here and isinstance(error, CollectiveTimeout | CollectiveMismatch | PeerLost):
         _, _, _, *rest = error.args
         within = "" if " of group " in error.operation else f" of group {source.name!r}"
         return type(error)(error.operation + within, target.generation, here, *rest)

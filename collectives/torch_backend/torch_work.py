@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from ..contract.errors import CollectiveError, CollectiveTimeout, GroupAborted, PeerLost
+from ..contract.errors import CollectiveError
 from ..contract.work import Work
 from ..group import Group
 from ..operations.composed_work import Coalesced
@@ -203,7 +203,7 @@ class TorchWork(_TorchWork):
 
 def _by_global_ranks(error: BaseException, ranks: tuple[int, ...]) -> BaseException:
     """The error of a process group of `ranks` with the numbers that torch.distributed uses."""
-    if not isinstance(error, CollectiveTimeout | GroupAborted | PeerLost) or not error.ranks:
+    if not isinstance(error, CollectiveError) or not error.ranks:
         return error
     world = getattr(dist.group.WORLD, "group", None) if dist.is_initialized() else None
     if not isinstance(world, Group) or ranks == world.ranks:

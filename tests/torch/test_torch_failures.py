@@ -144,6 +144,22 @@ def test_the_errors_of_a_process_group_of_some_ranks_have_the_numbers_of_torch(t
         assert ranks.results(ranks=[0, 1, 2]) == [[3]] * 3
 
 
+def rank_beside_a_mismatch(rank):
+    """Rank 3, which is rank 2 of its group, sums another number of elements."""
+    init(rank.rank, rank.size, rank.store, "first")
+    three = dist.new_group([1, 2, 3])
+    with pytest.raises(cl.CollectiveMismatch) as raised:
+        dist.all_reduce(torch.ones(2 + rank.rank // 3), group=three if rank.rank else None)
+    rank.say("told")
+    rank.store.wait([f"said/told/{one}" for one in range(4)], 30)  # To end now would be a death.
+    return raised.value.ranks
+
+
+def test_a_mismatch_in_a_process_group_of_some_ranks_has_the_numbers_of_torch(tmp_path):
+    with Ranks(rank_beside_a_mismatch, 4, tmp_path) as ranks:
+        assert ranks.results() == [[3]] * 4
+
+
 def interrupted(rank):
     init(rank.rank, rank.size, rank.store, "first")
     if rank.rank == 1:
