@@ -334,7 +334,7 @@ class LaneWork(DrivenWork):
         make_body: Callable[..., Body],
         arguments: tuple[Any, ...],
         num_ticks: int,
-        task: Task | None = None,
+        task: Task | None,
     ) -> None:
         super().__init__(operation, lane.lock)
         self._queue = lane
