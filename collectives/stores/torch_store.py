@@ -148,8 +148,8 @@ class StoreFromTorch(Store):
         self.timeout_s = _seconds(torch_store)
         self._caller = Caller()
         self._appending = threading.Lock()
-        self._lost: StoreLost | None = None  # None: while the server answers
-        self._unanswered: Future[Any] | None = None  # None: no call is without an answer
+        # What is known of the loss, and the call without an answer, if that is it. None: no loss.
+        self._lost: tuple[str, Future[Any] | None] | None = None
         self._clone: Any = self._call("clone", self.torch_store.clone)
 
     def set(self, key: Data, value: Data) -> None:
@@ -215,24 +215,25 @@ class StoreFromTorch(Store):
         self._call("multi_set", self._clone.multi_set, names, contents)
 
     def _call(self, operation: str, function: Callable[..., T], *arguments: object) -> T:
-        if self._lost is not None:
+        if (lost := self._lost) is not None:
+            detail, unanswered = lost
             # The thread is stuck in that call: what follows would wait for it.
-            if self._unanswered is None or not self._unanswered.done():
-                raise StoreLost(operation, self._lost.detail)
-            self._lost = self._unanswered = None  # The server's host had only paused.
+            if unanswered is None or not unanswered.done():
+                raise StoreLost(operation, detail)
+            self._lost = None  # The server's host had only paused.
+        unanswered = None
         kind = type(self.torch_store).__name__
         try:
             return self._caller.call(_ANSWER_S, function, *arguments)
         except CallTimedOut as error:
-            self._unanswered = error.answer
+            unanswered = error.answer
             detail = f"torch's {kind} did not answer within {_ANSWER_S:g} s"
         except dist.DistNetworkError as error:
             reason = str(error).splitlines()[0]
             detail = f"the server of torch's {kind} can no longer be reached: {reason}"
-        self._lost = StoreLost(
-            operation, f"{detail}. Check that the process that hosts it, usually rank 0, still runs"
-        )
-        raise self._lost
+        detail += ". Check that the process that hosts it, usually rank 0, still runs"
+        self._lost = detail, unanswered
+        raise StoreLost(operation, detail)
 
 
 def _seconds(torch_store: Any) -> float:
