@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Generic, TypeVar
 
 from .errors import CollectiveError, GroupAborted, fresh_copy
@@ -27,7 +27,7 @@ class PendingWork(SettledWork):
     def _block(self) -> None:
         if not self.done:
             self._check_process()
-        if threading.current_thread() is self.in_flight.worker and not self.done:
+        if threading.current_thread() in self.in_flight.workers and not self.done:
             raise RuntimeError(
                 f"a callback waits for {self.operation} in the thread that would have to end it; "
                 "wait in another thread, or give that work a callback of its own"
@@ -59,7 +59,7 @@ class InFlight(Generic[AnyWork]):
 
     abort: the communicator's, for waiters that give up.
     changed: guards all fields; no thread holds it while it waits for anything else.
-    worker: the thread that ends works and runs callbacks; it can wait for none of them.
+    workers: the threads that end works and run callbacks; they can wait for none of them.
     failure: the error that ended the generation.
     last_done: the collective that succeeded last.
     settled_at: time.monotonic() of the last success, in seconds.
@@ -70,7 +70,7 @@ class InFlight(Generic[AnyWork]):
         self.abort = abort
         self.changed = threading.Condition()
         self.works: deque[AnyWork] = deque()
-        self.worker: threading.Thread | None = None  # None: no thread of its own
+        self.workers: Collection[threading.Thread] = ()
         self.failure: CollectiveError | None = None  # None: the generation lives
         self.last_done: Operation | None = None  # None: none is done yet
         self.settled_at = float("-inf")

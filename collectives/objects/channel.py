@@ -109,7 +109,7 @@ class ObjectChannel:
         self._group: BytesGroup | None = None  # made by the thread; None: not yet
         self._recorder: RecorderOnBehalf
         self._thread = threading.Thread(target=self._run, name="chorusline-objects", daemon=True)
-        self._in_flight.worker = self._thread
+        self._in_flight.workers = [self._thread]
         self._thread.start()
 
     def issue(

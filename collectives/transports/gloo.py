@@ -103,7 +103,7 @@ class GlooCommunicator(Communicator):
         self._messages: GlooMessages | None = None  # None: before all ranks are connected
         self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
         self._runner = threading.Thread(target=self._run, name=name, daemon=True)
-        self._in_flight.worker = self._runner
+        self._in_flight.workers = [self._runner]
         # Before the connections are made: it answers the roll calls of ranks whose Gloo has failed.
         self._watcher.start()
         try:

@@ -67,6 +67,7 @@ class GlooMessages:
         self._wanted: list[GlooMessageWork] = []  # receives without a header, in order of issue
         self._asking: set[tuple[int, int]] = set()  # peer and tag of the threads that receive
         self._threads: set[threading.Thread] = set()
+        in_flight.workers = self._threads
         self._over = threading.Event()
 
     def send(self, operation: Operation, tensor: torch.Tensor) -> Work:

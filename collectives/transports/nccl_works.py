@@ -155,7 +155,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
 
     def start(self) -> None:
-        self._in_flight.worker = self._thread
+        self._in_flight.workers = [self._thread]
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:

@@ -120,6 +120,26 @@ def test_where_a_callback_cannot_wait_it_is_told_instead_of_hanging(tmp_path: Pa
         assert "a callback waits for all_reduce #1 (3 float32) in the thread that" in told
 
 
+def wait_for_a_message_in_a_callback_of_gloo(rank: Rank) -> str:
+    """For one that the thread of the callback would have to receive."""
+    with rank.group(timeout_s=10) as group:
+        peer = 1 - rank.rank
+        first = group.recv(torch.zeros(3), peer)
+        chained = first.get_future().then(lambda _: group.recv(torch.zeros(3), peer).wait())
+        group.barrier().wait()
+        for _ in range(2):
+            group.send(torch.ones(3), peer)
+        error = error_of(chained.wait, RuntimeError)
+        group.barrier().wait()
+        return str(error)
+
+
+def test_a_callback_of_a_message_cannot_wait_for_the_next_one(tmp_path: Path) -> None:
+    body = wait_for_a_message_in_a_callback_of_gloo
+    for rank, told in enumerate(run_ranks(body, 2, tmp_path, GLOO)):
+        assert f"a callback waits for recv from rank {1 - rank} (3 float32) in the thread" in told
+
+
 def await_with_a_callback_that_raises(rank: Rank) -> list[Any]:
     group = rank.group(timeout_s=10)
     told: list[Any] = []
