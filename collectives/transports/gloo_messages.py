@@ -75,7 +75,7 @@ class GlooMessages:
         work = GlooMessageWork(operation, self.in_flight, tensor.clone())
         self.in_flight.add(work)
         key = (operation.peer, operation.tag)
-        with self._changed:
+        with self._issuing(operation):
             if not work.done:
                 queue = self._sending.get(key)
                 # A thread sends for this peer and tag already, and keeps the order.
@@ -90,7 +90,7 @@ class GlooMessages:
         work = GlooMessageWork(operation, self.in_flight, tensor)
         self.in_flight.add(work)
         peers = self._others if operation.peer == ANY_RANK else [operation.peer]
-        with self._changed:
+        with self._issuing(operation):
             if not work.done:
                 self._wanted.append(work)
                 for peer in peers:
@@ -102,6 +102,16 @@ class GlooMessages:
                 # A thread may have a header that no receive wanted, and wait for this one.
                 self._changed.notify_all()
         return work
+
+    @contextlib.contextmanager
+    def _issuing(self, operation: Operation) -> Iterator[None]:
+        """Holds the lock. If no thread can be started, nothing would end the work."""
+        try:
+            with self._changed:
+                yield
+        except Exception as error:
+            self._failed(operation, error)
+            raise
 
     def _withdraw(self, receives: Sequence[GlooMessageWork]) -> None:
         """End receives whose messages may still come: the next receives get these."""
@@ -174,8 +184,8 @@ class GlooMessages:
         thread = threading.Thread(
             target=run, name=f"chorusline-gloo-{target.__name__}-{key[0]}", daemon=True
         )
-        self._threads.add(thread)
         thread.start()
+        self._threads.add(thread)
 
     def _send_all(self, peer: int, tag: int) -> None:
         while True:

@@ -106,14 +106,21 @@ class RollCall:
         except Exception:
             return error
 
-    def publish_meanwhile(self, error: CollectiveError) -> threading.Thread:
-        """`publish` in a thread, no daemon: a rank that aborts and exits must still publish."""
-        # daemon=False is explicit, because a thread inherits it from the thread that starts it.
-        telling = threading.Thread(
-            target=self.publish, args=(error,), name="chorusline-abort-tell", daemon=False
-        )
-        telling.start()
-        return telling
+    def publish_meanwhile(self, error: CollectiveError) -> threading.Event:
+        """`publish` in a thread, no daemon: a rank that aborts and exits must still publish.
+        Returns an event that is set afterwards."""
+        is_published = threading.Event()
+
+        def tell() -> None:
+            self.publish(error)
+            is_published.set()
+
+        try:
+            # daemon=False is explicit, because a thread inherits it from the thread that starts it.
+            threading.Thread(target=tell, name="chorusline-abort-tell", daemon=False).start()
+        except RuntimeError:  # Short of threads.
+            tell()
+        return is_published
 
     def news(self) -> CollectiveError | None:
         """The published error that ended the generation; None if there is none."""

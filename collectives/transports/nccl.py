@@ -366,11 +366,11 @@ class NcclCommunicator(Communicator):
             # Another error was first, and its thread ends NCCL.
             if stopped is None:
                 return
-            telling = self._roll_call.publish_meanwhile(error)
+            is_published = self._roll_call.publish_meanwhile(error)
             # A daemon: the abort may hang in NCCL, and must not keep the process alive.
             self._ending = threading.Thread(
                 target=self._end_nccl,
-                args=(telling, stopped),
+                args=(is_published, stopped),
                 name="chorusline-abort-nccl",
                 daemon=True,
             )
@@ -425,9 +425,9 @@ class NcclCommunicator(Communicator):
         self._give_back(gently)
         self.watcher.join(CLOSE_TIMEOUT_S)
 
-    def _end_nccl(self, telling: threading.Thread, stopped: list[NcclWork]) -> None:
+    def _end_nccl(self, is_published: threading.Event, stopped: list[NcclWork]) -> None:
         # Publish first: ncclCommAbort may return only after the other ranks abort as well.
-        telling.join(CLOSE_TIMEOUT_S)
+        is_published.wait(CLOSE_TIMEOUT_S)
         time.sleep(ABORT_AFTER_S)
         torch.cuda.set_device(self.device)
         self._give_back(gently=False)

@@ -458,8 +458,8 @@ def test_a_background_thread_that_could_not_start_is_started_later(
                 communicator._messages.call_background()
 
 
-def issue_short_of_threads(rank: Rank, of_messages: bool) -> str:
-    """No other rank may take this operation for the next one."""
+def issue_short_of_threads(rank: Rank, how: str) -> str:
+    """No other rank may take this operation for the next one, or wait for it."""
     group = rank.group(timeout_s=10)
     group.barrier().wait()
     if rank.rank == 1:
@@ -471,19 +471,31 @@ def issue_short_of_threads(rank: Rank, of_messages: bool) -> str:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError, match="new thread"):
-            if of_messages:
-                group.recv(torch.zeros(3), 1)
-            else:
-                group.all_reduce(torch.ones(1 << 22))
+        if how == "abort":
+            group.abort("RuntimeError during a test: can't start new thread")
+        else:
+            with pytest.raises(RuntimeError, match="new thread"):
+                if how == "recv":
+                    group.recv(torch.zeros(3), 1)
+                elif how == "send":
+                    group.send(torch.zeros(3), 1)
+                else:
+                    group.all_reduce(torch.ones(1 << 22))
     rank.say("refused")
     return str(error_of(lambda: group.barrier().wait()))
 
 
-@pytest.mark.parametrize("of_messages", [False, True], ids=["collectives", "messages"])
+@pytest.mark.parametrize(
+    ("transport", "how"),
+    [
+        (SHARED_MEMORY, "all_reduce"),
+        (SHARED_MEMORY, "recv"),
+        *((GLOO, how) for how in ("send", "recv", "abort")),
+    ],
+)
 def test_an_operation_that_was_refused_for_lack_of_threads_is_not_left_in_the_queue(
-    of_messages: bool, tmp_path: Path
+    transport: str, how: str, tmp_path: Path
 ) -> None:
-    for told in run_ranks(issue_short_of_threads, 2, tmp_path, SHARED_MEMORY, of_messages):
-        assert "aborted by rank 0: RuntimeError during" in told
+    for told in run_ranks(issue_short_of_threads, 2, tmp_path, transport, how):
+        assert "generation 0 was aborted by rank 0: " in told
         assert "can't start new thread" in told
