@@ -82,9 +82,9 @@ and as many more before it is interrupted in its Python code. Code that sees the
 story; code that waits for something else, or only computes, would never see it."""
 
 
-_LAST_REPORTS_S, _LOOK_S = 1.0, 0.05
-"""Seconds that the process of a rank that leaves waits for its last reports to be pulled, which is
-done a few times a second."""
+LAST_REPORTS_S, _LOOK_S = 1.0, 0.05
+"""The most seconds that the process of a rank that leaves waits until its last reports are pulled,
+which is done a few times a second."""
 
 
 LOADED_LATE = "torch._dynamo"
@@ -223,10 +223,7 @@ class Worker:
             ending = await run.thread.run()
             if self._is_leaving and run.stop_error is not None:
                 # The rank has left, and the death of its process frees the seat.
-                give_up_at = time.monotonic() + _LAST_REPORTS_S
-                # Once in a process's life, and for a buffer of two threads.
-                while not report_buffer.has_told_all() and time.monotonic() < give_up_at:  # noqa: ASYNC110
-                    await asyncio.sleep(_LOOK_S)
+                await self._until_heard()
                 os._exit(SIGTERM_EXIT)
             run.ending.set_result(ending)
             return ending
@@ -309,6 +306,19 @@ class Worker:
         if number != run:
             return Pulled([], printed, None, {})
         return report_buffer.pulled(since, printed, status)
+
+    @ray.method(concurrency_group="control")
+    async def until_heard(self) -> None:
+        """Return when all reports so far were pulled, or have had the time for that: this process
+        is about to end."""
+        await self._until_heard()
+
+    async def _until_heard(self) -> None:
+        _, report_buffer = self._last
+        give_up_at = time.monotonic() + LAST_REPORTS_S
+        # Once in a process's life, and for a buffer of two threads.
+        while not report_buffer.has_told_all() and time.monotonic() < give_up_at:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
 
     @ray.method(concurrency_group="control")
     async def read_rest(

@@ -22,6 +22,7 @@ from ..driver.driver import Unfit
 from ..messages.messages import RunRequest
 from ..ray_calls.calls import Actor, ActorGone, NoAnswer, answer, nodes_leaving
 from ..ray_calls.versions import versions_here
+from ..worker.worker import LAST_REPORTS_S
 from .news import Listener
 from .replacing import replace_stragglers
 from .retry import beside, persist
@@ -182,6 +183,11 @@ class Recruiter:
         return unfit
 
     async def _fill(self, seat: int) -> None:
+        # One that was dismissed lives, and is ended as another one gets its seat.
+        if (worker := self._workers.get(seat)) is not None:
+            with contextlib.suppress(ActorGone, NoAnswer):
+                await answer(worker.until_heard.remote(), LAST_REPORTS_S)
+
         async def attempt() -> bool:
             worker, is_prepared = await self._newcomer(seat)
             return await self._has_come(seat, worker, is_prepared=is_prepared)

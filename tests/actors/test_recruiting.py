@@ -19,6 +19,7 @@ AFTER_A_DRIVER: list[list[Any]] = [[(1, "worker-1")], []]
 class Worker:
     def __init__(self, name: str) -> None:
         self._actor_id = SimpleNamespace(hex=lambda: name)
+        self.until_heard = remote(lambda: None)
 
 
 def remote(reply: Any) -> Any:

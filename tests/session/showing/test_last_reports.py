@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 import chorusline as cl
@@ -23,6 +26,7 @@ from chorusline.actors.worker_group.news import Listener, News
 from chorusline.runtime.session.showing import news_pump
 from chorusline.runtime.session.showing.news_pump import Audience, delivered_news
 from chorusline.runtime.tracking.tracking import Tracking
+from tests.harness.arrivals import FEW, at_full_size, has_ended, spares_ready
 
 received: list[cl.Report] = []
 MANY = 700
@@ -154,6 +158,43 @@ async def test_a_long_backlog_is_heard_in_parts_before_the_run_returns() -> None
         for one in reports:
             worker.reports.append(one)
     assert received[-len(reports) :] == reports
+
+
+def report_until_stopped(ctx: cl.Context, folder: Path) -> None:
+    """Each process has a file with the number of its last report."""
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1)))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, replicas=2)
+    ctx.register("optim", optim)
+    number, pid = 0, os.getpid()
+    for _ in ctx.epochs(1):
+        with cl.Join([model, optim]):
+            while not (folder / "stop").exists():
+                ctx.report(number=number, pid=pid)
+                (folder / f"{pid}").write_text(f"{ctx.world_size} {number}")
+                number += 1
+                time.sleep(0.02)
+                model(torch.ones(1, 1)).sum().backward()
+                optim.step()
+                optim.zero_grad()
+
+
+async def test_the_last_reports_of_a_worker_that_leaves_are_heard_though_a_spare_has_its_seat(
+    cluster: None, tmp_path: Path
+) -> None:
+    heard: list[cl.Report] = []
+    async with cl.Session(
+        (1, 2), spares=1, resources_per_worker=FEW, timeout_s=30, on_report=heard.append
+    ) as session:
+        run = asyncio.create_task(session.run(report_until_stopped, folder=tmp_path))
+        leaver = max(await at_full_size(tmp_path, 2, run))
+        await spares_ready(session, 1)
+        os.kill(leaver, signal.SIGTERM)
+        await has_ended(leaver)
+        (tmp_path / "stop").touch()
+        await run
+    _, last = (tmp_path / f"{leaver}").read_text().split()
+    numbers = [one.values["number"] for one in heard if one.values["pid"] == leaver]
+    assert numbers == [*range(int(last) + 1)]
 
 
 def test_a_rank_that_has_rested_goes_on_counting_its_reports() -> None:
