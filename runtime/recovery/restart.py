@@ -371,7 +371,8 @@ def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     tensors = {name: p.detach() for name, p in inner.named_parameters()}
     buffers = dict(inner.named_buffers())
-    if committed and isinstance(module, DistributedDataParallel):
-        buffers = engine_of(module).buffers.committed()
+    for model in engines_of([*inner.parameters()]) if committed else ():
+        if model.module is inner:  # It may be registered beside its model.
+            buffers = model.buffers.committed()
     tensors |= buffers
     return {name: tensor.clone() for name, tensor in tensors.items()} if committed else tensors

@@ -287,6 +287,25 @@ def test_a_module_that_is_registered_per_rank_takes_what_its_own_rank_has_kept(
     assert told == [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (9.0, 9.0, 9.0)]
 
 
+def keep_both(ctx: cl.Context) -> list[int]:
+    """The module is registered beside the model over it. The last forward pass has no step."""
+    module = Cooling()
+    model = ctx.register("model", cl.DistributedDataParallel(module))
+    ctx.register("module", module)
+    optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1))
+    model(torch.randn(3, 4)).square().mean().backward()
+    optim.step()
+    model(torch.randn(3, 4))
+    kept = RestartState.of(call_of(ctx).registry, (0, 0), {})
+    return [int(kept.tensors[name]["norm.num_batches_tracked"]) for name in ("model", "module")]
+
+
+def test_a_module_beside_its_model_has_no_buffers_of_a_step_that_does_not_count(
+    alone: cl.Group,
+) -> None:
+    assert in_run(alone, keep_both, goes_on=True) == [1, 1]
+
+
 def wrap_again(ctx: cl.Context, dtype: torch.dtype) -> bool:
     """The function has its module from outside, and begins with what that had before the run.
     Whether the module is as trained when it has been registered again."""

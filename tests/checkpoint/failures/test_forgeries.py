@@ -31,7 +31,12 @@ import chorusline as cl
 from chorusline.runtime.checkpoint.contents import PER_RANK, STATE, pickled, whole_of
 from chorusline.runtime.checkpoint.export import described, plain_states
 from chorusline.runtime.checkpoint.format.catalog import folder_name, listing, newest_whole
-from chorusline.runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
+from chorusline.runtime.checkpoint.format.manifest import (
+    Manifest,
+    merged,
+    read_manifest,
+    write_manifest,
+)
 from chorusline.runtime.checkpoint.format.plain_values import MOST_DEEP, is_deeper, load_plain
 from chorusline.runtime.checkpoint.format.reader import CheckpointReader
 from chorusline.runtime.checkpoint.format.shard_file import write_part
@@ -151,6 +156,12 @@ TEXTS = {
     "no text": b"\xff\xfe\x00",
     "nothing": b"",
 }
+
+
+def test_a_manifest_of_before_optimizers_were_named_is_read(tmp_path):
+    folder = _write(tmp_path)
+    _rewrite(folder, lambda manifest: manifest.pop("optimizers"))
+    assert read_manifest(Folder(tmp_path), folder.name).optimizers == {}
 
 
 @pytest.mark.parametrize("what", TEXTS)
