@@ -49,6 +49,23 @@ def test_gradients_are_the_mean_over_all_ranks(ranks_of, dtype):
         assert all(torch.equal(a, b) for a, b in zip(mine, results[0], strict=True))
 
 
+def large_gradients(group):
+    """The sum of two of them is beyond float16."""
+    model = cl.DistributedDataParallel(torch.nn.Linear(3, 1).half(), group)
+    found = []
+    with cl.Join([model], divide_by_initial_world_size=False, skew_warning=None):
+        for _ in range(1 + min(group.rank, 1)):  # The second step is without rank 0.
+            model.zero_grad()
+            model(torch.full((1, 3), 40000.0).half()).sum().backward()
+            found.append(model.module.weight.grad.tolist()[0])
+    return found
+
+
+def test_the_mean_of_large_gradients_in_float16_is_finite(ranks_of):
+    for rank, found in enumerate(ranks_of(3).run(large_gradients)):
+        assert found == [[40000.0] * 3] * (1 + min(rank, 1))
+
+
 def accumulate(group, sets_flag):
     model = cl.DistributedDataParallel(make_model(torch.float64), group)
     first, second = batches_of(group.rank, 2, torch.float64)

@@ -679,7 +679,7 @@ class Reducer:
         if not agreement.live:
             self._go_back(agreement)
             return
-        self._reduction.divide(self.buckets, divisor)
+        self._reduction.divide(self.buckets, divisor, self.group.size)
         self.earlier.end_pass(agreement)
         self._aside, self.has_leftover = {}, False
         self._hand_out(agreement, measures_order=True)

@@ -2,7 +2,8 @@
 
 AllReduce      every rank gets the sum of all gradients; any optimizer can step. The step's vote
                (agreement.py) travels after the content of the last bucket if the dtype of the
-               bucket can count ranks; else it is reduced alone.
+               bucket can count ranks; else it is reduced alone. A bucket of float16 gets the mean,
+               as its sum may overflow.
 ByHook         as AllReduce, but a communication hook (comm_hooks.py) reduces the buckets. The
                vote is sent after all buckets are done: the hook may issue collectives until then.
 ReduceScatter  every rank gets the sum for its shard only, out of place: the local buckets are
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
+from chorusline.collectives.contract.operation import ReduceOp
 from chorusline.collectives.group import Group
 from chorusline.collectives.operations.host_reads import Reading, device_numbers, host_numbers
 
@@ -60,8 +62,13 @@ class Reduction(ABC):
         caller has waited for the works of the buckets."""
         return []
 
-    def divide(self, buckets: Sequence[GradientBucket], divisor: float) -> None:
-        """Divide the sums to get means. divisor: 0 where no rank was live: no gradient counts."""
+    def divide(
+        self, buckets: Sequence[GradientBucket], divisor: float, launched_by: int = 1
+    ) -> None:
+        """Divide the sums to get means.
+
+        divisor: 0 where no rank was live: no gradient counts.
+        launched_by: the number of ranks, if the sums are those that `launch` has begun."""
 
 
 class AllReduce(Reduction):
@@ -90,7 +97,8 @@ class AllReduce(Reduction):
             self._reading = group.all_reduce_and_read(whole, self._vote)
             bucket.work = self._reading.work
         else:
-            bucket.work = group.all_reduce(bucket.flat[: bucket.plan.content])
+            op = ReduceOp.AVG if _overflows(bucket) else ReduceOp.SUM
+            bucket.work = group.all_reduce(bucket.flat[: bucket.plan.content], op)
 
     def launch_vote(self, group: Group) -> None:
         if self.carrier is None:
@@ -101,10 +109,18 @@ class AllReduce(Reduction):
         assert reading is not None
         return reading.tolist()
 
-    def divide(self, buckets: Sequence[GradientBucket], divisor: float) -> None:
-        if divisor not in (0, 1):
-            for bucket in buckets:
-                bucket.flat[: bucket.plan.content].div_(divisor)
+    def divide(
+        self, buckets: Sequence[GradientBucket], divisor: float, launched_by: int = 1
+    ) -> None:
+        for bucket in buckets:
+            rest = divisor / launched_by if _overflows(bucket) else divisor
+            if rest not in (0, 1):
+                bucket.flat[: bucket.plan.content].div_(rest)
+
+
+def _overflows(bucket: GradientBucket) -> bool:
+    """Whether a sum of gradients may be too large for their dtype, and their mean is not."""
+    return bucket.flat.dtype is torch.float16
 
 
 class ByHook(Reduction):
