@@ -59,6 +59,7 @@ from .same_model import (
     check_layouts,
     check_same_model,
     check_wrapping,
+    ignored_in,
     unlike_values,
     warn_of_forward_passes_that_write,
 )
@@ -178,6 +179,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
             )
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be positive, got {bucket_cap_mb}")
+        ignored = ignored_in(module)
         self.module = module
         group = group if group is not None else current_group()
         check_devices(named, group)
@@ -199,7 +201,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         # afresh.
         if (recovery := recovery_of(group)) is not None:
             recovery.makes_model()
-        check_same_model("DistributedDataParallel", parameters, group, buffers, settings)
+        check_same_model("DistributedDataParallel", parameters, group, buffers, settings, ignored)
         # Running statistics that do not travel are not kept for recovery either.
         self._norms_check = recovery is not None and not broadcast_buffers
         self._sync_norms = _sync_norms(module, group, self._norms_check)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
 from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.dtypes import DTYPES
+from chorusline.collectives.contract.errors import listed
 from chorusline.collectives.contract.work import Work
 from chorusline.collectives.diagnosis.blame import check_like_rank_0
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from .gradients.gradient_bucket import ordered_sum
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a module in which torch's DistributedDataParallel looks for names."""
 
 
 def check_wrapping(module: object, group: object) -> None:
@@ -42,6 +46,19 @@ def check_wrapping(module: object, group: object) -> None:
             "module is; leave device_ids out"
         )
     raise TypeError(f"group must be a chorusline Group, got {type(group).__name__}: {remedy}")
+
+
+def ignored_in(module: torch.nn.Module) -> Collection[str]:
+    """The names in the module's attribute `IGNORED`. Raises ValueError for trainable parameters."""
+    ignored = {*getattr(module, IGNORED, ())}
+    trained = [name for name, p in module.named_parameters() if p.requires_grad and name in ignored]
+    if trained:
+        raise ValueError(
+            f"{listed(trained, 3)} of {IGNORED} would be a parameter of each rank's own, and a "
+            "DistributedDataParallel reduces all trainable parameters of its module. Keep what "
+            "ranks train apart outside of that module, or freeze it (requires_grad_(False))"
+        )
+    return ignored
 
 
 def check_devices(named: Sequence[tuple[str, torch.nn.Parameter]], group: Group) -> None:
@@ -136,14 +153,28 @@ def check_same_model(
     group: Group,
     buffers: Iterable[tuple[str, torch.Tensor]] = (),
     settings: Mapping[str, int] | None = None,
+    ignored: Collection[str] = (),
 ) -> None:
     """`check_same_parameters` for names, shapes, dtypes, and which parameters are frozen; and for
-    the buffers' names, shapes and dtypes."""
+    the buffers' names, shapes and dtypes.
+
+    ignored: names in `IGNORED`. torch leaves these tensors as each rank has them, and here they
+        become rank 0's, so their values are compared too."""
+
+    def values(name: str, tensor: torch.Tensor) -> str:
+        if name not in ignored:
+            return ""
+        (bits,) = sums_of_bits([tensor.detach()])
+        return f"; {name}, which {IGNORED} names, with values that add up to {int(bits)}"
+
     check_same_parameters(
         operation,
-        [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named],
+        [
+            f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}{values(name, p)}"
+            for name, p in named
+        ],
         group,
-        [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in buffers],
+        [f"{name} {tuple(b.shape)} {b.dtype}{values(name, b)}" for name, b in buffers],
         settings,
     )
 

@@ -11,6 +11,7 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.data.fetching.options import FetchOptions
+from tests.harness.reused_ranks import another_group
 
 
 def wrapped(group: cl.Group, sharded: bool = False) -> tuple[Any, Any]:
@@ -141,3 +142,25 @@ def test_a_gradient_in_a_dtype_of_its_own_is_refused_as_that(alone: cl.Group) ->
     model = cl.DistributedDataParallel(module, alone)
     with pytest.raises(RuntimeError, match=r"gradient torch\.float32, as the program has set "):
         model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+
+
+def ignoring(group: cl.Group, name: str, differs: bool) -> str:
+    """As trl does for buffers of booleans, which NCCL does not send."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("mask", torch.tensor([True, differs and group.rank == 1]))
+    module._ddp_params_and_buffers_to_ignore = [name]  # type: ignore[assignment]
+    with another_group(group) as own:
+        try:
+            cl.DistributedDataParallel(module, own)
+        except (ValueError, cl.CollectiveMismatch) as error:
+            return str(error)
+    return ""
+
+
+def test_what_torch_is_told_to_ignore_is_equal_on_all_ranks_or_refused(ranks_of: Any) -> None:
+    assert ranks_of(2).run(ignoring, "mask", False) == ["", ""]
+    for told in ranks_of(2).run(ignoring, "mask", True):
+        assert "it is mask, which _ddp_params_and_buffers_to_ignore names, with values" in told
+    for told in ranks_of(2).run(ignoring, "weight", False):
+        assert told.startswith("weight of _ddp_params_and_buffers_to_ignore would be a parameter")
