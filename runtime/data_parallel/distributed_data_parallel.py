@@ -424,8 +424,8 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         loss: a mean over a number of samples or tokens that may differ between ranks.
         weight: that number; then the gradient is the mean over all samples of all ranks.
         Every rank that takes the step calls it, for every loss on which it runs backward. The
-        weight counts when backward first passes the result: a loss on which backward never runs
-        adds no weight.
+        weight counts once, in the first backward pass that comes from the result to parameters: a
+        loss on which backward never runs adds no weight.
 
         Raises TypeError for a weight that is no number; ValueError for one that is negative or not
         finite; RuntimeError with a communication hook.
@@ -442,12 +442,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         weighted = loss * (weight if isinstance(weight, torch.Tensor) else number)
         if weighted.requires_grad:
             reducer, waiting = self._reducer, [number]
-
-            def count(_: torch.Tensor) -> None:
-                if waiting:  # Not once more where backward passes again (retain_graph).
-                    reducer.held.weigh(waiting.pop(), is_in_pass=reducer.has_pass)
-
-            weighted.register_hook(count)
+            weighted.register_hook(lambda _: reducer.held.weigh(waiting))
         return weighted
 
     # -- Join ----------------------------------------------------------------------------------

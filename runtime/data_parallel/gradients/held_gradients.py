@@ -56,7 +56,8 @@ class HeldGradients:
         """A model that is made again after a worker was lost takes it over: in its first steps a
         rank may have no data, and then it has to know what the others do."""
         self._weight: float | None = None  # None: no loss was weighted
-        self._coming: float | None = None  # None: none was, in the coming pass
+        self._coming: list[list[float]] = []
+        """Weights of the pass that runs, or comes next, each in a list of its own."""
         self._versions = 0
         """The sum of the versions of all parameters, at the first pass of a sharded step."""
 
@@ -64,23 +65,32 @@ class HeldGradients:
 
     @property
     def weight(self) -> float | None:
-        """Sum of the weights of the losses whose gradients are held, or come next; None without any
-        `weigh`."""
-        if self._weight is None or self._coming is None:
-            return self._coming if self._weight is None else self._weight
-        return self._weight + self._coming
+        """Sum of the weights of the losses whose gradients are held, or come in the pass that runs,
+        or runs next; None without any `weigh`."""
+        if self._weight is None and not self._coming:
+            return None
+        return (self._weight or 0.0) + sum(weight for (weight,) in self._coming)
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
-        self._weight, self._coming = weight, None
+        self.take_weights()
+        self._weight = weight
 
-    def weigh(self, weight: float, *, is_in_pass: bool) -> None:
-        """A pass has come to a loss of this weight: the next one, or, where an output of the model
-        came before it, the one that runs."""
-        if is_in_pass:
-            self._weight = (self._weight or 0.0) + weight
-        else:
-            self._coming = (self._coming or 0.0) + weight
+    def weigh(self, weight: list[float]) -> None:
+        """A pass has come to a loss. weight: of it; empty if it was taken with an earlier pass."""
+        if weight and not any(one is weight for one in self._coming):
+            self._coming.append(weight)
+
+    def take_weights(self) -> None:
+        """The pass has brought gradients, so that the weights of its losses count, and once."""
+        self._weight = self.weight
+        for one in self._coming:
+            one.clear()
+        self._coming = []
+
+    def drop_weights(self) -> None:
+        """The pass has brought no parameter a gradient: its losses may come once more."""
+        self._coming = []
 
     # -- passes and clears -------------------------------------------------------------------------
 
@@ -94,7 +104,6 @@ class HeldGradients:
         if not self.are_means:
             self._look_for_perturbation()
         self.passes += 1
-        self._weight, self._coming = self.weight, None
 
     def _look_for_perturbation(self) -> None:
         """A program that clears the gradients of a pass unstepped, and has changed the parameters
@@ -140,6 +149,7 @@ class HeldGradients:
         # Where gradients are None, as after an earlier clear, they stay None.
         self.clears_to_zeros = not to_none and any(self._gradients.usage())
         self.calls += 1
+        self.drop_weights()  # Of a pass that has failed.
         self._note_clear()
 
     def _note_clear(self) -> None:
