@@ -36,6 +36,6 @@ def end_loaders_with_this_process() -> None:
     process, and so do those of torchdata's StatefulDataLoader, which have a loop of their own. In a
     file without Ray: a process that is spawned imports it."""
     worker._worker_loop = _loop_that_ends_with_its_parent
-    with contextlib.suppress(ImportError):  # Where it is not installed.
+    with contextlib.suppress(Exception):  # Where it is not installed, or does not fit this torch.
         stateful: Any = importlib.import_module(f"{_STATEFUL}.stateful_dataloader")
         stateful._worker_loop = _stateful_loop_that_ends_with_its_parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,16 @@ def hold_batches_of_a_stateful_loader() -> None:
 def test_processes_of_a_stateful_loader_end_with_a_rank_that_is_killed() -> None:
     pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
     check_loader_processes_end_with(hold_batches_of_a_stateful_loader)
+
+
+def test_a_torchdata_that_does_not_fit_this_torch_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchdata"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "torchdata.py").write_text("raise OSError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    end_loaders_with_this_process()
 
 
 def tens_of_numbers(rows: list[int]) -> Any:
