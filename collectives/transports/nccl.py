@@ -307,19 +307,18 @@ class NcclCommunicator(Communicator):
         if self.in_flight.failure is not None:
             self.in_flight.add(work)  # Fails at once, without the lock: an abort may hold it.
             return
-        # The lock is held until the work is launched, so that the queue has the stream's order.
-        with self._nccl:
-            self.in_flight.add(work)  # First: the deadline holds for the launch as well.
-            if work.done:
-                return
-            try:
-                self._enqueue(work, launches)
-                work.is_launched = True
-                return
-            # Some ranks may have launched it: none of them could complete it without this one.
-            except Exception as error:
-                broken = self._broken(f"{work.operation} could not be launched", error)
-        self.abort(broken)  # Without the lock: it runs callbacks.
+        try:
+            # The lock is held until the work is launched, so that the queue has the stream's order.
+            with self._nccl:
+                self.in_flight.add(work)  # First: the deadline holds for the launch as well.
+                if not work.done:
+                    self._enqueue(work, launches)
+                    work.is_launched = True
+        # Some ranks may have launched it: none of them could complete it without this one.
+        except BaseException as error:
+            self.abort(self._broken(f"{work.operation} could not be launched", error))
+            if not isinstance(error, Exception):  # An interrupt is the caller's.
+                raise
 
     def _enqueue(self, work: NcclWork, launches: list[_Launch]) -> None:
         # Launches of zero elements are skipped: they have no address to send from.

@@ -510,6 +510,28 @@ def test_an_error_of_nccl_at_a_launch_names_its_version() -> None:
             assert "(NCCL 2.32.3)" in told
 
 
+def interrupt_a_launch(rank: Rank) -> str:
+    group = rank.group()
+    group.barrier().wait()
+    tensor = torch.ones(3, device=group.device)
+    if rank.rank == 0:
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        group._communicator._enqueue = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            group.all_reduce(tensor)
+    return str(error_of(lambda: group.all_reduce(tensor, timeout_s=10).wait_on_host()))
+
+
+@needs_stand_in
+def test_an_interrupt_of_a_launch_ends_the_generation() -> None:
+    with StandInRanks(2) as ranks:
+        for told in ranks.run(interrupt_a_launch):
+            assert "by rank 0: all_reduce #1 (3 float32) could not be launched: Keyboard" in told
+
+
 # -- nothing leaks, nothing is used after it was given back -------------------------------------
 
 
