@@ -140,10 +140,16 @@ class TorchWork(_TorchWork):
     def _wait_for(self, limit_s: float) -> None:
         over = threading.Event()
         self._inner.add_done_callback(over.set)
-        if not over.wait(limit_s):
-            self._inner._end_generation(
-                f"{self._inner.operation} was given up after wait()'s timeout of {limit_s:g} s"
-            )
+        operation = self._inner.operation
+        reason = f"{operation} was given up after wait()'s timeout of {limit_s:g} s"
+        try:
+            over.wait(limit_s)
+        except BaseException as error:  # An interrupt: the other ranks wait for this one.
+            reason = f"{type(error).__name__} during {operation}"
+            raise
+        finally:
+            if not over.is_set():
+                self._inner._end_generation(reason)
 
     def _settle(self) -> None:
         """Complete the future; called in the callback thread."""

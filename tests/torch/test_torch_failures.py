@@ -160,25 +160,28 @@ def test_a_mismatch_in_a_process_group_of_some_ranks_has_the_numbers_of_torch(tm
         assert ranks.results() == [[3]] * 4
 
 
-def interrupted(rank):
+def interrupted(rank, way):
     init(rank.rank, rank.size, rank.store, "first")
     if rank.rank == 1:
         rank.store.wait(["said/told/0"], 30)
         return True
-    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    future = work.get_future() if way == "future" else None
+    wait = work.wait if future is None else future.wait
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     with pytest.raises(KeyboardInterrupt):
-        future.wait()
+        wait(timedelta(seconds=15)) if way == "timeout" else wait()
     # To whoever waits later, the interrupt of that thread is the end of the generation.
     with pytest.raises(cl.GroupAborted, match="KeyboardInterrupt during all_reduce"):
-        future.wait()
+        wait()
     rank.say("told")
     return True
 
 
-def test_an_interrupt_of_a_thread_that_waits_for_a_future_is_not_its_value(tmp_path):
-    with Ranks(interrupted, 2, tmp_path) as ranks:
+@pytest.mark.parametrize("way", ["future", "work", "timeout"])
+def test_an_interrupt_of_a_thread_that_waits_ends_the_generation_and_is_no_value(tmp_path, way):
+    with Ranks(interrupted, 2, tmp_path, SHARED_MEMORY, way) as ranks:
         assert ranks.results() == [True, True]
 
 
