@@ -144,10 +144,10 @@ class SharedSegment:
         self._lateness = Lateness(rank, self.size)
         # Passes on to the parent which ranks this rank waits for, and since; None: not a subgroup.
         self.on_wait: Callable[[Sequence[int], float], None] | None = None
-        robust_list.mark_at_exit(
-            self._words, self._block + ENDED, self.address + 8 * (self._block + ENDED)
-        )
         try:
+            robust_list.mark_at_exit(
+                self._words, self._block + ENDED, self.address + 8 * (self._block + ENDED)
+            )
             self._watch_peers()
         except BaseException:
             self.leave()

@@ -27,6 +27,7 @@ from chorusline.collectives.contract.errors import (
 )
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.messages import Script, ScriptedWork
+from chorusline.collectives.shared_memory import robust_list
 from chorusline.collectives.shared_memory.layout import key_of, open_memory
 from chorusline.collectives.stores.store import HashStore
 from chorusline.collectives.transports import host
@@ -337,6 +338,23 @@ def test_a_rank_that_cannot_meet_is_named_to_the_others(monkeypatch: pytest.Monk
     store.set("card/1", json.dumps({"failed": "Too many open files"}))
     with pytest.raises(PeerLost, match=r"rank 1 .*Too many open files"):
         host.connect(store, 0, 2, 5)
+
+
+def test_a_rank_that_is_short_of_threads_when_it_meets_is_lost_to_the_others_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    first, second = PreparedEndpoint(2), PreparedEndpoint(0)
+    endpoints = [first.endpoint, second.endpoint]
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="new thread"):
+        patched.setattr(robust_list, "mark_at_exit", refuse)
+        second.connect(endpoints, 1, 0, 20, lambda: None)
+    began_at = time.monotonic()
+    with pytest.raises(PeerLost, match="closed the group while others still used it"):
+        first.connect(endpoints, 0, 0, 20, lambda: None)
+    assert time.monotonic() - began_at < 10
 
 
 def test_a_rank_that_waits_in_prepared_memory_leaves_it_when_the_rendezvous_is_over() -> None:
