@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -125,15 +126,7 @@ class MonitoredBarrier(Work):
     def error(self) -> BaseException | None:
         error = self._barrier.error()
         if isinstance(error, CollectiveTimeout) and not self._wait_all_ranks:
-            first = min(error.ranks, default=None)
-            if first is not None:
-                # whereabouts is "rank 1 is at …; rank 2 is at …": one clause per missing rank.
-                clauses = error.whereabouts.split("; ")
-                mine = [clause for clause in clauses if clause.startswith(f"rank {first} ")]
-                where = "; ".join(mine)
-                return CollectiveTimeout(
-                    error.operation, error.generation, [first], error.timeout_s, where
-                )
+            return replace(error, ranks=sorted(error.ranks)[:1])
         return error
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:

@@ -77,6 +77,7 @@ def test_a_monitored_barrier_names_the_missing(
         assert isinstance(error, CollectiveTimeout)
         assert error.ranks == missing
         assert f"{name_ranks(missing)} did not arrive" in str(error)
+        assert "nothing" in error.whereabouts
 
 
 def wait_in_a_callback(rank: Rank) -> list[float]:
