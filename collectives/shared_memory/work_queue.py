@@ -21,6 +21,7 @@ lane resumes it when all ranks have published the tick.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import threading
@@ -137,7 +138,9 @@ class DrivenQueue(ABC):
         a dead or late peer, because the caller may never wait."""
         self._run_what_can()
         if not work.done:
-            self.call_background()
+            # Short of threads or files, it is the next look that tries again.
+            with contextlib.suppress(RuntimeError, OSError):
+                self.call_background()
 
     def call_background(self, delay_s: float = WAKE_DELAY_S) -> None:
         """Wake the background thread in `delay_s` seconds, unless a waiting thread stops that."""

@@ -500,3 +500,25 @@ def test_an_operation_that_was_refused_for_lack_of_threads_is_not_left_in_the_qu
     for told in run_ranks(issue_short_of_threads, 2, tmp_path, transport, how):
         assert "generation 0 was aborted by rank 0: " in told
         assert "can't start new thread" in told
+
+
+def look_short_of_threads(rank: Rank) -> bool:
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 1:
+        rank.store.wait(["said/looked/0"], 30)
+    work = group.all_reduce(torch.ones(3))
+    if rank.rank == 0:
+
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            assert not work.is_completed()
+        rank.say("looked")
+    return bool((work.wait() == 2).all())
+
+
+def test_asking_for_the_end_of_a_work_needs_no_thread(tmp_path: Path) -> None:
+    assert run_ranks(look_short_of_threads, 2, tmp_path) == [True, True]
