@@ -156,6 +156,9 @@ class RestartState:
         retained = cls(place=place, shard=shard)
         for entry in registry:
             made = entry.object
+            if isinstance(made, torch.nn.Module):
+                with _copying(entry):
+                    retained.beside[entry.name] = copy.deepcopy(state_beside(made))
             # State is kept as it is, and not copied: the function makes another optimizer.
             # Parameters are copied: the function may have its module from outside.
             if isinstance(made, ZeroRedundancyOptimizer):
@@ -169,13 +172,8 @@ class RestartState:
                 )
             elif fully_sharded.is_sharded(made):
                 retained.states[entry.name] = fully_sharded.kept(made)
-                if isinstance(made, torch.nn.Module):
-                    with _copying(entry):
-                        retained.beside[entry.name] = copy.deepcopy(state_beside(made))
             elif isinstance(made, torch.nn.Module):
                 retained.tensors[entry.name] = _tensors_of(made, committed=True)
-                with _copying(entry):
-                    retained.beside[entry.name] = copy.deepcopy(state_beside(made))
                 if isinstance(made, DistributedDataParallel):
                     engine = engine_of(made)
                     retained.synced[entry.name] = engine.buffers.synced_step

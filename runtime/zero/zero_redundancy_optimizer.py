@@ -30,7 +30,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import compress
 from typing import Any
 
 import torch
@@ -1017,8 +1017,7 @@ class OptimizerEngine:
         agreement = self._ballot.read(payload).agreement
         self._check_gradients(agreement)
         live = agreement.live
-        pairs = zip(self.shard.parameters, agreement.used, strict=True)
-        used = [parameter for parameter, is_used in pairs if is_used]
+        used = [*compress(self.shard.parameters, agreement.used)]
         reducers = reducers_of(used)
         # Where all ranks have data, each has done the same to its own gradients.
         if not live or len(live) == self.group.size or not reducers:
@@ -1047,7 +1046,7 @@ class OptimizerEngine:
         # The buffers come after the gathers, on the same stream: they tell for these too.
         if survives_loss and not were_sent and gathers:
             gathers[-1].work.wait_on_host()
-        self.shard.is_whole = True
+        self.shard.parameters_have_come = True
 
     def _vote_with_others(self, is_live: bool) -> tuple[float, ...]:
         """Hold a ballot; once more, if ranks have changed the state or parameters, or something was
@@ -1328,8 +1327,8 @@ class OptimizerEngine:
         self.optimizer.num_steps += 1
         # The shards' memory is written past autograd, which has to refuse the backward pass of a
         # forward pass from before the step, as after a step of torch's optimizers.
-        stepped = zip(self.shard.parameters, agreement.used, strict=True)
-        torch.autograd.graph.increment_version([one for one, is_used in stepped if is_used])
+        stepped = [*compress(self.shard.parameters, agreement.used)]
+        torch.autograd.graph.increment_version(stepped)
         self._digests.note(self.optimizer.num_steps)
         if failure is not None:
             raise failure
@@ -1359,9 +1358,7 @@ class OptimizerEngine:
     def _check_reduced(self, agreement: Agreement) -> None:
         """Raises CollectiveMismatch, on all ranks, if the gradients that nothing here reduces are
         not the same on all ranks; warns if there are none. In the first step only."""
-        used = [
-            p for p, is_used in zip(self.shard.parameters, agreement.used, strict=True) if is_used
-        ]
+        used = [*compress(self.shard.parameters, agreement.used)]
         # One rank warns: all know the same.
         if agreement.live and not used and self.group.rank == agreement.live[0]:
             warnings.warn(
@@ -1418,11 +1415,10 @@ class OptimizerEngine:
         """numbers: the `_option_numbers` of another rank."""
         groups = self.optimizer.param_groups
         # As numbers: a rate in a tensor stays the same tensor.
-        before = [numbers_of([options], ["lr"]) for options in groups]
+        before = numbers_of(groups, ["lr"])
         set_numbers(groups, sorted(self.optimizer.defaults), numbers[: -len(OF_THE_STEP)])
         self.optimizer.max_norm = numbers[-len(OF_THE_STEP)] or None
-        after = [numbers_of([options], ["lr"]) for options in groups]
-        rates = zip(chain(*before), chain(*after), strict=True)
+        rates = zip(before, numbers_of(groups, ["lr"]), strict=True)
         changed = [(own, theirs) for own, theirs in rates if own != theirs]
         join = self.optimizer._join
         if not changed or join is None or join.may_step_schedules:
@@ -1555,7 +1551,7 @@ class OptimizerEngine:
                 if self._recovery is not None and gathers:
                     # One operation tells for all before it, as they run in order.
                     gathers[-1].work.wait_on_host()
-                self.shard.is_whole = True
+                self.shard.parameters_have_come = True
         except Exception as error:
             self.wait_for_next_generation(error)
         self.faults.reach(Instant.STEPPED)

@@ -94,7 +94,7 @@ class ParameterShard:
         self.elementwise = verdict.elementwise
         self.num_rewritten = 0
         """How often parameters or state were laid out, loaded or switched, outside a step."""
-        self.is_whole = True
+        self.parameters_have_come = True
         """Whether the parameters of all ranks are known to have come since the last step. Then what
         differs from the masters, the program has written. On a GPU a gather that is aborted leaves
         anything."""
@@ -268,7 +268,7 @@ class ParameterShard:
         for number in portion:
             self.buckets[number].version += 1
             self.buckets[number].runs_ahead()
-        self.is_whole = False
+        self.parameters_have_come = False
         self.may_have_state = True
         if self.optimizer is None:
             return
@@ -313,7 +313,7 @@ class ParameterShard:
             part.publish_master()
         for bucket in self.buckets:
             bucket.runs_ahead()
-        self.is_whole = False
+        self.parameters_have_come = False
 
     def _gradient_of(self, mine: KeptPiece) -> torch.Tensor | None:
         piece, gradient = mine.piece, mine.range.gradient
@@ -348,7 +348,7 @@ class ParameterShard:
     def gather(self) -> None:
         """All-gather all parameters. Also on a GPU it returns when they have come. A rank that has
         them all only sends its own."""
-        if self.is_whole:
+        if self.parameters_have_come:
             for bucket in self.buckets:
                 bucket.send_own(self.group)
             return
@@ -357,7 +357,7 @@ class ParameterShard:
             gather.wait()
         if gathers:
             gathers[-1].work.wait_on_host()  # It tells for all.
-        self.is_whole = True
+        self.parameters_have_come = True
 
     def start_gather(self, portion: Sequence[int]) -> list[Gather]:
         """Start the all-gathers of the parameters in these buckets."""
@@ -392,7 +392,7 @@ class ParameterShard:
         """
         self.bring_home()
         # What a gather that was stopped has left there, the program has not written.
-        if takes_parameters and self.is_whole:
+        if takes_parameters and self.parameters_have_come:
             for part in (part for bucket in self.buckets for part in bucket.ranges):
                 part.take_parameters()
         held = ShardState(self.kept())
@@ -437,7 +437,7 @@ class ParameterShard:
         keeps_parameters: if this rank has ended the last step, its parameters count more: the
             program has written to them since, and on ranks that wait in that step it has not yet.
         """
-        keeps = keeps_parameters and self.is_whole
+        keeps = keeps_parameters and self.parameters_have_come
         self.group = group
         self.num_rewritten += 1
         self.may_have_state = True
@@ -456,7 +456,7 @@ class ParameterShard:
                 kept.publish_master()
             if not keeps:
                 bucket.runs_ahead()
-        self.is_whole = keeps
+        self.parameters_have_come = keeps
         # The pieces are other tensors now, and an optimizer cannot exchange those that it has.
         self.optimizer = None
         pieces = [mine for of_bucket in self.pieces for mine in of_bucket]

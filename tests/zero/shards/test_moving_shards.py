@@ -121,7 +121,7 @@ def shrink_after_a_write(
     take_steps(model, optimizer, group.rank, range(3), dtype)
     engine = optimizer_engine_of(optimizer)
     if group.rank == waits:
-        engine.shard.is_whole = False  # As while the parameters of that step come.
+        engine.shard.parameters_have_come = False  # As while the parameters of that step come.
     else:
         with torch.no_grad():
             for parameter in model.parameters():
