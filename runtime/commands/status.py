@@ -38,6 +38,7 @@ from chorusline.collectives.contract.errors import ChoruslineError, plain
 from ..data.stragglers import FAR
 from ..session import connecting
 from ..session.detached.status import DetachedStatus
+from ..session.showing.progress import is_terminal
 from ..tracking.run_events import RunEvents
 
 _REFRESH_S = 1.0
@@ -54,7 +55,7 @@ _LINES_SHOWN = 5  # about losses and arrivals
 def show_status(session: str | None, address: str | None, once: bool) -> int:
     """Exit code: 0; 1 if there is no cluster, or no such session."""
     # In a file or a pipe, each row stays on one line.
-    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console = Console() if is_terminal(sys.stdout) else Console(width=200)
     try:
         with connecting.connected(address):
             return asyncio.run(_show(session, console, once or not console.is_interactive))

@@ -11,10 +11,11 @@ from .interrupt import shell
 
 
 def show_line(line: str, is_error: bool) -> None:
-    """Print a line of a rank."""
+    """Print a line of a rank; nowhere if the program has no such stream."""
     stream = sys.stderr if is_error else sys.stdout
-    write_line(stream, line)
-    stream.flush()
+    if stream is not None:
+        write_line(stream, line)
+        stream.flush()
 
 
 def show_figure(png: bytes, rank: int | None) -> None:

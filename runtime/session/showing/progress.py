@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -191,7 +192,7 @@ class Progress:
 
     def _show_bars(self) -> None:
         if self._live is None and self._console.is_interactive:
-            self._has_stdout = self._console.stderr and sys.stdout.isatty()
+            self._has_stdout = self._console.stderr and is_terminal(sys.stdout)
             self._live = Live(
                 get_renderable=self._draw,
                 console=self._console,
@@ -244,3 +245,10 @@ class Progress:
 
 def _bar(completed: int, total: int | None) -> ProgressBar:
     return ProgressBar(total=total, completed=completed, width=36)
+def is_terminal(stream: Any) -> bool:
+    """Also of what a program or rich has put in the place of a stream, which may have no isatty, or
+    of None."""
+    stream = getattr(stream, "rich_proxied_file", stream)
+    return bool(getattr(stream, "isatty", bool)())
+
+

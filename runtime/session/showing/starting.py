@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from ... import notebook
-from .progress import Progress
+from .progress import Progress, is_terminal
 
 SHOWN_AFTER_S = 1.0
 LOGGED_AFTER_S = 8.0
@@ -35,7 +35,7 @@ class Starting:
         self._handle: Any = None  # of a notebook's display
         self._lock = threading.RLock()
         self._is_over = threading.Event()
-        self._is_on_terminal = progress is not None and sys.stderr.isatty()
+        self._is_on_terminal = progress is not None and is_terminal(sys.stderr)
         self._has_bars = progress is not None and progress.is_shown
         self._thread = threading.Thread(target=self._keep_telling, name="starting", daemon=True)
         self._filters: list[_Above] = []

@@ -22,6 +22,7 @@ from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import RunStatus
 from chorusline.actors.worker_group import recruiting
 from chorusline.runtime.commands.status import drawn, survey
+from chorusline.runtime.notebook.rank_output import show_line
 from chorusline.runtime.session.showing.progress import Progress
 from chorusline.runtime.session.showing.progress_model import (
     Pace,
@@ -31,6 +32,7 @@ from chorusline.runtime.session.showing.progress_model import (
     headline,
     time_left,
 )
+from chorusline.runtime.session.showing.starting import Starting
 
 
 def report(rank, number, num_batches, *, epoch=0, time=0.0):
@@ -114,6 +116,38 @@ def test_log_gets_whole_lines_with_the_join_and_the_end():
     assert first.startswith("step 1/5  loss 2.000")
     assert news == "step 3: rank 0 is out of data; the others finish the epoch"
     assert last == "step 5/5  loss 3.000  batches left: rank 0 none, rank 1 0"
+
+
+class Tee:
+    """What programs put in the place of a stream, to write to a file as well."""
+
+    def __init__(self):
+        self.written = ""
+
+    def write(self, text):
+        self.written += text
+
+    def flush(self):
+        pass
+
+
+@pytest.mark.parametrize("stdout", [Tee(), None], ids=["tee", "none"])
+@pytest.mark.parametrize("stderr", [Tee(), None], ids=["tee", "none"])
+def test_a_stream_that_a_program_has_replaced_needs_only_write_and_flush(
+    monkeypatch, stdout, stderr
+):
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    console = Console(stderr=True, force_terminal=True, force_interactive=True)
+    with Progress(console=console) as progress, Starting(progress):
+        assert progress.is_shown
+        progress.show_line("[rank 0] above", False)
+        progress.show_line("[rank 0] an error", True)
+    with Starting(Progress()):
+        pass
+    show_line("[rank 0] later", True)
+    assert stdout is None or stdout.written.startswith("[rank 0] above\n")
+    assert stderr is None or "[rank 0] later\n" in stderr.written
 
 
 def status(rank, *, epoch=1, taken=30, left=10, **more):
