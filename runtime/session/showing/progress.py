@@ -67,19 +67,12 @@ class Progress:
         has joined. Reports that nobody is given are not kept on the ranks."""
         self._num_steps = num_steps
         self._console = console or Console(stderr=True)
-        self._model = ProgressModel()
-        self._places = NOWHERE
-        self._pace = Pace()
         self._num_entered = 0
-        self._entered_s = self._waits_since_s = time.monotonic()
         self._waits_for = "starting"
-        self._began_s: float | None = None  # None: nothing to show so far
-        self._line_s = -LINE_INTERVAL_S  # when the last line was printed
-        self._last_line = ""
         self._live: Live | None = None  # None: nothing is drawn
         self._happened: list[TrackedEvent] = []
-        self._pause: RunPause | None = None  # None: the run is not paused
         self._has_stdout = False  # True: what this process prints goes above the bars.
+        self._clear()
 
     @classmethod
     def of_places(cls) -> Progress:
@@ -106,11 +99,21 @@ class Progress:
         """Set what is shown before a run has something to show."""
         self._waits_for, self._waits_since_s = what, time.monotonic()
 
+    def _clear(self) -> None:
+        """Nothing of a run has been seen."""
+        self._model = ProgressModel()
+        self._places = NOWHERE
+        self._pace = Pace()
+        self._entered_s = self._waits_since_s = time.monotonic()
+        self._began_s: float | None = None  # None: nothing to show so far
+        self._line_s = -LINE_INTERVAL_S  # when the last line was printed
+        self._last_line = ""
+        self._pause: RunPause | None = None  # None: the run is not paused
+
     def begin(self) -> None:
         """A run begins; a terminal has its bars as soon as there is something to show."""
         self._num_entered += 1
-        if self._num_entered == 1:
-            self._entered_s = self._waits_since_s = time.monotonic()
+        self._clear()
         self._waits_for = "starting" if self._num_entered == 1 else "waiting for the first step"
 
     def end(self) -> None:
@@ -243,8 +246,6 @@ class Progress:
         return Group(top, bars)
 
 
-def _bar(completed: int, total: int | None) -> ProgressBar:
-    return ProgressBar(total=total, completed=completed, width=36)
 def is_terminal(stream: Any) -> bool:
     """Also of what a program or rich has put in the place of a stream, which may have no isatty, or
     of None."""
@@ -252,3 +253,5 @@ def is_terminal(stream: Any) -> bool:
     return bool(getattr(stream, "isatty", bool)())
 
 
+def _bar(completed: int, total: int | None) -> ProgressBar:
+    return ProgressBar(total=total, completed=completed, width=36)

@@ -1,6 +1,7 @@
 """What the display concludes from reports, however they arrive, and what it prints in a log."""
 
 import asyncio
+import contextlib
 import fcntl
 import io
 import os
@@ -148,6 +149,23 @@ def test_a_stream_that_a_program_has_replaced_needs_only_write_and_flush(
     show_line("[rank 0] later", True)
     assert stdout is None or stdout.written.startswith("[rank 0] above\n")
     assert stderr is None or "[rank 0] later\n" in stderr.written
+
+
+@pytest.mark.parametrize("is_entered", [True, False])
+def test_the_second_run_of_a_progress_begins_anew(is_entered):
+    log = io.StringIO()
+    progress = Progress(5, console=Console(file=log, width=80))
+    with progress if is_entered else contextlib.nullcontext():
+        progress.begin()
+        progress.look({0: status(0)}, {}, 1)
+        for one in run_of(5):
+            progress.on_report(one)
+        progress.end()
+        log.truncate(log.seek(0))
+        progress.begin()
+        progress.on_report(report(0, 0, 2))
+        progress.end()
+    assert log.getvalue().splitlines()[0] == "step 1/5  loss 2.000  batches left: rank 0 1"
 
 
 def status(rank, *, epoch=1, taken=30, left=10, **more):
