@@ -83,7 +83,9 @@ class StepNumbers:
         pending.last_s = now_s
         pending.taken = max(pending.taken, report.taken)
         pending.time = max(pending.time, report.time)
-        pending.of_rank.setdefault(report.rank, {}).update(numbers)
+        mine = pending.of_rank.setdefault(report.rank, {})
+        for name, number in numbers.items():
+            mine[name] = number + (mine.get(name, 0.0) if name in SUMS else 0.0)
         return back
 
     def settled(self, statuses: Collection[RunStatus], now_s: float) -> list[Logged]:

@@ -85,6 +85,13 @@ def test_a_second_report_of_a_step_adds_its_names_and_a_late_one_is_counted() ->
     assert [one.numbers for one in numbers.rest()] == [{"recall": 0.1}]
 
 
+def test_amounts_that_a_rank_reports_in_each_micro_batch_of_a_step_are_summed() -> None:
+    numbers = StepNumbers()
+    for number, rank in enumerate((0, 1, 0, 1, 0)):
+        numbers.add(report(rank, 1, number=number, loss=number, tokens=10, samples=2), 0.0)
+    assert numbers.rest() == [Logged(1, {"loss": 3.5, "tokens": 50.0, "samples": 10.0}, 101.0)]
+
+
 def test_steps_that_are_taken_again_are_logged_again() -> None:
     numbers, ranks = StepNumbers(), [status(0, 9), status(1, 9)]
     for step in (6, 7, 8):
