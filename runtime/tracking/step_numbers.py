@@ -62,7 +62,7 @@ class StepNumbers:
     def add(self, report: Report, now_s: float) -> list[Logged]:
         """Take one report; returns what is settled because its rank has gone back."""
         numbers = numbers_of(report.values)
-        step = report.global_step or report.step + 1
+        step = report.global_step + (0 if report.taken else report.step + 1)
         back: list[Logged] = []
         # The reports of a rank come in order: its function runs again, from an earlier step.
         if step < self._at.get(report.rank, step):

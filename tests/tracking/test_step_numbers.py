@@ -92,6 +92,20 @@ def test_amounts_that_a_rank_reports_in_each_micro_batch_of_a_step_are_summed() 
     assert numbers.rest() == [Logged(1, {"loss": 3.5, "tokens": 50.0, "samples": 10.0}, 101.0)]
 
 
+@pytest.mark.parametrize("steps_before", [0, 100])
+def test_without_an_optimizer_a_run_that_resumes_counts_its_reports_from_there(
+    steps_before: int,
+) -> None:
+    numbers, done = StepNumbers(), []
+    for number in range(5):
+        numbers.add(Report(0, number, 5.0, {"loss": number}, 0, steps_before), 3.0 * number)
+        done += numbers.settled([RunStatus(rank=0)], 3.0 * number + 2.0)
+    assert [(one.step - steps_before, one.numbers["loss"]) for one in done] == [
+        (number + 1, number) for number in range(5)
+    ]
+    assert numbers.num_late == 0
+
+
 def test_steps_that_are_taken_again_are_logged_again() -> None:
     numbers, ranks = StepNumbers(), [status(0, 9), status(1, 9)]
     for step in (6, 7, 8):
