@@ -1,6 +1,6 @@
 """What a run has reported and printed, in bounded memory. Pure: no Ray, no clock.
 
-All of the newest reports are kept, and every n-th step of each rank among the older ones. n doubles
+All of the newest reports are kept, and one of n of each rank among the older ones. n doubles
 whenever there are too many, so a curve goes back to the beginning of a run of any length. The
 newest part of what the ranks have printed is kept.
 """
@@ -49,7 +49,7 @@ class RunHistory:
         self._host = host
         self._recent: deque[Report] = deque()
         self._num_reports = 0
-        self._older: Thinned[tuple[int, Report]] = Thinned(MOST_OLDER)  # by step
+        self._older: Thinned[tuple[int, Report]] = Thinned(MOST_OLDER)  # by _spread(step)
         self._printed: deque[tuple[int, Printed]] = deque()  # by seat
         self._num_printed = 0
         self._printed_bytes = 0
@@ -65,7 +65,7 @@ class RunHistory:
         self._num_reports += len(news.reports)
         while len(self._recent) > MOST_RECENT:
             number, report = self._num_reports - len(self._recent), self._recent.popleft()
-            self._older.add(report.step, (number, report))  # The same steps of each rank.
+            self._older.add(_spread(report.step), (number, report))  # The same of each rank.
         self._printed.extend(news.printed)
         self._num_printed += len(news.printed)
         self._printed_bytes += sum(_size(one) for _, one in news.printed)
@@ -125,6 +125,15 @@ class RunHistory:
 
     def reports(self) -> list[Report]:
         return [*(report for _, (_, report) in self._older.items), *self._recent]
+
+
+def _spread(step: int) -> int:
+    """A number for Thinned. Each n-th step itself would never be one at which a name is reported
+    that has the odd reports only, or each 100th one: so every part of the steps is thinned alike.
+
+    Source: multiplicative hashing by the golden ratio, Knuth, TAOCP 3, section 6.4; it leaves at
+    most three different gaps between the steps that are kept."""
+    return int(f"{step * 0x9E3779B1 % (1 << 32):032b}"[::-1], 2)
 
 
 def _size(printed: Printed) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
+import pytest
+
 from chorusline.actors.messages.messages import Report
 from chorusline.actors.messages.run_status import GenerationChange, Gone, RunStatus
 from chorusline.actors.ray_calls.calls import ENDED, KILLED
@@ -48,9 +50,21 @@ def test_a_long_run_keeps_its_beginning_thinly_and_its_end_whole() -> None:
     ], "the curves of all ranks have the same points"
     older = [one.step for one in kept[: -module.MOST_RECENT] if one.rank == 0]
     gaps = Counter(b - a for a, b in pairwise(older))
-    assert older[0] == 0 and len(gaps) == 1, "evenly spaced from the beginning on"
+    assert older[0] == 0 and max(gaps) <= 3 * min(gaps), "spread from the beginning on"
     recent = [one.step for one in kept[-module.MOST_RECENT :] if one.rank == 0]
     assert recent == list(range(num_steps - module.MOST_RECENT // 2, num_steps))
+
+
+@pytest.mark.parametrize("period", [2, 10, 64])
+def test_a_name_of_each_nth_report_keeps_its_beginning(period: int) -> None:
+    history, num_reports = RunHistory(), 200_000
+    for step in range(num_reports):
+        name = "accuracy" if step % period == period - 1 else "loss"
+        history.add(News([Report(0, step, float(step), {name: 1.0})]))
+    kept = [one.step for one in history.reports() if "accuracy" in one.values]
+    older = [step for step in kept if step < num_reports - module.MOST_RECENT]
+    assert len(older) > module.MOST_OLDER / period / 4
+    assert older[0] < num_reports / 10
 
 
 def test_a_newcomer_is_shown_the_end_of_the_output_and_a_reader_all_of_it() -> None:
