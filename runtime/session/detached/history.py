@@ -85,13 +85,13 @@ class RunHistory:
 
     def beginning(self, *, whole: bool = False) -> Bookmark:
         """The place of a program that has seen nothing: all reports are to come, and the end of
-        what was printed, or, if `whole`, all of it."""
+        what was printed (its newest piece, of any length), or, if `whole`, all of it."""
         if whole:
             return Bookmark(0, 0, self._host)
         number, num_bytes = self._num_printed, 0
         for _, printed in reversed(self._printed):
             num_bytes += _size(printed)
-            if num_bytes > TAIL_BYTES:
+            if num_bytes > TAIL_BYTES and number < self._num_printed:
                 break
             number -= 1
         return Bookmark(0, number, self._host)

@@ -76,6 +76,8 @@ def test_a_newcomer_is_shown_the_end_of_the_output_and_a_reader_all_of_it() -> N
     tail = history.since(history.beginning())[0].printed
     assert len(tail) == module.TAIL_BYTES // 4096
     assert tail[-1][1].pieces[0].data == b"  99" * 1024
+    history.add(News(printed=[printed(b"long" * module.TAIL_BYTES)]))
+    assert len(history.since(history.beginning())[0].printed) == 1, "the newest, of any length"
 
 
 def test_output_that_nobody_reads_does_not_grow() -> None:
