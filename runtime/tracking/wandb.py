@@ -28,7 +28,8 @@ class WandbTracker(Tracker):
     dir: the folder in which W&B writes `wandb/`. Default: WANDB_DIR, or the current folder.
     settings: more arguments of `wandb.init`, such as `{"tags": ["baseline"]}`.
 
-    Each reported name is logged at its step, and the arguments are the config. What happens to the
+    Each reported name is logged at its step, and the arguments are the config. It is a run beside
+    one that the program has open: `wandb.log` does not write into it. What happens to the
     workers is in the summary, as `chorusline/events`, and their number is logged as
     `chorusline/num_workers`. A run that resumes from a checkpoint has the id of the run that wrote
     it (`resume="allow"`): online it continues in it; offline `wandb sync --append` joins the two.
@@ -70,6 +71,8 @@ class WandbTracker(Tracker):
             "config": dict(run.config),
             "mode": mode,
             "resume": "allow",
+            # Else it would be a run that the program has open, which then ends with this one.
+            "reinit": "create_new",
             # The output of the ranks is the session's to show, and signals are the program's.
             "settings": wandb.Settings(console="off", silent=True),
         }

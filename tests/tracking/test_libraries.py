@@ -187,14 +187,20 @@ def test_mlflow_reads_back_every_step_of_one_run(
 
 WANDB = """
 import sys
+import wandb
 import chorusline as cl
 from tests.tracking.test_libraries import follow
+own = wandb.init(project="own", id="own", mode="offline", dir=sys.argv[1])
 follow(cl.WandbTracker("some project", mode="offline", dir=sys.argv[1]))
+own.log({"later": 1})
+own.finish()
 """
 
 
 @pytest.mark.slow
-def test_wandbs_offline_files_have_every_step(tmp_path: Path) -> None:
+def test_wandbs_offline_files_have_every_step_and_a_run_of_the_program_continues(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed (extra wandb)")
     environment = {"WANDB_ERROR_REPORTING": "false", "HOME": str(tmp_path)}
     script = tmp_path / "follow.py"
@@ -205,7 +211,10 @@ def test_wandbs_offline_files_have_every_step(tmp_path: Path) -> None:
         reader = ("-m", "wandb", "leet", "inspect", "--json", file)
         said = output_of(*reader, timeout_s=100, environment=os.environ | environment)
         runs.append([json.loads(line) for line in said.splitlines()])
-    assert len(runs) == 2
+    assert len(runs) == 3
+    (own,) = (run for run in runs if _of_kind(run, "run")[0]["run_id"] == "own")
+    assert [one["item"]["later"] for one in _of_kind(own, "history")] == [1]
+    runs.remove(own)
     first, resumed = sorted(runs, key=lambda run: _of_kind(run, "exit")[-1].get("exit_code", 0))
     for run in runs:
         about = _of_kind(run, "run")[0]
