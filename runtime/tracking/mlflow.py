@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from chorusline.collectives.contract.argument_kinds import check_kinds
 
 from .tracker import NUM_WORKERS, TrackedEvent, TrackedRun, Tracker
+
+_log = logging.getLogger("chorusline")
 
 _TAG = "chorusline.run"
 _MOST_METRICS = 1000  # that MLflow takes in one call
@@ -26,7 +29,8 @@ class MLflowTracker(Tracker):
     tracking_uri: of the server, database or folder. Default: as `mlflow.set_tracking_uri` or
         MLFLOW_TRACKING_URI say.
 
-    Each reported name is a metric, and the config its params. What happens to the workers is a tag
+    Each reported name is a metric, and the config its params. A name that MLflow does not allow,
+    such as "p(x)", is left out, and a warning says so. What happens to the workers is a tag
     `chorusline.event.<n>`, and their number the metric `chorusline/num_workers`. A run that resumes
     from a checkpoint continues in the MLflow run of the run that wrote it. Steps are sent together,
     several times a second.
@@ -67,8 +71,28 @@ class MLflowTracker(Tracker):
         )
         self._run_id = made.info.run_id
         params = [Param(key, str(value)) for key, value in run.config.items()]
+        refused: dict[str, Exception] = {}
         for first in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(self._run_id, params=params[first : first + _MOST_PARAMS])
+            refused |= self._send_params(params[first : first + _MOST_PARAMS])
+        if refused:
+            names = ", ".join(map(repr, refused))
+            (*_, why) = refused.values()
+            _log.warning("MLflow has refused the arguments %s (%s)", names, why)
+
+    def _send_params(self, params: list[Any]) -> dict[str, Exception]:
+        """Returns the names that MLflow refuses, for one of which it refuses the whole call."""
+        try:
+            self._client.log_batch(self._run_id, params=params)
+        except Exception as error:
+            if not _is_refused(error):
+                raise
+            if len(params) == 1:
+                return {params[0].key: error}
+            refused: dict[str, Exception] = {}
+            for one in params:
+                refused |= self._send_params([one])
+            return refused
+        return {}
 
     def log(self, step: int, numbers: Mapping[str, float], time: float) -> None:
         from mlflow.entities import Metric

@@ -185,6 +185,24 @@ def test_mlflow_reads_back_every_step_of_one_run(
     assert run.data.tags["chorusline.error"] == "ValueError: no"
 
 
+def test_an_argument_that_mlflow_refuses_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed (extra mlflow)")
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.chdir(tmp_path)
+    tracker = cl.MLflowTracker(tracking_uri=f"file://{tmp_path}/mlruns")
+    config = {f"a{number}": number for number in range(150)} | {"p(x)": 0.1, "b%": 2}
+    tracker.begin(cl.TrackedRun("0" * 32, "train", 1000.0, config))
+    tracker.end("finished", "")
+    (run,) = mlflow.MlflowClient(f"file://{tmp_path}/mlruns").search_runs(["0"])
+    assert run.data.params == {f"a{number}": str(number) for number in range(150)}
+    assert run.info.status == "FINISHED"
+    assert "MLflow has refused the arguments 'p(x)', 'b%' (" in caplog.text
+
+
 WANDB = """
 import sys
 import wandb
