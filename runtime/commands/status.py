@@ -40,6 +40,7 @@ from ..session import connecting
 from ..session.detached.status import DetachedStatus
 from ..session.showing.progress import is_terminal
 from ..tracking.run_events import RunEvents
+from .script import INTERRUPTED
 
 _REFRESH_S = 1.0
 _ANSWER_S = 3.0
@@ -53,14 +54,14 @@ _LINES_SHOWN = 5  # about losses and arrivals
 
 
 def show_status(session: str | None, address: str | None, once: bool) -> int:
-    """Exit code: 0; 1 if there is no cluster, or no such session."""
+    """Exit code: 0; 1 if there is no cluster, or no such session; 130 after an interrupt."""
     # In a file or a pipe, each row stays on one line.
     console = Console() if is_terminal(sys.stdout) else Console(width=200)
     try:
         with connecting.connected(address):
             return asyncio.run(_show(session, console, once or not console.is_interactive))
     except KeyboardInterrupt:
-        return 0
+        return INTERRUPTED
     except (ChoruslineError, ConnectionError) as error:
         print(error, file=sys.stderr)
         return 1

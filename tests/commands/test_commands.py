@@ -42,6 +42,7 @@ from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.commands.doctor import Severity, _address, _exits, _ray
 from chorusline.runtime.commands.status import _show, survey
 from chorusline.runtime.commands.visible_gpus import traps
+from chorusline.runtime.session import connecting
 from tests import ROOT
 from tests.checkpoint.failures.test_forgeries import _write
 from tests.data.fetching.test_fetcher import runs
@@ -219,6 +220,14 @@ def test_arguments_that_do_not_fit_are_told_with_what_does(words: str, sentence:
     with pytest.raises(ValueError) as raised:
         keywords(words.split(), train)
     assert sentence in str(raised.value)
+
+
+def test_an_interrupt_of_status_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(address: str | None) -> typing.NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(connecting, "connected", interrupted)
+    assert main(["status"]) == 130
 
 
 # ── run ──────────────────────────────────────────────────────────────────────────────────────────
