@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import difflib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -128,13 +129,25 @@ def names_function(texts: Sequence[str]) -> bool:
 _OF_DEFAULTS = (str, int, float, bool)
 
 
-def _hints(function: Callable[..., object]) -> dict[str, Any]:
+def _hints(
+    function: Callable[..., object], parameters: Mapping[str, inspect.Parameter]
+) -> dict[str, Any]:
     """Types of parameters, by name; without those that say nothing."""
-    try:
-        found = typing.get_type_hints(function)
-    except (NameError, TypeError, AttributeError):
-        return {}  # An annotation that only type checkers can read.
-    return {name: hint for name, hint in found.items() if hint not in (Any, object)}
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    found: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+
+        def alone() -> None: ...
+
+        alone.__annotations__ = {name: parameter.annotation}
+        # One that only type checkers can read leaves the others theirs.
+        with contextlib.suppress(NameError, TypeError, AttributeError):
+            found |= typing.get_type_hints(alone, names)
+    return {
+        name: hint
+        for name, hint in found.items()
+        if hint not in (Any, object, inspect.Parameter.empty)
+    }
 
 
 def keywords(words: Sequence[str], function: Callable[..., object]) -> dict[str, Any]:
@@ -151,7 +164,7 @@ def keywords(words: Sequence[str], function: Callable[..., object]) -> dict[str,
         parameters = dict(list(inspect.signature(function).parameters.items())[1:])
     except ValueError:
         parameters = {}  # Of functions of C, Python does not know them.
-    hints = _hints(function)
+    hints = _hints(function, parameters)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     given: dict[str, Any] = {}
     left = list(words)
@@ -195,9 +208,15 @@ def _converted(name: str, text: str, parameter: inspect.Parameter | None, hint: 
         literal = {"true": True, "false": False}.get(text.lower(), text)
     if hint is None:
         return literal
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
-    adapter: TypeAdapter[Any] = TypeAdapter(hint)
+    flag, takes = f"--{name.replace('_', '-')}", getattr(hint, "__name__", str(hint))
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(hint)
+    except PydanticUserError:
+        raise ValueError(
+            f"{flag} takes {takes}, which no word of a command line can be; annotate it as str"
+        ) from None
     try:
         return adapter.validate_strings(text)  # numbers, paths, members of a Literal or an Enum
     except ValidationError as error:
@@ -210,5 +229,4 @@ def _converted(name: str, text: str, parameter: inspect.Parameter | None, hint: 
         first = error.errors()[0]
         at = "".join(f" at {where!r}" for where in first["loc"])
         problem = f"{first['msg']}{at}"
-    takes = getattr(hint, "__name__", str(hint))
-    raise ValueError(f"--{name.replace('_', '-')} takes {takes}, got {text!r}: {problem}")
+    raise ValueError(f"{flag} takes {takes}, got {text!r}: {problem}")

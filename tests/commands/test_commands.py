@@ -23,6 +23,7 @@ from urllib.request import urlopen
 
 import pytest
 import ray
+import torch
 from ray.job_submission import JobSubmissionClient
 from rich.console import Console
 
@@ -48,6 +49,9 @@ from tests.checkpoint.failures.test_forgeries import _write
 from tests.data.fetching.test_fetcher import runs
 from tests.harness.forked_workers import python
 from tests.harness.head_node import free_ports, head_node, wait_until
+
+if typing.TYPE_CHECKING:
+    from chorusline import Context as OfCheckers
 
 CHORUSLINE = [sys.executable, "-m", "chorusline.runtime.commands.command_line"]
 SCRIPT = """
@@ -193,6 +197,22 @@ def test_a_word_of_another_type_is_refused_with_what_fits(words: list[str], sent
     with pytest.raises(ValueError) as raised:
         keywords(words, of_types)
     assert sentence in str(raised.value)
+
+
+def test_an_annotation_that_only_type_checkers_can_read_leaves_the_others_theirs() -> None:
+    def main(ctx: OfCheckers, lr: float, *, size: Size, more: OfCheckers) -> OfCheckers: ...
+
+    words = ["--lr", "1", "--size", "small", "--more", "2"]
+    assert keywords(words, main) == {"lr": 1.0, "size": Size.SMALL, "more": 2}
+    assert type(keywords(words, main)["lr"]) is float
+
+
+def test_a_type_that_no_word_can_be_is_refused_with_what_fits() -> None:
+    def main(ctx: object, device: torch.device) -> None: ...
+
+    says = "--device takes device, which no word of a command line can be; annotate it as str"
+    with pytest.raises(ValueError, match=says):
+        keywords(["--device", "cpu"], main)
 
 
 def test_a_function_of_any_keywords_gets_them_all() -> None:
