@@ -28,8 +28,8 @@ class JSONLinesTracker(Tracker):
     path: the file; its folder is made. Default: `runs/<function>-<id>.jsonl`, a file for each run.
 
     A number that is not finite is the string "NaN", "Infinity" or "-Infinity", since JSON has no
-    such numbers. A run that resumes from a checkpoint continues in the same file, unless `path` is
-    given.
+    such numbers. A reported `step` or `time` is left out, since the object has its own. A run that
+    resumes from a checkpoint continues in the same file, unless `path` is given.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -48,7 +48,8 @@ class JSONLinesTracker(Tracker):
         self.flush()
 
     def log(self, step: int, numbers: Mapping[str, float], time: float) -> None:
-        self._write({"step": step, "time": time, **numbers})
+        own = {"step": step, "time": time}
+        self._write({**own, **numbers, **own})
 
     def event(self, event: TrackedEvent) -> None:
         fields = dataclasses.asdict(event)

@@ -348,7 +348,7 @@ async def test_json_lines_are_json_of_every_number(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = tracking(cl.JSONLinesTracker(), lr=math.inf)
-    numbers = {"nan": math.nan, "low": -math.inf, "more": {"one": 1}}
+    numbers = {"nan": math.nan, "low": -math.inf, "more": {"one": 1}, "step": 7, "time": 0.1}
     run.look(
         [Report(0, 0, 5.0, numbers, 1, 1)],
         status(2, GenerationChange(1, 2.0, 2.5, 1, (1,), step=1)),
