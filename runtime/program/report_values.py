@@ -37,7 +37,7 @@ def plain_values(values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> 
             raise TypeError(f"the names in a report must be strings, got {name!r}")
         try:
             # Most values are floats, which are plain already.
-            plain[name] = value if type(value) is float else _plain(name, value, name)
+            plain[str.__str__(name)] = value if type(value) is float else _plain(name, value, name)
         except RecursionError:
             raise ValueError(
                 f"report({name}=...) got a value that contains itself, or hundreds of others one "
@@ -48,14 +48,19 @@ def plain_values(values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> 
 
 def _plain(name: str, value: Any, place: str) -> ReportValue:
     """name: of the value in the report. place: of this part of it."""
-    if isinstance(value, str | int | float):
-        if isinstance(value, int) and abs(value) > sys.float_info.max:
+    # Of a subclass, such as an IntEnum, a reader in another process may not have the class.
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, int):
+        if abs(value) > sys.float_info.max:
             # Whoever shows or sums it makes a float of it, in the worker and in the session.
             raise ValueError(
                 f"report({place}=...) got a whole number of {value.bit_length()} bits, which no "
                 "float can hold; report it as a string"
             )
-        return value.item() if isinstance(value, numpy.generic) else value
+        return value if type(value) is bool else int.__int__(value)
     if isinstance(value, numpy.longdouble):  # Its item() is itself.
         return float(value)
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
@@ -64,6 +69,11 @@ def _plain(name: str, value: Any, place: str) -> ReportValue:
         return _plain(name, value.item() if value.numel() == 1 else value.tolist(), place)
     if isinstance(value, numpy.ndarray | numpy.generic):
         _check_number(name, value.size, f"an array of shape {value.shape}")
+        if numpy.ma.is_masked(value):
+            raise ValueError(
+                f"report({place}=...) got an array with masked elements, which have no values; "
+                "report its compressed() or filled(...)"
+            )
         return _plain(name, value.item() if value.size == 1 else value.tolist(), place)
     if isinstance(value, Mapping):
         _check_number(name, len(value), f"a dictionary of {len(value)} values")
@@ -73,7 +83,9 @@ def _plain(name: str, value: Any, place: str) -> ReportValue:
                     f"report({place}=...) got the key {key!r}; the keys of a dictionary in a "
                     "report are strings"
                 )
-        parts = {key: _plain(name, one, f"{place}[{key!r}]") for key, one in value.items()}
+        parts = {
+            str.__str__(key): _plain(name, one, f"{place}[{key!r}]") for key, one in value.items()
+        }
         _check_number(name, _count(parts), f"{_count(parts)} values")
         return parts
     if isinstance(value, list | tuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -67,6 +68,39 @@ def test_what_cannot_be_reported_is_refused_by_its_name(
 ) -> None:
     with pytest.raises(kind, match=says):
         plain_values(values, {})
+
+
+class Word(enum.StrEnum):
+    TRAIN = "train"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Ratio(float):
+    pass
+
+
+def test_a_value_of_the_programs_own_kind_is_a_plain_one() -> None:
+    given = {Word.TRAIN: Word.TRAIN, "a": Level.HIGH, "b": Ratio(0.5), "c": {Word.TRAIN: [True]}}
+    plain = plain_values(given, {"d": numpy.str_("e"), "f": numpy.float64(0.5)})
+    assert plain == {"train": "train", "a": 3, "b": 0.5, "c": {"train": [True]}, "d": "e", "f": 0.5}
+    values = [plain[name] for name in ("train", "a", "b", "d", "f")]
+    assert [type(one) for one in values] == [str, int, float, str, float]
+    assert plain["c"]["train"] == [True] and type(plain["c"]["train"][0]) is bool
+    assert {type(name) for name in (*plain, *plain["c"])} == {str}
+
+
+@pytest.mark.parametrize(
+    "value", [numpy.ma.masked, numpy.ma.array([5.0], mask=[1]), numpy.ma.array([1, 2], mask=[0, 1])]
+)
+def test_a_masked_element_is_no_number(value: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"report\(n\['m'\]=...\) got an array with masked elements"
+    ):
+        plain_values({"n": {"m": value}}, {})
+    assert plain_values({"n": numpy.ma.array([5.0], mask=[0])}, {}) == {"n": 5.0}
 
 
 def test_a_value_is_given_once() -> None:
