@@ -93,7 +93,7 @@ class ModelSteps:
 
     @property
     def weight(self) -> float | None:
-        return self._reducer.weight if self._takes_part else None
+        return self._reducer.held.taken_weight if self._takes_part else None
 
     @property
     def has_gradient(self) -> bool:
@@ -184,7 +184,7 @@ class ModelSteps:
             self._passed.append(number)
             return
         # Weights say how much a loss counts, even in a micro-batch that is smaller than the others.
-        share = 1.0 if self._reducer.weight is not None else self.plan.shares[number]
+        share = 1.0 if self.weight is not None else self.plan.shares[number]
         self._sums.end_micro_batch(number, share)
         if number == self.plan.num_micro_batches - 1:
             self.buffers.end_last()

@@ -365,6 +365,29 @@ def test_the_mean_is_over_samples_and_equals_one_large_batch(alone: cl.Group) ->
         assert torch.allclose(model.module.weight, expected, atol=1e-6)
 
 
+def test_a_weight_counts_once_and_not_for_gradients_by_inputs(alone: cl.Group) -> None:
+    torch.manual_seed(0)
+    model, optim = made(alone, sharded=False)
+    plain = copy.deepcopy(model.module)
+    steps = steps_of(alone, num=8, whole=8, part=2, shuffle=False)
+    plain(torch.stack(steps._rows._given)).square().mean().backward()
+
+    def weighted(batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model.weigh(model(batch).square().mean(), len(batch))
+        return loss
+
+    for step in steps:
+        for number, batch in enumerate(step):
+            x = batch.clone().requires_grad_()
+            for comes_first in (True, False):
+                if comes_first == (number % 2 == 0):
+                    torch.autograd.grad(weighted(x), x)
+                if comes_first:
+                    weighted(batch).backward()
+        optim.step()
+    assert torch.allclose(model.module.weight, plain.weight - 0.1 * plain.weight.grad, atol=1e-6)
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
 def test_a_last_step_of_one_short_micro_batch_is_a_mean_over_its_samples(
     alone: cl.Group, sharded: bool

@@ -55,9 +55,12 @@ class HeldGradients:
         self.clear_pattern: ClearPattern = self.counts
         """A model that is made again after a worker was lost takes it over: in its first steps a
         rank may have no data, and then it has to know what the others do."""
-        self._weight: float | None = None  # None: no loss was weighted
+        self.taken_weight: float | None = None  # None: no loss was weighted
+        """Sum of the weights of the losses whose gradients are held."""
         self._coming: list[list[float]] = []
         """Weights of the pass that runs, or comes next, each in a list of its own."""
+        self._coming_in = -1
+        """torch's number of that pass."""
         self._versions = 0
         """The sum of the versions of all parameters, at the first pass of a sharded step."""
 
@@ -67,26 +70,30 @@ class HeldGradients:
     def weight(self) -> float | None:
         """Sum of the weights of the losses whose gradients are held, or come in the pass that runs,
         or runs next; None without any `weigh`."""
-        if self._weight is None and not self._coming:
+        if self.taken_weight is None and not self._coming:
             return None
-        return (self._weight or 0.0) + sum(weight for (weight,) in self._coming)
+        return (self.taken_weight or 0.0) + sum(weight for (weight,) in self._coming)
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
         self.take_weights()
-        self._weight = weight
+        self.taken_weight = weight
 
     def weigh(self, weight: list[float]) -> None:
         """A pass has come to a loss. weight: of it; empty if it was taken with an earlier pass."""
+        task = torch._C._current_graph_task_id()
+        if task != self._coming_in:  # The pass before has brought no parameter a gradient.
+            self._coming, self._coming_in = [], task
         if weight and not any(one is weight for one in self._coming):
             self._coming.append(weight)
 
     def take_weights(self) -> None:
         """The pass has brought gradients, so that the weights of its losses count, and once."""
-        self._weight = self.weight
-        for one in self._coming:
-            one.clear()
-        self._coming = []
+        if self._coming:
+            self.taken_weight = self.weight
+            for one in self._coming:
+                one.clear()
+            self._coming = []
 
     def drop_weights(self) -> None:
         """The pass has brought no parameter a gradient: its losses may come once more."""
@@ -97,7 +104,7 @@ class HeldGradients:
     def begin_pass(self, *, looks: bool) -> None:
         """A pass begins, and has brought no gradient yet. looks: whether clears count now."""
         self._looks = looks
-        if looks or self._weight is not None:
+        if looks or self.taken_weight is not None:
             self.look()
         if looks:
             self.mark_zeros()
@@ -160,7 +167,7 @@ class HeldGradients:
         self._held.clear()
         self._zeros.clear()
         self._witness = None
-        self._weight = None
+        self.taken_weight = None
 
     def look(self) -> None:
         """Find out what the program has done to the gradients since the last pass."""

@@ -435,6 +435,7 @@ class Reducer:
                     "had already summed theirs. Run all backward passes inside the loop over the "
                     "step's batches"
                 )
+            self.held.take_weights()
             return
         if self._pass is Pass.QUIET or not self.is_syncing:
             if self._pass is Pass.NONE:  # It began inside the model, not at its output.
