@@ -89,6 +89,10 @@ class LightningCheckpoint:
             # It is a part of the state: the file is replaced when the callback saves again.
             path = callback.last_model_path = callback.last_model_path or path
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False) | step
+        epoch = trainer.fit_loop.epoch_loop
+        self._ends_by_validation = epoch.batch_progress.is_last_batch and (
+            epoch._should_check_val_fx(trainer.fit_loop._data_fetcher)
+        )
         trainer.strategy.checkpoint_io.save_checkpoint(checkpoint, path)
         trainer.strategy.checkpoint_io.teardown()  # One that saves in a thread has ended then.
         return f"{os.fspath(path)}, step {step['global_step']}"
@@ -96,6 +100,13 @@ class LightningCheckpoint:
 
 def _that_saves(trainer: Any) -> Any:
     """Its ModelCheckpoint that saves the whole state, rather one with save_last; None without."""
+        loops = step["loops"]["fit_loop"]
+        ended = trainer.fit_loop.epoch_progress.total.processed
+        if self._ends_by_validation and ended == loops["epoch_progress"]["total"]["processed"]:
+            # Otherwise Lightning takes its batch for the first one of the next epoch, and calls no
+            # on_train_epoch_start for that.
+            for counts in (loops["epoch_loop.batch_progress"][one] for one in ("total", "current")):
+                counts["completed"] += 1
     callbacks = [
         one for one in trainer.checkpoint_callbacks if getattr(one, "save_weights_only", 1) is False
     ]

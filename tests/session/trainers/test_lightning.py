@@ -819,6 +819,23 @@ def test_a_script_that_validates_averaged_weights_is_not_continued_with_them(tmp
             average = EMAWeightAveraging(decay=0.5, use_buffers=False)
             fit_script(module, tmp_path, Placed(), callbacks=[average], every_n_train_steps=100)
         assert "such as to validate averaged ones" in last._held_step().why_not
+def test_after_a_loss_in_the_validation_of_an_epoch_the_next_epoch_has_its_beginning(tmp_path):
+    begun = []
+
+    class Begins(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            begun.append(trainer.current_epoch)
+
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        last, kept = LastStep(group), {"save_last": True, "every_n_train_steps": 100}
+        with last.watched(), pytest.raises(cl.PeerLost):
+            fit_script(Dies(9), tmp_path, Placed(), **kept)
+        assert last._held_step().step == 3
+        last._kept.written.write({0: b""})
+    fit_script(Dies(), tmp_path, Placed(), callbacks=[Begins()], **kept)
+    assert begun[0] == 1
+
+
 
 
 def test_a_trainer_that_could_not_go_on_from_its_last_step_is_told_why(tmp_path):
