@@ -24,12 +24,27 @@ def why_not(trainer: Any) -> str:
     saves = _that_saves(trainer)
     if saves is None:
         return "the Trainer saves nothing to resume from (no ModelCheckpoint, save_weights_only)"
-    if saves.every_n_epochs and not trainer.fit_loop._combined_loader._state_dicts():
+    # Its own checkpoints after some steps have the same limits.
+    if saves.every_n_epochs and (why := _why_not_within_an_epoch(trainer)):
+        return f"the Trainer saves at the ends of epochs, and could not continue within one: {why}"
+    return ""
+
+
+def _why_not_within_an_epoch(trainer: Any) -> str:
+    loop = trainer.fit_loop
+    if not loop._combined_loader._state_dicts():
         # It would take the first rows of the epoch again, and leave as many of the last ones out.
         return (
-            "the Trainer saves at the ends of epochs, and could not continue within one: its "
-            "loader has no state_dict and load_state_dict (torchdata's StatefulDataLoader has)"
+            "its loader has no state_dict and load_state_dict (torchdata's StatefulDataLoader has)"
         )
+    fetcher = loop._data_fetcher
+    if fetcher.length is None and getattr(fetcher, "prefetch_batches", None):
+        return "its loader has no length, so its place is a batch further than the last step"
+    # They set the Trainer up in on_train_epoch_start, which a part of an epoch does not have.
+    acting = {"GradientAccumulationScheduler", "StochasticWeightAveraging"}
+    for kind in (kind for one in trainer.callbacks for kind in type(one).__mro__):
+        if kind.__name__ in acting:
+            return f"its {kind.__name__} acts when one begins"
     return ""
 
 
@@ -75,6 +90,10 @@ class LightningCheckpoint:
             "loops": trainer._checkpoint_connector._get_loops_state_dict(),
         }
         self._as_of_step = copy.deepcopy(as_of_now)
+        epoch = trainer.fit_loop.epoch_loop
+        self._ends_by_validation = epoch.batch_progress.is_last_batch and (
+            epoch._should_check_val_fx(trainer.fit_loop._data_fetcher)
+        )
 
     def own_part(self) -> bytes:
         return b""  # Lightning's checkpoint has nothing of each rank.
@@ -82,24 +101,6 @@ class LightningCheckpoint:
     def write(self, parts: Mapping[int, bytes]) -> str:
         """As `last.ckpt` where the script looks for that, which ckpt_path="last" means."""
         trainer, callback, step = self._trainer, _that_saves(self._trainer), self._as_of_step
-        name = callback.CHECKPOINT_NAME_LAST if callback.save_last else "{epoch}-{step}"
-        numbers = {"epoch": step["epoch"], "step": step["global_step"]}
-        path = callback.format_checkpoint_name(numbers, name)
-        if callback.save_last:
-            # It is a part of the state: the file is replaced when the callback saves again.
-            path = callback.last_model_path = callback.last_model_path or path
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False) | step
-        epoch = trainer.fit_loop.epoch_loop
-        self._ends_by_validation = epoch.batch_progress.is_last_batch and (
-            epoch._should_check_val_fx(trainer.fit_loop._data_fetcher)
-        )
-        trainer.strategy.checkpoint_io.save_checkpoint(checkpoint, path)
-        trainer.strategy.checkpoint_io.teardown()  # One that saves in a thread has ended then.
-        return f"{os.fspath(path)}, step {step['global_step']}"
-
-
-def _that_saves(trainer: Any) -> Any:
-    """Its ModelCheckpoint that saves the whole state, rather one with save_last; None without."""
         loops = step["loops"]["fit_loop"]
         ended = trainer.fit_loop.epoch_progress.total.processed
         if self._ends_by_validation and ended == loops["epoch_progress"]["total"]["processed"]:
@@ -107,6 +108,20 @@ def _that_saves(trainer: Any) -> Any:
             # on_train_epoch_start for that.
             for counts in (loops["epoch_loop.batch_progress"][one] for one in ("total", "current")):
                 counts["completed"] += 1
+        name = callback.CHECKPOINT_NAME_LAST if callback.save_last else "{epoch}-{step}"
+        numbers = {"epoch": step["epoch"], "step": step["global_step"]}
+        path = callback.format_checkpoint_name(numbers, name)
+        if callback.save_last:
+            # It is a part of the state: the file is replaced when the callback saves again.
+            path = callback.last_model_path = callback.last_model_path or path
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False) | step
+        trainer.strategy.checkpoint_io.save_checkpoint(checkpoint, path)
+        trainer.strategy.checkpoint_io.teardown()  # One that saves in a thread has ended then.
+        return f"{os.fspath(path)}, step {step['global_step']}"
+
+
+def _that_saves(trainer: Any) -> Any:
+    """Its ModelCheckpoint that saves the whole state, rather one with save_last; None without."""
     callbacks = [
         one for one in trainer.checkpoint_callbacks if getattr(one, "save_weights_only", 1) is False
     ]

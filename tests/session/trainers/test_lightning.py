@@ -17,7 +17,13 @@ pytest.importorskip("lightning", reason="needs the extra lightning")
 
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DistributedSampler
@@ -730,16 +736,13 @@ def test_outside_a_session_the_mend_is_told():
         cl.ChoruslineStrategy()
 
 
-class Placed:
-    """Batches with a place that Lightning saves."""
+class Stream:
+    """Five batches with a place that Lightning saves."""
 
     taken = 0
 
-    def __len__(self):
-        return 5
-
     def __iter__(self):
-        while self.taken < len(self):
+        while self.taken < 5:
             self.taken += 1
             yield data(5 * self.taken)[-5:].double()
         self.taken = 0
@@ -749,6 +752,11 @@ class Placed:
 
     def load_state_dict(self, state):
         self.taken = state["taken"]
+
+
+class Placed(Stream):
+    def __len__(self):
+        return 5
 
 
 class Dies(Regression):
@@ -776,7 +784,7 @@ class Averages(Dies):
         self.net.average.lerp_(self.net[-1].bias.detach(), 0.5)
 
 
-def fit_script(module, folder, batches, max_steps=7, callbacks=(), **options):
+def fit_script(module, folder, batches, max_steps=7, callbacks=(), accumulate=2, **options):
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -787,7 +795,7 @@ def fit_script(module, folder, batches, max_steps=7, callbacks=(), **options):
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        accumulate_grad_batches=2,
+        accumulate_grad_batches=accumulate,
     )
     trainer.fit(module, batches, Placed(), ckpt_path="last")
     return {**module.net.state_dict()} | {"rates": module.optimizers().param_groups[0]["lr"]}
@@ -811,14 +819,6 @@ def test_a_script_goes_on_from_the_step_before_the_one_that_a_lost_rank_has_ende
                 assert torch.equal(torch.as_tensor(again[name]), torch.as_tensor(one)), (at, name)
 
 
-def test_a_script_that_validates_averaged_weights_is_not_continued_with_them(tmp_path):
-    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
-        last, module = LastStep(group), Dies(9)
-        last._models.add(module)
-        with last.watched(), pytest.raises(cl.PeerLost):
-            average = EMAWeightAveraging(decay=0.5, use_buffers=False)
-            fit_script(module, tmp_path, Placed(), callbacks=[average], every_n_train_steps=100)
-        assert "such as to validate averaged ones" in last._held_step().why_not
 def test_after_a_loss_in_the_validation_of_an_epoch_the_next_epoch_has_its_beginning(tmp_path):
     begun = []
 
@@ -836,6 +836,14 @@ def test_after_a_loss_in_the_validation_of_an_epoch_the_next_epoch_has_its_begin
     assert begun[0] == 1
 
 
+def test_a_script_that_validates_averaged_weights_is_not_continued_with_them(tmp_path):
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        last, module = LastStep(group), Dies(9)
+        last._models.add(module)
+        with last.watched(), pytest.raises(cl.PeerLost):
+            average = EMAWeightAveraging(decay=0.5, use_buffers=False)
+            fit_script(module, tmp_path, Placed(), callbacks=[average], every_n_train_steps=100)
+        assert "such as to validate averaged ones" in last._held_step().why_not
 
 
 def test_a_trainer_that_could_not_go_on_from_its_last_step_is_told_why(tmp_path):
@@ -852,5 +860,12 @@ def test_a_trainer_that_could_not_go_on_from_its_last_step_is_told_why(tmp_path)
     fit_script(Asks(), tmp_path, Placed(), 1, save_weights_only=True)
     assert "has no state_dict" in told[0] and told[1:3] == ["", ""]
     assert "saves nothing to resume from" in told[3]
+    fit_script(Asks(), tmp_path, Stream(), 1)
+    fit_script(Asks(), tmp_path, Stream(), 1, every_n_train_steps=3)
+    assert "its loader has no length" in told[4] and told[5] == ""
+    more = {"accumulate": 1, "callbacks": [GradientAccumulationScheduler({0: 2})]}
+    fit_script(Asks(), tmp_path, Placed(), 1, **more)
+    fit_script(Asks(), tmp_path, Placed(), 1, **more, every_n_train_steps=3)
+    assert "GradientAccumulationScheduler acts when one begins" in told[6] and told[7] == ""
     sharded = Trainer(accelerator="cpu", devices=1, strategy=ModelParallelStrategy(), logger=False)
     assert "in shards (ModelParallelStrategy)" in lightning_trainer.why_not(sharded)
