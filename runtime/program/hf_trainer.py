@@ -36,7 +36,8 @@ def call_after_steps(trainer: Any, keep: Callable[[TrainerCheckpoint, int], None
     draws from the generators."""
 
     def on_event(_: object, args: object, state: Any, control: object, **__: object) -> None:
-        keep(TrainerCheckpoint(trainer), state.global_step)
+        if trainer.is_in_train:  # Later, the weights may be those of another step.
+            keep(TrainerCheckpoint(trainer), state.global_step)
 
     base = sys.modules["transformers.trainer"].TrainerCallback
     events = dict.fromkeys(("on_step_end", "on_evaluate"), on_event)
@@ -44,10 +45,12 @@ def call_after_steps(trainer: Any, keep: Callable[[TrainerCheckpoint, int], None
 
 
 class TrainerCheckpoint:
-    """The checkpoint of a Trainer as it stands."""
+    """The checkpoint of a Trainer as it stands; the next step counts tokens before its
+    collectives."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._num_tokens = trainer.state.num_input_tokens_seen
 
     def own_part(self) -> bytes:
         """The file with the generators of this rank, in the Trainer's format."""
@@ -60,6 +63,8 @@ class TrainerCheckpoint:
         """A rank without a part gets this rank's: the Trainer seeds all ranks alike, and where they
         draw alike it is what the lost rank had."""
         trainer, num_ranks = self._trainer, self._trainer.args.world_size
+        state = trainer.state
+        state.num_input_tokens_seen = self._num_tokens
         own = parts[trainer.args.process_index]
         folder = Path(trainer.args.output_dir)
         # On the same file system, for a rename: the checkpoint is there as a whole, or not at all.
@@ -67,14 +72,17 @@ class TrainerCheckpoint:
             trainer.current_flos *= num_ranks  # It adds those of all ranks up, by a collective.
             args, trainer.args = trainer.args, _as_one_process(trainer.args, beside)
             trainer._save_checkpoint(trainer.model, trial=None)
-            (made,) = Path(beside).iterdir()
+            made = Path(beside) / f"checkpoint-{state.global_step}"
             if not [*made.rglob("*.safetensors"), *made.rglob("pytorch_model*.bin")]:
                 raise RuntimeError("the Trainer has saved no weights")
+            checkpoint = folder / made.name
+            if state.best_model_checkpoint == os.fspath(made):
+                state.best_model_checkpoint = os.fspath(checkpoint)
+                state.save_to_json(os.fspath(made / "trainer_state.json"))
             torch.save(args, made / "training_args.bin")
             (made / "rng_state.pth").unlink()  # Of one process.
             for rank in range(num_ranks):
                 (made / f"rng_state_{rank}.pth").write_bytes(parts.get(rank, own))
-            checkpoint = folder / made.name
             if checkpoint.exists():  # The Trainer was about to write it, or has.
                 checkpoint.rename(made.with_name("before"))
             made.rename(checkpoint)

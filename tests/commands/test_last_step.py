@@ -4,6 +4,7 @@ from the step before that, and ends with the digits of a run that nobody has dis
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import re
@@ -13,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -251,3 +253,80 @@ def test_accelerate_writes_where_the_script_saves_or_says_what_it_lacks(
         assert torch.load(folder / "custom_checkpoint_0.pkl") == {"step": 2}
     assert [*tmp_path.rglob(".chorusline*")] == []
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+class Mean(torch.nn.Module):
+    """Ends with a loss in the forward pass number `at` of its training."""
+
+    def __init__(self, at: int = 0) -> None:
+        super().__init__()
+        self.linear, self.at, self.passes = torch.nn.Linear(4, 1), at, 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.passes += self.training
+        if self.training and self.passes == self.at:
+            raise cl.PeerLost("all_reduce", 0, [1], "process 5 ended")
+        return {"loss": (self.linear(input_ids).squeeze(-1) - labels).square().mean()}
+
+
+def trainer_of(model: Mean, folder: Path, **options: object) -> Any:
+    """Of two micro-batches of one sample a step."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+    class WritesACard(transformers.Trainer):  # As those of TRL do.
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            super()._save_checkpoint(*args, **kwargs)
+            Path(self.args.output_dir, "README.md").write_text("trained")
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        max_steps=2,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+    rows = [{"input_ids": torch.ones(4) * one, "labels": torch.ones(())} for one in range(4)]
+    return WritesACard(model, arguments, train_dataset=rows, eval_dataset=rows)
+
+
+def test_the_last_step_of_a_trainer_is_its_checkpoint_and_may_be_the_best_one(
+    tmp_path: Path,
+) -> None:
+    """On one rank, in this process: the loss ends the second micro-batch of step 2."""
+    options = {
+        "include_num_input_tokens_seen": "all",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 100,
+        "load_best_model_at_end": True,
+    }
+    trainer = trainer_of(model := Mean(4), tmp_path, **options)
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        last = LastStep(group)
+        last._models.add(model)
+        with last.watched(), pytest.raises(cl.PeerLost):
+            trainer.train()
+        held = last._held_step()
+        assert held.step == 1 and last._kept is not None
+        checkpoint = tmp_path / "checkpoint-1"
+        assert last._kept.written.write({0: held.part}) == str(checkpoint)
+    assert [one.name for one in tmp_path.iterdir()] == ["checkpoint-1"]
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    kept = state["best_model_checkpoint"], state["num_input_tokens_seen"]
+    assert kept == (str(checkpoint), 2 * 4)
+
+
+def test_an_evaluation_after_the_training_of_a_trainer_keeps_no_step(tmp_path: Path) -> None:
+    trainer = trainer_of(model := Mean(), tmp_path)
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        last = LastStep(group)
+        last._models.add(model)
+        with last.watched():
+            trainer.train()
+            assert last._held_step().step == 2
+            model.linear.weight.data.mul_(0.5)  # As weights of another step, loaded to compare.
+            trainer.evaluate()
+        assert last._held_step().step is None
