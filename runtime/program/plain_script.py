@@ -90,6 +90,7 @@ def run_plain_script(ctx: Context, script: PlainScript, num_restarts: int = 0) -
             exec(code, main.__dict__)
         except SystemExit as left:
             if left.code not in (None, 0):
+                last_step.write(left)
                 raise RuntimeError(
                     f"{script.path} has called sys.exit({left.code!r}) on rank {ctx.rank}"
                 ) from left

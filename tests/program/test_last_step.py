@@ -16,6 +16,7 @@ import chorusline as cl
 from chorusline.runtime.process.running import running
 from chorusline.runtime.program import accelerate_loop, last_step
 from chorusline.runtime.program.last_step import HeldStep, LastStep, why_sharded, writer_of
+from chorusline.runtime.program.plain_script import PlainScript, run_plain_script
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,28 @@ def test_before_restart_keeps_arguments_of_its_step_and_without_a_run_does_nothi
         assert (held, saved) == (HeldStep(3), [])
         assert last._kept.written.write({0: b""}) == "by list.append(2)"
         assert saved == [2]
+
+
+LEAVES = """
+import sys
+import chorusline as cl
+cl.before_restart(lambda step: open(sys.argv[1], "w").write(str(step)), 4)
+try:
+    raise cl.PeerLost("all_reduce", 0, [1], "process 5 ended")
+except cl.PeerLost:
+    sys.exit(1)
+"""
+
+
+def test_a_script_that_answers_a_loss_by_an_exit_code_has_its_last_step_written(tmp_path):
+    (tmp_path / "train.py").write_text(LEAVES)
+    script = PlainScript.read(tmp_path / "train.py", (str(tmp_path / "saved"),), "id")
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        place = {"local_rank": 0, "local_world_size": 1, "node_rank": 0}
+        call = SimpleNamespace(group=group, rank=0, world_size=1, device=group.device, **place)
+        with running(call), pytest.raises(RuntimeError, match=r"has called sys.exit\(1\)"):
+            run_plain_script(SimpleNamespace(_call=call, group=group, rank=0), script)
+    assert (tmp_path / "saved").read_text() == "4"
 
 
 class LoopSteps:
