@@ -125,8 +125,10 @@ def _as_main(script: PlainScript) -> Iterator[ModuleType]:
 @contextlib.contextmanager
 def _undone(script: PlainScript) -> Iterator[None]:
     """What a script changes in its process inside a with-block is undone after it."""
-    modules, environment, handlers = {*sys.modules}, dict(os.environ), logging.root.handlers[:]
+    modules, environment = {*sys.modules}, dict(os.environ)
+    handlers = {one: one.handlers[:] for one in _loggers()}
     generators, dtype = RandomState().state_dict(), torch.get_default_dtype()
+    precision = torch.get_float32_matmul_precision()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     hooks = [(found, dict(found)) for found in _hooks_of_all()]
     # Scripts like torchvision's put a print() there that prints on rank 0 only.
@@ -144,9 +146,10 @@ def _undone(script: PlainScript) -> Iterator[None]:
             found.clear()
             found.update(before)
         torch.use_deterministic_algorithms(is_deterministic)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_default_device(None)
         torch.set_default_dtype(dtype)
         RandomState().load_state_dict(generators)
-        logging.root.handlers[:] = handlers
         set_environment({name: environment.get(name) for name in {*os.environ, *environment}})
         if accelerate := sys.modules.get("accelerate.state"):
             # All Accelerators of a process have one state, with the process group in it.
@@ -157,7 +160,19 @@ def _undone(script: PlainScript) -> Iterator[None]:
         for name in sys.modules.keys() - modules:
             if _is_in(folders, name):
                 del sys.modules[name]
+        for one in _loggers():
+            # A library that the script has imported stays, with what it has given its own logger.
+            is_librarys = one.name.partition(".")[0] in sys.modules.keys() - {"__main__"}
+            if one in handlers or not is_librarys:
+                one.handlers[:] = handlers.get(one, [])
         gc.collect()  # A model is in circles, and the script makes another one.
+
+
+def _loggers() -> Iterator[logging.Logger]:
+    yield logging.root
+    for one in logging.root.manager.loggerDict.values():
+        if isinstance(one, logging.Logger):
+            yield one
 
 
 def _hooks_of_all() -> Iterator[MutableMapping[int, object]]:

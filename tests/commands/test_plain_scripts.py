@@ -185,7 +185,9 @@ found = [counted.number, os.environ.get("LEFT"), str(torch.get_default_dtype()),
 found += [torch.rand(()).item(), len(logging.root.handlers), torch.is_grad_enabled()]
 found += [len(modules._global_forward_hooks), len(optimizers._global_optimizer_pre_hooks)]
 found += [torch.are_deterministic_algorithms_enabled(), sys.argv, "not_here" in sys.path]
-found += [type(print).__name__, type(sys.stdout).__name__]
+found += [type(print).__name__, type(sys.stdout).__name__, str(torch.ones(()).device)]
+loggers = [logging.getLogger(name) for name in ("chorusline", "__main__", "mine")]
+found += [[len(one.handlers) for one in loggers], torch.get_float32_matmul_precision()]
 print(json.dumps(found), file=open("found", "a"))
 multiprocessing.set_start_method("spawn")
 builtins.print = lambda *args, **kwargs: None
@@ -194,6 +196,10 @@ counted.number += 1
 os.environ["LEFT"] = "yes"
 os.environ.pop("PATH")
 torch.set_default_dtype(torch.float64)
+torch.set_default_device("meta")
+torch.set_float32_matmul_precision("medium")
+for one in loggers:
+    one.addHandler(logging.StreamHandler())
 logging.root.addHandler(logging.StreamHandler())
 torch.set_grad_enabled(False)
 modules.register_module_forward_hook(lambda *_: None)
