@@ -13,7 +13,7 @@ them, which returns the process group itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -272,11 +272,15 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         group = self._device_groups.group(some(tensors)[0].device)
         if any(tensor.layout is not torch.strided for tensor in tensors):
             for tensor in tensors:
+                sparse.checked(group, tensor, op)
+            for tensor in tensors:
                 work, add_up = sparse.all_reduce(group, tensor, op, limit_s)
                 if tensor is not tensors[-1]:
                     work.wait()
                     add_up()
             return self._in_flight(work, tensors, "all_reduce", add_up)
+        for tensor in tensors:
+            group._checked_op("all_reduce", op, factor, group._checked(tensor.data, "tensor", True))
         apart, after = tensor_lists.apart(tensors)
         work = _together(
             group,
@@ -327,6 +331,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         by_input = [[by_rank[i] for by_rank in outputs] for i in range(len(inputs))]
         written = [tensor for output in outputs for tensor in output]
         group = self._device_groups.group(inputs[0].device)
+        _check_gathers(group, map(all_moved, by_input), map(moved, inputs))
         work = _together(
             group, lambda output, input: self._all_gather(output, input, opts), by_input, inputs
         )
@@ -340,6 +345,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         group = self._device_groups.group(inputs[0].device)
         limit_s = seconds(opts)
+        _check_gathers(group, map(moved, outputs), map(moved, inputs))
         work = _together(
             group,
             lambda output, input: group.all_gather(moved(output), moved(input), timeout_s=limit_s),
@@ -396,6 +402,11 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         op, factor = reduction(opts)
         limit_s = seconds(opts)
         group = self._device_groups.group(outputs[0].device)
+        if len(outputs) > 1:
+            for output, input in zip(outputs, inputs, strict=True):
+                own = group._checked(output.data, "output", True)
+                group._checked_op("reduce_scatter", op, factor, own)
+                group._parts("reduce_scatter", input, "input", own, "output", None)
         work = _together(
             group,
             lambda output, input: group.reduce_scatter(
@@ -595,7 +606,11 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
 
 
 def _together(group: Group, issue: Callable[..., Work], *arguments: Sequence[Any]) -> Work:
-    """Call `issue` for each tuple of `arguments`, as one work."""
+    """Call `issue` for each tuple of `arguments`, as one work.
+
+    All arguments are checked already: the operations before one that is refused could not be taken
+    back, and the caller would have no work of them.
+    """
     calls = list(zip(*arguments, strict=True))
     if len(calls) == 1 or group._block_here() is not None:
         return [issue(*call) for call in calls][-1]  # In an open block all return the block's work.
@@ -603,6 +618,12 @@ def _together(group: Group, issue: Callable[..., Work], *arguments: Sequence[Any
         for call in calls:
             issue(*call)
     return work
+
+
+def _check_gathers(group: Group, outputs: Iterable[Any], inputs: Iterable[torch.Tensor]) -> None:
+    for output, input in zip(outputs, inputs, strict=True):
+        own = group._checked(input, "input", False)
+        group._parts("all_gather", output, "output", own, "input", [])
 
 
 def _checked_tag(tag: int) -> int:

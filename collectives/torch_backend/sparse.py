@@ -21,11 +21,7 @@ def all_reduce(
     tensor: COO, of the same shape on all ranks, with any number of elements; written in place.
     Blocks until all ranks have sent their number of elements.
     """
-    if tensor.layout is not torch.sparse_coo:
-        raise ValueError(f"all_reduce of {tensor.layout}; convert with .to_sparse_coo()")
-    if op is not ReduceOp.SUM:
-        raise ValueError(f"all_reduce of a sparse tensor with {op.name}; only SUM is defined")
-    mine = tensor.coalesce()
+    mine = checked(group, tensor, op)
     indices, values = mine.indices(), mine.values()
     numbers = [n for (n,) in all_gather_row(group, [indices.shape[1]], timeout_s)]
     # (sparse dimensions, n) by rank, and (n, dense dimensions) by rank
@@ -42,3 +38,14 @@ def all_reduce(
         tensor.copy_(total.coalesce())
 
     return work, add_up
+
+
+def checked(group: Group, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    """`tensor` with each of its elements once; raises if `all_reduce` cannot sum it."""
+    if tensor.layout is not torch.sparse_coo:
+        raise ValueError(f"all_reduce of {tensor.layout}; convert with .to_sparse_coo()")
+    if op is not ReduceOp.SUM:
+        raise ValueError(f"all_reduce of a sparse tensor with {op.name}; only SUM is defined")
+    mine = tensor.coalesce()
+    group._checked(mine.values(), "tensor", False)
+    return mine

@@ -1,5 +1,6 @@
 """Arguments of a process group that make no sense are refused where they are passed."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -105,3 +106,39 @@ def refused(rank, size):
 
 def test_lists_of_tensors_that_make_no_sense_are_refused_and_the_group_lives_on(ranks_of):
     ranks_of(2).run(with_torch, "chorusline", refused)  # Gloo aborts the process at some of them.
+
+
+def refused_beside_others(rank, size):
+    """Coalesced operations whose last one is refused. The first ones are right."""
+    group = dist.group.WORLD
+    one, part = torch.ones(1), torch.zeros(1)
+    whole, parts = torch.zeros(size), [torch.zeros(1) for _ in range(size)]
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], size=(2,))
+    float8, double = one.to(torch.float8_e5m2), one.double()
+    bitwise = dist.AllreduceCoalescedOptions()
+    bitwise.reduceOp = dist.ReduceOp.BAND
+    scatter = group.reduce_scatter_tensor_coalesced
+    for call in (
+        lambda: group.allreduce_coalesced([one, float8]),
+        lambda: group.allreduce_coalesced([one, torch.ones(1).expand(3)]),
+        lambda: group.allreduce_coalesced([one, one.expand(3)]),
+        lambda: group.allreduce_coalesced([torch.tensor([rank]), one], bitwise),
+        lambda: group.allreduce_coalesced([sparse, one]),
+        lambda: dist.all_gather_coalesced(
+            [[mine, other] for mine, other in zip(parts, [one] * size, strict=True)], [one, double]
+        ),
+        lambda: group.allgather_into_tensor_coalesced([whole, whole[1:].clone()], [one, one]),
+        lambda: scatter([part, part.to(torch.float8_e5m2)], [torch.ones(size)] * 2),
+        lambda: scatter([part, part], [torch.ones(size), torch.ones(size + 1)]),
+    ):
+        with pytest.raises((ValueError, RuntimeError, TypeError)):
+            call()
+    alive = torch.ones(1)
+    dist.all_reduce(alive)
+    assert alive.item() == size
+    assert (one.item(), part.item(), sum(whole), sum(parts)) == (1, 0, 0, 0)
+    assert sparse.to_dense().tolist() == [1, 0]
+
+
+def test_an_operation_that_is_refused_starts_none_that_it_is_coalesced_with(ranks_of):
+    ranks_of(2).run(with_torch, "chorusline", refused_beside_others)
