@@ -34,6 +34,7 @@ from .store import (
 )
 
 _ANSWER_S = 10.0  # A live server answers within a millisecond; a host that swaps takes longer.
+_ABSENT = b"\0no value"  # What no user writes.
 
 T = TypeVar("T")
 
@@ -68,10 +69,8 @@ class TorchStore(AnyTorchStore):
         TorchStore._kept.discard(self)
 
     def clone(self) -> TorchStore:
-        """Another TorchStore over the same store, which any number of threads may use."""
-        clone = TorchStore(self.store)
-        clone.set_timeout(timedelta(seconds=_seconds(self)))
-        return clone
+        """This store itself, which any number of threads may use."""
+        return self
 
     def set(self, key: str, value: Data) -> None:
         self.store.set(key, value)
@@ -160,8 +159,9 @@ class StoreFromTorch(Store):
 
     def add(self, key: Data, amount: int) -> int:
         key, amount = encoded(key, "key"), checked_amount(amount)
-        if self.check([key]):  # A TCPStore closes the connection if the value is not a number.
-            as_number(key, self.get(key))
+        # A TCPStore closes the connection if the value is not a number.
+        if (found := self._value(key)) != _ABSENT:
+            as_number(key, found)
         return int(self._call("add", self._clone.add, key, amount))
 
     def compare_set(self, key: Data, expected: Data, desired: Data) -> bytes:
@@ -178,7 +178,8 @@ class StoreFromTorch(Store):
         # For FileStore. torch's fallback loses a value that equals the whole earlier value. Here,
         # if two processes append equal values at the same instant, one of them is still lost.
         with self._appending:
-            stands = self.get(key, 0) if self.check([key]) else b""
+            found = self._value(key)
+            stands = b"" if found == _ABSENT else found
             while (found := self.compare_set(key, stands, stands + value)) != stands + value:
                 stands = found
 
@@ -213,6 +214,11 @@ class StoreFromTorch(Store):
         pairs = paired(keys, values)
         names, contents = [key for key, _ in pairs], [value for _, value in pairs]
         self._call("multi_set", self._clone.multi_set, names, contents)
+
+    def _value(self, key: bytes) -> bytes:
+        """The value of a key; _ABSENT if there is none. A get would block until there is one, if
+        another client deletes the key after a check."""
+        return self.compare_set(key, _ABSENT, _ABSENT)
 
     def _call(self, operation: str, function: Callable[..., T], *arguments: object) -> T:
         if (lost := self._lost) is not None:

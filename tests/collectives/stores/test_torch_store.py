@@ -96,6 +96,47 @@ def test_an_adapter_that_is_released_is_collected() -> None:
     assert ours not in TorchStore._kept
 
 
+def test_a_group_that_has_met_in_an_adapter_does_not_keep_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: set[TorchStore] = set()
+    monkeypatch.setattr(TorchStore, "_kept", kept)
+    below = TorchStore(HashStore())
+    dist.init_process_group("chorusline", store=below, rank=0, world_size=1)
+    dist.destroy_process_group()
+    below.release()
+    assert kept == set()
+
+
+class Forgetful(dist.HashStore):
+    """Its keys are gone as soon as somebody has seen them, by another client's delete_key."""
+
+    def clone(self) -> Forgetful:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        is_there = super().check(keys)
+        for key in keys:
+            super().delete_key(key)
+        return is_there
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+def test_adding_and_appending_do_not_wait_for_a_key_that_is_deleted_meanwhile() -> None:
+    store = StoreFromTorch(Forgetful())
+    store.set_timeout(5)
+    began_at = time.monotonic()
+    store.set("count", "7")
+    assert store.add("count", 3) == 10
+    assert store.add("new", 3) == 3
+    store.set("text", "old")
+    store.append("text", "er")
+    assert store.compare_set("text", "older", "read") == b"read"
+    assert time.monotonic() - began_at < 4
+
+
 def test_a_blocked_user_of_torchs_store_does_not_block_us() -> None:
     below = tcp_store()
     store = StoreFromTorch(below)
