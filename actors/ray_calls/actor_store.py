@@ -70,8 +70,8 @@ class StoreActor:
 
     def __init__(self) -> None:
         self._store = HashStore()
-        # By key. An event is set, and forgotten, when its key is written.
-        self._written: dict[bytes, asyncio.Event] = {}
+        # By key, an event of each waiter, which is set when the key is written.
+        self._written: dict[bytes, set[asyncio.Event]] = {}
         self._gatherings: dict[tuple[bytes, int], _Gathering] = {}  # by name and size
         self._gatherings_of: dict[bytes, list[_Gathering]] = {}  # by a key that they miss
 
@@ -97,7 +97,7 @@ class StoreActor:
 
         self._store.forget(is_over)
         for key in [key for key in self._written if is_over(key)]:
-            self._written.pop(key).set()  # Whoever waits looks again, until its own deadline.
+            self._wake_waiters(key)  # They look again, until their own deadlines.
 
     @ray.method(concurrency_group="store")
     async def store_wait(
@@ -161,23 +161,38 @@ class StoreActor:
             async with asyncio.timeout(timeout_s):
                 # One key after the other: whoever waits for many wakes once for each that was late.
                 while missing := self._missing(keys):
-                    await self._written.setdefault(missing[0], asyncio.Event()).wait()
+                    await self._next_write(missing[0])
         except TimeoutError:
             pass
         return self._missing(keys)
+
+    async def _next_write(self, key: bytes) -> None:
+        is_written = asyncio.Event()
+        waiters = self._written.setdefault(key, set())
+        waiters.add(is_written)
+        try:
+            await is_written.wait()
+        finally:
+            waiters.discard(is_written)
+            # The last one leaves, by its time or because it was cancelled; others may wait by now
+            # for the next write.
+            if not waiters and self._written.get(key) is waiters:
+                del self._written[key]
 
     def _missing(self, keys: Sequence[bytes]) -> list[bytes]:
         return [key for key in keys if not self._store.check([key])]
 
     def _wake(self, key: Data) -> None:
         key = encoded(key, "key")
-        event = self._written.pop(key, None)
-        if event is not None:
-            event.set()
+        self._wake_waiters(key)
         for gathering in self._gatherings_of.pop(key, ()):
             gathering.missing.pop(key, None)
             if not gathering.missing:
                 gathering.is_complete.set()
+
+    def _wake_waiters(self, key: bytes) -> None:
+        for is_written in self._written.pop(key, ()):
+            is_written.set()
 
 
 class ActorStore(Store):

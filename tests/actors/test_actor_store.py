@@ -208,3 +208,15 @@ def test_ranks_that_ray_runs_meet_in_a_store_that_was_started_for_them(cluster: 
         assert ray.get([total.remote(store, rank) for rank in range(2)], timeout=60) == [2.0, 2.0]
     finally:
         ray.kill(store._actor)
+
+
+async def test_a_store_keeps_nothing_of_keys_that_were_waited_for_in_vain() -> None:
+    actor = StoreActor()
+    for i in range(100):
+        key = b"%d" % i
+        assert await actor.store_wait([key], 0) == ([key], [])
+    others = [asyncio.create_task(actor.store_wait([b"late"], t)) for t in (0.01, 20, 20)]
+    assert await others[0] == ([b"late"], [])
+    await actor.store_call("set", b"late", b"")
+    assert await asyncio.gather(*others[1:]) == [([], [])] * 2
+    assert actor._written == {}
