@@ -104,10 +104,28 @@ def called_by(
     call.__code__ = call.__code__.replace(co_name=name)
     functools.update_wrapper(call, run)
     call.__name__ = name
-    called: Any = _disable_dynamo(call)
+    called: Any = _not_traced(call)
     called.made_of = run, num_tensors, options, num_others, single
     result: Run = called
     return result
+
+
+def _not_traced(call: Run) -> Run:
+    """`call`, which torch.compile leaves alone, with all that it calls.
+
+    torch._dynamo.disable does the same, but importing torch._dynamo takes seconds, which the first
+    operation of a process that compiles nothing would spend while other ranks wait.
+    """
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(skip, skip)
+        eval_frame.set_code_exec_strategy(call.__code__, strategy)
+    except (ImportError, AttributeError):  # These names are torch's own.
+        return _disable_dynamo(call)
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 def formerly(of: Any, name: str) -> Run:

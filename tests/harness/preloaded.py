@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import numpy  # noqa: F401
-import torch._dynamo  # The first optimizer, and torch.distributed on our groups, import it.
+import torch._dynamo  # The first optimizer imports it.
 import torch.distributed.checkpoint  # noqa: F401
 
 import chorusline

@@ -19,6 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.harness.programs import output_of
 from tests.harness.torch_groups import with_torch
 from tests.references.training import batches_of, largest_difference, loss_of, make_model, reference
 
@@ -264,3 +265,18 @@ def compiled(rank, size):
 
 def test_compiled_models_and_functions_run_on_it(ranks_of):
     assert ranks_of(2).run(with_torch, "chorusline", compiled) == [0, 0]
+
+
+OPERATES = """
+import sys, torch, torch.distributed as dist, chorusline
+
+dist.init_process_group("chorusline", store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_a_process_that_compiles_nothing_does_not_import_the_compiler():
+    """It takes seconds, in the first operation, while other ranks wait."""
+    assert output_of("-c", OPERATES, timeout_s=120, is_forked=False) == "False\n"
