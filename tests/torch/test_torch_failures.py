@@ -371,3 +371,24 @@ def refused_and_continued(rank):
 def test_a_tensor_that_is_refused_ends_no_group_later(tmp_path, transport):
     with Ranks(refused_and_continued, 2, tmp_path, transport) as ranks:
         assert ranks.results() == [2.0, 2.0]
+
+
+def kept_waiting(rank):
+    init(rank.rank, rank.size, rank.store, "first")
+    dist.barrier()
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.5))
+    began_at = time.monotonic()
+    if rank.rank == 1:
+        with pytest.raises(cl.CollectiveTimeout, match=r"rank 0 did not arrive within 0\.5 s"):
+            dist.all_reduce(torch.ones(1))
+        rank.store.set("timed out", "")
+    else:
+        rank.store.wait(["timed out"], 60)
+    waited_s = time.monotonic() - began_at
+    dist.destroy_process_group()
+    return waited_s
+
+
+def test_a_process_group_takes_another_timeout(tmp_path):
+    with Ranks(kept_waiting, 2, tmp_path) as ranks:
+        assert max(ranks.results()) < 15  # The first timeout is 20 s.
