@@ -531,7 +531,7 @@ class Worker:
         its steps. None if it does not come there in time, or the function ends."""
         here, arrivals = self._in_run(run), self._arrivals_of(run)
         if here is None or arrivals is None:
-            return GivenReplayLog(why_not="the function has not started here")
+            return GivenReplayLog(why_not="the function has not started here, or has returned")
         # The driver waits no longer either, and asks again: the calls would fill this loop.
         asked = asyncio.wrap_future(arrivals.give_replay_log())
         await asyncio.wait([asked], timeout=here.request.timeout_s)

@@ -70,7 +70,7 @@ class Arrivals:
         """The call of the function in which a step was taken with `ctx.steps`."""
         self._lock = threading.Lock()
         self._asked: concurrent.futures.Future[GivenReplayLog | None] | None = None
-        """For the replay log; None: nobody waits for it."""
+        """For the replay log; None: nobody has asked for it since a step."""
         self._request: AdmissionRequest | None = None  # None: no worker waits
         self._has_told = False
         self._kept = KeptResults()

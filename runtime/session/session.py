@@ -175,7 +175,9 @@ class Session:
         self._detached_name = name or ""
         self._kind = SessionKind.DETACHED if detached else SessionKind.OWN
         self._connection: Connection | None = None  # None: before the start, and after the end
-        self._starting: asyncio.Task[None] | None = None  # None: no start is in progress
+        self._starting: asyncio.Task[Any] | None = None  # None: no start is in progress
+        self._start_ended = asyncio.Event()
+        self._is_closed_in_start = False
         # Has the actors, or asks the host that has them while a detached session is open.
         self._holder: LocalSession | DetachedClient = LocalSession(self._options)
         self._state = SessionState.NEW
@@ -213,16 +215,19 @@ class Session:
         """
         if self._state is not SessionState.NEW:
             raise RuntimeError(f"the session is {self._state.value}; make a new Session to start")
+        caller = asyncio.current_task()
         async with notebook.waking():
-            self._starting = asyncio.create_task(self._start(), name="session-start")
+            self._starting = caller
             try:
-                await self._starting
+                await self._start()
             except asyncio.CancelledError:
-                caller = asyncio.current_task()
-                if caller is not None and caller.cancelling():
-                    raise
-                raise GroupAborted(0, [], CLOSED) from None
-            self._starting = None
+                # By `close`, and not by the caller's program as well.
+                if self._is_closed_in_start and caller is not None and not caller.uncancel():
+                    raise GroupAborted(0, [], CLOSED) from None
+                raise
+            finally:
+                self._starting = None
+                self._start_ended.set()
         return self
 
     async def _start(self) -> None:
@@ -282,8 +287,9 @@ class Session:
         starting, self._starting = self._starting, None
         # A start that fails calls this itself.
         if starting is not None and starting is not asyncio.current_task():
+            self._is_closed_in_start = True
             starting.cancel()
-            await asyncio.wait([starting])
+            await self._start_ended.wait()
         # Taken first: a second close, or one while this one waits, finds nothing to do.
         holder = self._holder
         if isinstance(holder, DetachedClient):

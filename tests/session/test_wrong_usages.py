@@ -569,3 +569,29 @@ def test_a_path_that_ray_cannot_send_says_which_and_what_to_set(
     monkeypatch.setattr(sys, where, [*of_python[:at], path, *of_python[at:]])
     with pytest.raises(StartupError, match=r"entra\\udcc3\\udcaener' is not text.*PYTHONUTF8=1"):
         connecting.join("127.0.0.1:1")
+
+
+def test_an_interrupt_of_a_start_comes_once_and_through_the_callers_own_cleanup(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Ctrl-C in ray.init, which takes seconds in the loop's own thread."""
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(connecting, "connect", interrupted)
+    events = []
+
+    async def main() -> None:
+        session = cl.Session(1)
+        try:
+            await session.start()
+        finally:
+            events.append(session.state.value)
+
+    loop = asyncio.new_event_loop()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(main())
+    assert events == ["closed"]
+    assert loop.run_until_complete(asyncio.sleep(0, "the next cell")) == "the next cell"
+    loop.close()
