@@ -152,8 +152,6 @@ class ChoruslineStrategy(ParallelStrategy):
         self._epochs: Epochs | None = None  # None: outside of fit()
         self._inserts_sampler = False
         """Lightning has asked for the arguments of a sampler, whose loader has not come yet."""
-        self._dealt_as: set[tuple[int, int]] = set()
-        """The (num_replicas, rank) that samplers of this process had in earlier generations."""
 
     @property
     def group(self) -> Group:
@@ -273,7 +271,7 @@ class ChoruslineStrategy(ParallelStrategy):
                 total = len(sampler.dataset)  # type: ignore[arg-type]
                 sampler.total_size = total
                 sampler.num_samples = len(range(sampler.rank, total, sampler.num_replicas))
-        elif (sampler.num_replicas, sampler.rank) in self._dealt_as - {dealt_as}:
+        elif (sampler.num_replicas, sampler.rank) in self.context.dealt_as - {dealt_as}:
             if type(sampler) is not DistributedSampler:
                 raise RuntimeError(
                     f"a {type(sampler).__name__} deals samples to {sampler.num_replicas} ranks, of "
@@ -282,7 +280,7 @@ class ChoruslineStrategy(ParallelStrategy):
                 )
             options = sampler.shuffle, sampler.seed, sampler.drop_last
             sampler.__init__(sampler.dataset, *dealt_as, *options)  # type: ignore[misc]
-        self._dealt_as.add(dealt_as)
+        self.context.dealt_as.add(dealt_as)
         return dataloader
 
     # -- collectives -----------------------------------------------------------------------------

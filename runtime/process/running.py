@@ -59,7 +59,10 @@ class RecoveryInterface(Protocol):
 
 
 class RunningContext(Protocol):
-    """What models and Lightning ask of the context of a train function."""
+    """What models and Lightning ask of the context of a train function.
+
+    dealt_as: the (num_replicas, rank) that samplers of this rank had in earlier generations.
+    """
 
     rank: int
     world_size: int
@@ -68,6 +71,7 @@ class RunningContext(Protocol):
     node_rank: int
     device: torch.device
     group: Group
+    dealt_as: set[tuple[int, int]]
 
     @property
     def recovery(self) -> RecoveryInterface | None: ...

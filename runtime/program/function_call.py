@@ -78,6 +78,7 @@ class FunctionCall:
         self.last_step: object = None  # Of a plain script, which sets it (last_step.py).
         self.cursor = Cursor()
         self.fetchers = Fetchers()
+        self.dealt_as: set[tuple[int, int]] = set()  # By samplers of torch (strategy.py).
         self.is_resumed = False
         """Whether the place in the data is that of a checkpoint, or of the function's last call."""
         self.named_loop: str | None = None

@@ -384,6 +384,21 @@ async def test_after_a_lost_rank_the_next_epoch_and_validation_have_all_samples(
         assert len(validated[0]) == 8 and trained[2] == everything
 
 
+def deals_again_in_a_second_trainer(ctx):
+    own = DistributedSampler(Counts(), ctx.world_size, ctx.rank, shuffle=False)
+    batches = torch.utils.data.DataLoader(Counts(), 2, sampler=own)
+    options = {"enable_checkpointing": False, "limit_val_batches": 0}
+    trainer_of(ctx, max_epochs=2, **options).fit(Lost(ctx.rank == 1), batches)
+    trainer_of(ctx, max_epochs=1, **options).fit(module := Lost(False), batches)
+    return module.trained[0]
+
+
+async def test_a_second_trainer_knows_to_which_ranks_the_first_one_has_dealt(cluster):
+    async with cl.Session(num_workers=(1, 2), timeout_s=30) as session:
+        (trained,) = await session.run(deals_again_in_a_second_trainer)
+    assert sorted(trained) == list(range(15))
+
+
 class Recorded(Regression):
     """It keeps the steps after which it is validated, and the losses."""
 
