@@ -126,7 +126,6 @@ class LastStep:
 
     def __init__(self, group: Group) -> None:
         self.begun = 0
-        self.why_not = ""
         self.at_end = contextlib.ExitStack()
         self._group = group
         self._store = _of_its_own(group.another_store())
@@ -135,6 +134,13 @@ class LastStep:
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._trainers: weakref.WeakSet[Any] = weakref.WeakSet()  # And Accelerators.
+        self._why_sharded = ""
+        self._why_not_of_trainer = ""  # Of the one that was found last.
+
+    @property
+    def why_not(self) -> str:
+        """Why this rank can write nothing; empty if it knows of no reason."""
+        return self._why_sharded or self._why_not_of_trainer
 
     @property
     def is_kept(self) -> bool:
@@ -196,7 +202,7 @@ class LastStep:
                 follow = functools.partial(accelerate_loop.call_after_bodies, accelerator, self)
                 self._follows(accelerator, accelerate_loop.why_not, follow)
         elif (kind := type(module).__name__) in _SHARDED:
-            self.why_not = f"a model of {kind} is in shards, of which the lost rank had one"
+            self._why_sharded = f"a model of {kind} is in shards, of which the lost rank had one"
 
     def _begins_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -219,7 +225,7 @@ class LastStep:
         return (args[0], then_begins, *args[2:]), kwargs
 
     def _looks_at(self, optimizer: torch.optim.Optimizer) -> None:
-        self.why_not = self.why_not or why_sharded(optimizer)
+        self._why_sharded = self._why_sharded or why_sharded(optimizer)
         of_libraries: dict[Any, tuple[Callable[..., None], ...]] = {
             hf_trainer: (self.keep,),
             lightning_trainer: (self.keep, self.keep_buffers),
@@ -237,12 +243,12 @@ class LastStep:
             return
         self._trainers.add(found)
         try:
-            self.why_not = self.why_not or why_not(found)
+            self._why_not_of_trainer = why_not(found)
             if not self.why_not:
                 follow()
         except Exception as error:  # It trains without this as well.
             what = f"{type(error).__name__}: {error}"
-            self.why_not = f"the {type(found).__name__} is of another version: {what}"
+            self._why_not_of_trainer = f"the {type(found).__name__} is of another version: {what}"
 
     # ── A rank was lost ──────────────────────────────────────────────────────────────────────────
 

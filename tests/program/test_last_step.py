@@ -254,6 +254,21 @@ def test_accelerate_writes_where_it_saves_each_time_and_something_counts_the_ste
     assert why_not_yet(monkeypatch, bodies) == sentences
 
 
+def test_a_trainer_that_cannot_be_written_does_not_speak_for_the_next_one():
+    first, second, followed = kept([]), kept([]), []
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        last = LastStep(group)
+        last._follows(first, lambda _: "it saves nothing", lambda: followed.append(first))
+        assert last._held_step() == HeldStep(None, "it saves nothing")
+        last._follows(second, lambda _: "", lambda: followed.append(second))
+        last.keep(kept([]), 1)
+        assert followed == [second] and last._held_step().step == 1
+        # A model or an optimizer in shards is in the way of all.
+        last._has_module(type("DeepSpeedEngine", (torch.nn.Module,), {})(), "", None)
+        last._follows(kept([]), lambda _: "", lambda: followed.append(None))
+        assert followed == [second] and "in shards" in last._held_step().why_not
+
+
 def test_state_in_shards_is_refused_by_a_sentence():
     model = torch.nn.Linear(2, 1)
     assert why_sharded(torch.optim.AdamW(model.parameters())) == ""
