@@ -34,6 +34,7 @@ def why_not(trainer: Any) -> str:
 def call_after_steps(trainer: Any, keep: Callable[[TrainerCheckpoint, int], None]) -> None:
     """Call `keep` whenever this Trainer could save: after a step, and after an evaluation, which
     draws from the generators."""
+    TrainerCheckpoint(trainer)  # Raises if this version has other names.
 
     def on_event(_: object, args: object, state: Any, control: object, **__: object) -> None:
         if trainer.is_in_train:  # Later, the weights may be those of another step.

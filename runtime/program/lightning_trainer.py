@@ -54,6 +54,7 @@ def call_after_steps(
     """Call `keep` after each batch with which this Trainer has ended a step, and `keep_buffers`
     after the module's own hook of that batch."""
     kept, is_new = trainer.global_step, False
+    LightningCheckpoint(trainer)  # Raises if this version has other names.
 
     def on_train_batch_end(*_: object) -> None:
         nonlocal kept, is_new

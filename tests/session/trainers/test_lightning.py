@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DistributedSampler
 
@@ -849,6 +850,15 @@ def test_after_a_loss_in_the_validation_of_an_epoch_the_next_epoch_has_its_begin
         last._kept.written.write({0: b""})
     fit_script(Dies(), tmp_path, Placed(), callbacks=[Begins()], **kept)
     assert begun[0] == 1
+
+
+def test_another_version_of_lightning_trains_and_says_why_it_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.delattr(_CheckpointConnector, "_get_loops_state_dict")
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        last = LastStep(group)
+        with last.watched(), pytest.raises(cl.PeerLost):
+            fit_script(Dies(4), tmp_path, Placed(), every_n_train_steps=100)
+        assert "the Trainer is of another version: AttributeError" in last._held_step().why_not
 
 
 def test_a_script_that_validates_averaged_weights_is_not_continued_with_them(tmp_path):
