@@ -152,7 +152,8 @@ class Report:
             print(report.rank, report.step, report.values["loss"])
         cl.run(train, num_workers=2, on_report=show)
 
-    step: calls of `report` before this one, on this rank in this run.
+    step: calls of `report` before this one, on this rank in this run. A worker that comes later
+    continues the count of the others.
     time: seconds since the epoch, by the clock of that machine.
     values: by name, each a ReportValue.
     taken: optimizer steps of the run so far, the same on all ranks.

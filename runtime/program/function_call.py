@@ -315,6 +315,7 @@ class FunctionCall:
             "boundaries": boundaries,
             "data": self.cursor.state(used, by_id=committed or self._has_recovered),
             "origin": self.origin,
+            "reports": self._num_reports,
             "steps_before": self.steps_before,
             "stepped_at": self._stepped_before if is_at_step else self._stepped_at,
         }
@@ -324,6 +325,12 @@ class FunctionCall:
         place in the samples comes with the steps."""
         self._boundaries, self.origin = data["boundaries"], data["origin"]
         self.steps_before, self._stepped_at = data["steps_before"], data["stepped_at"]
+        self.number_reports([data])
+
+    def number_reports(self, parts: Sequence[dict[str, Any]]) -> None:
+        """A worker that has come numbers its reports as the others do. parts: the results of
+        `data_state` in this run."""
+        self._num_reports = max(part["reports"] for part in parts)
 
     @property
     def _has_recovered(self) -> bool:

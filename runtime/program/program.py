@@ -188,6 +188,8 @@ class FunctionRun:
             elif resumption is not None and self._recovery is not None:
                 positions = self._recovery.from_the_top.begin_again(group, self._status)
                 call.resume_data(positions)
+                if former is None:
+                    call.number_reports(positions)
             elif checkpoints.reader is not None:
                 call.resume_from(checkpoints, self._status.taken)
                 self._status.resumed_from = checkpoints.reader.path

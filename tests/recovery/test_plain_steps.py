@@ -6,6 +6,8 @@ What they end with is compared with one process that takes the same steps over t
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tests.references.plain_runs import (
     attempts_at,
     train_plain,
 )
+from tests.references.training_to_kill import die
 
 DEATHS = [moment for moment in MOMENTS if not moment.startswith(("is ", "when it has asked"))]
 
@@ -92,6 +95,41 @@ async def test_a_loss_before_the_first_step_leaves_no_trace_in_buffers(
     acts = {(0, 2): (0, "before the gradients are sent")}
     told = await session.run(train_plain, kind=kind, folder=str(tmp_path), acts=acts)
     assert_as_one_process(kind, str(tmp_path), told)
+
+
+def reports_each_step(ctx: cl.Context, folder: str) -> None:
+    """Rank 1 is killed once, when its fifth report was heard."""
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(2, 1)))
+    optim = ctx.register("optim", torch.optim.SGD(model.parameters(), lr=0.1))
+    rows = torch.ones(60, 2)
+    for epoch in ctx.epochs(1):
+        with cl.Join([model], step_along=[optim], skew_warning=None):
+            for number, batch in enumerate(ctx.shard(rows, batch_size=2, epoch=epoch), 1):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                ctx.report(pid=os.getpid())
+                if ctx.rank == 1 and number == 5 and not (died := Path(folder) / "died").exists():
+                    died.touch()
+                    time.sleep(1.0)
+                    die()
+                if ctx.world_size == 1:
+                    time.sleep(1.0)  # A worker that starts slowly finds the run not over.
+
+
+async def test_a_worker_that_comes_counts_its_reports_as_the_others_do(
+    cluster: None, tmp_path: Path
+) -> None:
+    """Trackers take the number of a report for the step, where no optimizer of a session steps."""
+    heard: list[cl.Report] = []
+    async with cl.Session(
+        (1, 2), spares=1, resources_per_worker={"CPU": 0.1}, on_report=heard.append
+    ) as session:
+        await session.run(reports_each_step, folder=str(tmp_path))
+    first: dict[int, int] = {}
+    for one in heard:
+        first.setdefault(one.values["pid"], one.step)
+    assert len(first) == 3 and max(first.values()) >= 5
 
 
 KINDS = {
