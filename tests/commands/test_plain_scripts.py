@@ -4,6 +4,7 @@ print what they print under torchrun, and begin again where a rank was killed.""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -216,6 +217,8 @@ def test_what_a_script_changes_in_its_process_is_undone_before_it_begins_again(
     (tmp_path / "counted.py").write_text("number = 0\n")
     (tmp_path / "train.py").write_text(LEAVES_MUCH)
     monkeypatch.chdir(tmp_path)
+    # An earlier test of this process may have started processes, which chooses the method.
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
     script = PlainScript.read(Path("train.py"), ("4",), "id")
     environment = dict(os.environ)
     for _ in range(2):
