@@ -36,6 +36,7 @@ from ..data_parallel.distributed_data_parallel import (
 from ..data_parallel.gradients.held_gradients import ClearPattern
 from ..data_parallel.same_model import broadcast_tensors
 from ..join.pass_pattern import PassPattern
+from ..process.between_runs import between_runs
 from ..process.option_numbers import copied_options
 from ..process.registry import Registered, Registry
 from ..zero.shards.shard_state import Inventory, Layout, ShardState
@@ -368,9 +369,18 @@ def _tensors_of(module: torch.nn.Module, *, committed: bool) -> dict[str, torch.
     """
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     tensors = {name: p.detach() for name, p in inner.named_parameters()}
-    buffers = dict(inner.named_buffers())
-    for model in engines_of([*inner.parameters()]) if committed else ():
-        if model.module is inner:  # It may be registered beside its model.
-            buffers = model.buffers.committed()
-    tensors |= buffers
-    return {name: tensor.clone() for name, tensor in tensors.items()} if committed else tensors
+    tensors |= dict(inner.named_buffers())
+    if not committed:
+        return tensors
+    # A module may be a part of a model, or share parts with one. Its own model says it best.
+    living = [reference() for reference in between_runs().models]
+    models = [model for model in living if model is not None]
+    models.sort(key=lambda model: model.module is inner)
+    own = {id(buffer) for buffer in inner.buffers()}
+    kept: dict[int, torch.Tensor] = {}  # by id() of the buffer
+    for model in models:
+        shared = [(name, one) for name, one in model.module.named_buffers() if id(one) in own]
+        copies = model.buffers.committed() if shared else {}
+        # Present ones may be those of a step of another model.
+        kept |= {id(one): copies[name] for name, one in shared if copies[name] is not one}
+    return {name: kept.get(id(tensor), tensor).clone() for name, tensor in tensors.items()}

@@ -287,23 +287,32 @@ def test_a_module_that_is_registered_per_rank_takes_what_its_own_rank_has_kept(
     assert told == [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (9.0, 9.0, 9.0)]
 
 
-def keep_both(ctx: cl.Context) -> list[int]:
-    """The module is registered beside the model over it. The last forward pass has no step."""
-    module = Cooling()
+def keep_beside(ctx: cl.Context, beside: str) -> dict[str, int]:
+    """The module, or a part of it, is registered beside the model over it, or in a model of its
+    own. The last forward pass has no step. Returns the batches that each has counted."""
+    counter, part = torch.nn.BatchNorm1d(4, affine=False), Cooling()
+    module = torch.nn.Sequential(counter, part)
+    made = {"module": module, "part": part, "part without parameters": counter}
+    own = made[beside] if beside in made else cl.DistributedDataParallel(part)
+    ctx.register(beside, own)
     model = ctx.register("model", cl.DistributedDataParallel(module))
-    ctx.register("module", module)
     optim = ctx.register("optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1))
     model(torch.randn(3, 4)).square().mean().backward()
     optim.step()
     model(torch.randn(3, 4))
     kept = RestartState.of(call_of(ctx).registry, (0, 0), {})
-    return [int(kept.tensors[name]["norm.num_batches_tracked"]) for name in ("model", "module")]
+    return {
+        name: max(int(n) for key, n in tensors.items() if key.endswith("num_batches_tracked"))
+        for name, tensors in kept.tensors.items()
+    }
 
 
+@pytest.mark.parametrize("beside", ["module", "part", "part without parameters", "part's model"])
 def test_a_module_beside_its_model_has_no_buffers_of_a_step_that_does_not_count(
-    alone: cl.Group,
+    alone: cl.Group, beside: str
 ) -> None:
-    assert in_run(alone, keep_both, goes_on=True) == [1, 1]
+    keep = partial(keep_beside, beside=beside)
+    assert in_run(alone, keep, goes_on=True) == {"model": 1, beside: 1}
 
 
 def wrap_again(ctx: cl.Context, dtype: torch.dtype) -> bool:
