@@ -182,14 +182,31 @@ def tied_of(entries: Iterable[Registered]) -> dict[str, dict[str, str]]:
     return found
 
 
+def optimizers_within(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """It, the optimizer that it has inside, as SAM, Lookahead and Accelerate's do, and so on."""
+    found = [optimizer]
+    for one in found:
+        inside = [getattr(one, name, None) for name in ("optimizer", "base_optimizer")]
+        found += [
+            inner
+            for inner in inside
+            if isinstance(inner, torch.optim.Optimizer) and all(inner is not f for f in found)
+        ][:1]
+    return found
+
+
 def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of its class and of those that it extends; of a sharded one, of that of its
-    shards."""
-    made = type(optimizer)
-    if isinstance(optimizer, ZeroRedundancyOptimizer):
-        made = optimizer_engine_of(optimizer).shard.optimizer_class
+    shards. With another optimizer inside, first the same with that one, as `SAM of AdamW`."""
+    classes: list[str] = []
     above = torch.optim.Optimizer.__mro__
-    return [one.__name__ for one in made.__mro__ if one not in above]
+    for one in reversed(optimizers_within(optimizer)):
+        made = type(one)
+        if isinstance(one, ZeroRedundancyOptimizer):
+            made = optimizer_engine_of(one).shard.optimizer_class
+        own = [each.__name__ for each in made.__mro__ if each not in above]
+        classes = [f"{outer} of {inner}" for outer in own for inner in classes] + own
+    return classes
 
 
 def optimizers_of(entries: Iterable[Registered]) -> dict[str, list[str]]:

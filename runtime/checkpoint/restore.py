@@ -15,7 +15,7 @@ from ..process.registry import Registered
 from ..zero.shards.parameter_bucket import in_format_of
 from ..zero.shards.shard_state import MASTER
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
-from .contents import PER_RANK, ZERO, classes_of, is_dense, leaves_of, tree_of
+from .contents import PER_RANK, ZERO, classes_of, is_dense, leaves_of, optimizers_within, tree_of
 from .format.errors import CheckpointCorrupted, CheckpointMismatch
 from .format.manifest import ManifestEntry, dtype_name, name_of
 from .format.pieces import Path
@@ -125,16 +125,20 @@ def _check_kind(name: str, optimizer: torch.optim.Optimizer, reader: CheckpointR
     one would fail in its first step, or would continue with a part of it."""
     saved, here = reader.manifest.optimizers.get(name), classes_of(optimizer)
     # Earlier saves do not say it; a class that extends the other reads its state; and a hook may
-    # convert it.
+    # convert that of a plain one: a sharded one resumes without its hooks.
     if not saved or saved[0] in here or here[0] in saved:
         return
-    if not getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):
-        raise CheckpointMismatch(
-            reader.path,
-            f"{name!r} was saved by {with_article(saved[0])}, and is {with_article(here[0])} here. "
-            "Make the optimizer that was saved, or register the new one under another name with "
-            "required=False",
-        )
+    is_plain = not isinstance(optimizer, ZeroRedundancyOptimizer)
+    hooks = "_optimizer_load_state_dict_pre_hooks"
+    if is_plain and any(getattr(one, hooks, None) for one in optimizers_within(optimizer)):
+        return
+    convert = ", or convert its state (optimizer.register_load_state_dict_pre_hook)"
+    raise CheckpointMismatch(
+        reader.path,
+        f"{name!r} was saved by {with_article(saved[0])}, and is {with_article(here[0])} here. "
+        "Make the optimizer that was saved, or register the new one under another name with "
+        f"required=False{convert if is_plain else ''}",
+    )
 
 
 def _load_plain(

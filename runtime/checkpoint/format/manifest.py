@@ -96,7 +96,8 @@ class Manifest:
     metadata_sha256: of `.metadata`.
     tied: by name of a registered module, which of its tensors are another one of it: the name of
         each such tensor, and the name of the one that it is.
-    optimizers: by name of a registered optimizer, its class and those that it extends.
+    optimizers: by name of a registered optimizer, its class and those that it extends (classes_of
+        in contents.py).
     """
 
     step: int

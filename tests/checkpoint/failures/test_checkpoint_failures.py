@@ -377,6 +377,50 @@ def test_the_state_of_an_optimizer_of_another_class_is_refused(
         assert not _train_by(alone, tmp_path, made, is_sharded, options, False)
 
 
+class _Sharp(torch.optim.Optimizer):
+    """It has another optimizer inside, as SAM does."""
+
+    def __init__(self, params: Any, lr: float, base: Any) -> None:
+        self.base_optimizer = base(params, lr=lr)
+        super().__init__(self.base_optimizer.param_groups, self.base_optimizer.defaults)
+        self.state = self.base_optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base_optimizer.step(closure)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base_optimizer.load_state_dict(state_dict)
+        self.state = self.base_optimizer.state
+        self.param_groups = self.base_optimizer.param_groups
+
+
+class _Ahead(_Sharp):
+    """It names the optimizer inside as Lookahead and Accelerate do."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.base_optimizer
+
+
+@pytest.mark.parametrize("wrapper", [_Sharp, _Ahead])
+def test_an_optimizer_is_judged_by_the_one_that_it_has_inside(alone, tmp_path, wrapper):
+    assert not _train_by(alone, tmp_path, wrapper, False, {"base": _ADAMW}, True)
+    said = _train_by(alone, tmp_path, wrapper, False, {"base": torch.optim.RMSprop}, False)
+    name = wrapper.__name__
+    assert f"was saved by a {name} of AdamW, and is a {name} of RMSprop here" in said
+    assert "register_load_state_dict_pre_hook" in said
+    assert not _train_by(alone, tmp_path, wrapper, False, {"base": torch.optim.Adam}, False)
+
+    def converting(params: Any, lr: float) -> torch.optim.Optimizer:
+        made = torch.optim.Adam(params, lr)
+        made.register_load_state_dict_pre_hook(lambda made, _: made.state_dict())
+        return made
+
+    other = tmp_path / "other"
+    assert not _train_by(alone, other, wrapper, False, {"base": torch.optim.RMSprop}, True)
+    assert not _train_by(alone, other, wrapper, False, {"base": converting}, False)
+
+
 def test_an_optimizer_goes_on_with_another_implementation_of_its_step(alone, tmp_path):
     saved, resumed = tmp_path / "saved", {"foreach": True}
     assert not _train_by(alone, saved, _ADAMW, True, {}, True)
@@ -389,6 +433,7 @@ def test_an_optimizer_that_converts_what_another_has_saved_is_asked_itself(alone
     assert not _train_by(alone, tmp_path, torch.optim.SGD, False, {}, True)
     assert not _train_by(alone, tmp_path, _Extended, False, {}, False)
     assert _train_by(alone, tmp_path, _ADAMW, False, {}, False)
+    assert _train_by(alone, tmp_path, _ADAMW, True, {}, False, converts=True), "it runs no hooks"
     assert not _train_by(alone, tmp_path, _ADAMW, False, {"eps": 1e-6}, False, converts=True)
 
 
