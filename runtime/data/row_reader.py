@@ -239,11 +239,12 @@ class RowReader:
             )
             before = self._readings.pop(former) if former is not None else None
             # No rank asks any more for readings of other runs or of earlier calls of the function;
-            # this function may have yet to continue some.
+            # this function may have yet to continue some, but for those of epochs that are over.
             self._readings = {
                 k: r
                 for k, r in self._readings.items()
-                if k[0] == key[0] and (k[1] == key[1] or r.name is not None)
+                if k[0] == key[0]
+                and (k[1] == key[1] or (r.name is not None and not _is_past(r.name, name)))
             }
             self._readings[key] = self._begun(before, name, epoch, num_holders, given)
         # Not those that only faster ranks have begun.
@@ -395,6 +396,14 @@ class RowReader:
 def _continues(key: ReadingKey, reading: _Reading, later: ReadingKey, name: str | None) -> bool:
     """Whether the reading of `later` continues this reading."""
     return name is not None and reading.name == name and key[0] == later[0] and key[1] < later[1]
+
+
+def _is_past(before: str, name: str | None) -> bool:
+    """Whether the reading of the name `before` was of an earlier epoch of the loop in which the
+    reading `name` begins. Names are those of Cursor.begin; outside all loops they have no epoch."""
+    loop, epoch, *_ = [*before.split("/", 2), ""]
+    of_loop, now, *_ = [*(name or "").split("/", 2), ""]
+    return loop == of_loop and epoch.isdecimal() and now.isdecimal() and int(epoch) < int(now)
 
 
 def is_restarted() -> bool:

@@ -118,6 +118,26 @@ def test_two_readings_at_once_are_both_continued_when_the_functions_run_again() 
     assert list(reader._readings) == [("run", 4, 1), ("run", 4, 2)]
 
 
+def test_a_reading_that_no_function_continues_is_forgotten_in_the_next_epoch() -> None:
+    """A rank was lost after all rows were taken: the function begins in the next epoch."""
+    reader = RowReader(Rows(), lambda: False)
+    begin(reader, name="1/9/rows#0", epoch=9)
+    reader.take(FIRST, 0, 100, False, 0)
+    begin(reader, ("run", 4, 1), name="1/10/rows#0", epoch=10)
+    assert len(reader._readings) == 1
+
+
+def test_a_reading_is_kept_while_its_epoch_is_not_over() -> None:
+    reader = RowReader(Rows(), lambda: False)
+    begin(reader, name="1/9/rows#0")
+    for generation, name in enumerate((None, "1//rows#0", "1/9/others#0", "2/10/rows#0"), 4):
+        begin(reader, ("run", generation, 1), name=name)
+        assert FIRST in reader._readings, "it may have yet to be continued"
+    begin(reader, ("run", 8, 1), name="1/10/rows#0")
+    left = [reading.name for reading in reader._readings.values()]
+    assert left == ["1//rows#0", "2/10/rows#0", "1/10/rows#0"]
+
+
 def test_a_rank_that_begins_late_has_not_left_what_a_faster_one_has_begun() -> None:
     source = Rows()
     reader = RowReader(source, lambda: False)
