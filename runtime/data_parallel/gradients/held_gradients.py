@@ -95,9 +95,12 @@ class HeldGradients:
                 one.clear()
             self._coming = []
 
-    def drop_weights(self) -> None:
-        """The pass has brought no parameter a gradient: its losses may come once more."""
-        self._coming = []
+    def drop_weights(self, *, keeps_those_of: int | None = None) -> None:
+        """A pass has brought no parameter a gradient: its losses may come once more.
+
+        keeps_those_of: torch's number of the pass that runs; None: none does."""
+        if self._coming_in != keeps_those_of:
+            self._coming = []
 
     # -- passes and clears -------------------------------------------------------------------------
 
@@ -130,6 +133,7 @@ class HeldGradients:
 
     def has_come(self, number: int, bucket: GradientBucket) -> None:
         """A pass has brought this gradient."""
+        self.take_weights()
         self._held.add(number)
         self._zeros.discard(number)
         bucket.held_version = bucket.flat._version

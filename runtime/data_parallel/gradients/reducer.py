@@ -340,14 +340,10 @@ class Reducer:
                 "depends on before loss.backward(), on all ranks alike"
             )
         if self._pass is Pass.ENTERED:
-            self._leave_parameters_alone()
+            self.earlier.restore()
         self._pass = Pass.NONE
-        self.held.take_weights()
-
-    def _leave_parameters_alone(self) -> None:
-        """A pass has only entered: it has computed gradients of other tensors than parameters."""
-        self.earlier.restore()
-        self.held.drop_weights()
+        # A backward pass comes to its losses before it comes to the outputs.
+        self.held.drop_weights(keeps_those_of=torch._C._current_graph_task_id())
 
     def output_has_gradient(self) -> None:
         """Called when a backward pass reaches the model's output: the reducer waits for the end of
@@ -394,11 +390,12 @@ class Reducer:
 
     def _end_pass(self) -> None:
         stood, self._pass = self._pass, Pass.NONE
+        self.held.drop_weights()
+        # A pass that has only entered has computed gradients of other tensors than parameters.
         if stood is Pass.ENTERED:
-            self._leave_parameters_alone()
+            self.earlier.restore()
         elif stood not in (Pass.NONE, Pass.QUIET):
             self._end_backward(sends=stood is not Pass.KEEPING)
-        self.held.take_weights()
 
     def _on_gradient(self, number: int, parameter: torch.Tensor) -> None:
         """Called when autograd has added to a parameter's gradient."""

@@ -172,27 +172,53 @@ def test_gradients_by_inputs_send_nothing_and_can_be_penalised(ranks_of):
         assert torch.allclose(weight, model[0].weight.grad, atol=1e-14)
 
 
-def weighted_by_input(group, is_weighed_again):
-    """A gradient by the input of a weighted loss, before its backward pass."""
+def by_input(model, loss, output, x):
+    torch.autograd.grad(loss, x, retain_graph=True)
+
+
+def by_input_in_no_sync(model, loss, output, x):
+    with model.no_sync():
+        torch.autograd.grad(loss, x, retain_graph=True)
+    model.zero_grad()
+
+
+def fails(model, loss, output, x):
+    """Before any parameter has a gradient."""
+
+    def fail(_):
+        raise ValueError
+
+    handle = output.register_hook(fail)
+    with pytest.raises(ValueError):
+        loss.backward(retain_graph=True)
+    handle.remove()
+
+
+def weighted_twice(group, first_pass, is_weighed_again):
+    """The first pass over the weighted loss brings no parameter a gradient."""
     model = cl.DistributedDataParallel(make_model(torch.float64), group)
     x = batches_of(group.rank, 1, torch.float64)[0].requires_grad_()
 
     def weighted():
-        return model.weigh(model(x).square().mean(), 1 + group.rank)
+        output = model(x)
+        return model.weigh(output.square().mean(), 1 + group.rank), output
 
-    loss = weighted()
-    torch.autograd.grad(loss, x, retain_graph=True)
-    (weighted() if is_weighed_again else loss).backward()
+    loss, output = weighted()
+    first_pass(model, loss, output, x)
+    (weighted()[0] if is_weighed_again else loss).backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@pytest.mark.parametrize("first_pass", [by_input, by_input_in_no_sync, fails])
 @pytest.mark.parametrize("is_weighed_again", [True, False])
-def test_a_weight_counts_once_and_not_for_gradients_by_inputs(ranks_of, is_weighed_again):
+def test_a_weight_counts_once_and_only_with_gradients_of_parameters(
+    ranks_of, first_pass, is_weighed_again
+):
     model = make_model(torch.float64)
     for rank in range(2):
         x = batches_of(rank, 1, torch.float64)[0]
         (model(x).square().mean() * (1 + rank) / 3).backward()
-    for found in ranks_of(2).run(weighted_by_input, is_weighed_again):
+    for found in ranks_of(2).run(weighted_twice, first_pass, is_weighed_again):
         for ours, parameter in zip(found, model.parameters(), strict=True):
             assert torch.allclose(ours, parameter.grad, atol=1e-14)
 
