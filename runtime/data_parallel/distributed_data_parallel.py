@@ -534,11 +534,13 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         has_others = bool(self._sync_norms) or (join is not None and join.is_following)
         # One pass may reduce several models. Where a rank leaves out a parameter, its bucket is
         # complete later than on other ranks: so buckets of one model must not come between those of
-        # another, nor the models of a pass in the order of their first gradients.
+        # another, nor the models of a pass in the order of their first gradients. In the pass of a
+        # checkpointed segment autograd does not say which models the pass around it comes to.
         order = self._together()
         place = order.index(self._reducer)
         is_one_of_several = (
             (join is not None and join.has_several_models)
+            or (place > 0 and self._reducer.is_nested)
             or any(one.may_send() for one in order[:place])
             or any(one.is_sending for one in order[place + 1 :])
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
 
 import chorusline as cl
 from tests.harness.reused_ranks import another_group
@@ -234,17 +235,17 @@ def test_sparse_gradients_are_refused(ranks_of):
 
 
 class Layers(torch.nn.Module):
-    """skip: layers that a pass leaves out."""
+    """skip: layers that a pass leaves out. nests: each layer has a backward pass of its own."""
 
     def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4).double() for _ in range(4))
 
-    def forward(self, x, skip=()):
+    def forward(self, x, skip=(), nests=False):
         for number, layer in enumerate(self.layers):
             if number not in skip:
-                x = torch.tanh(layer(x))
+                x = torch.tanh(checkpoint(layer, x, use_reentrant=True) if nests else layer(x))
         return x
 
 
@@ -256,6 +257,19 @@ def skipped(one, other, x, rank):
 def swapped(one, other, x, rank):
     first, second = (one, other) if rank == 0 else (other, one)
     return first(x).square().sum() + second(x).square().sum()
+
+
+def one_nests(one, other, x, rank):
+    return nesting(one, other, x.requires_grad_(), rank, one)
+
+
+def other_nests(one, other, x, rank):
+    return nesting(one, other, x.requires_grad_(), rank, other)
+
+
+def nesting(one, other, x, rank, nests):
+    order = (one, other) if rank == 0 else (other, one)
+    return sum(model(x, nests=model is nests).square().sum() for model in order)
 
 
 def used_twice(one, other, x, rank):
@@ -295,7 +309,7 @@ def two_models_in_a_pass(group, loss_of_two, sharded=False):
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "zero"])
-@pytest.mark.parametrize("loss_of_two", [skipped, swapped, used_twice])
+@pytest.mark.parametrize("loss_of_two", [skipped, swapped, one_nests, other_nests, used_twice])
 def test_two_models_of_one_pass_get_their_own_gradients_in_whichever_order_these_come(
     ranks_of, loss_of_two, sharded
 ):

@@ -173,6 +173,9 @@ class Reducer:
         self._pass = Pass.NONE
         self._task = -1
         """torch's number of the pass at whose end the gradients are sent."""
+        self.is_nested = True
+        """Whether the last pass brought its first gradient in a checkpointed segment, whose nodes
+        are not among those of the pass around it; before the first pass that may be."""
         self._when_over: Callable[[], object] = lambda: None
         """A weak reference to what that pass calls at its end; autograd drops it with the pass."""
         self._on_backward_begin = on_backward_begin
@@ -238,10 +241,12 @@ class Reducer:
         brought some model a gradient."""
         if self._pass not in (Pass.NONE, Pass.QUIET):
             return True
-        return self.is_syncing and any(
+        parameters = [p for p in self.parameters if p.requires_grad]
+        if not self.is_syncing or not parameters:
+            return False
+        return self.is_nested or any(
             torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-            for parameter in self.parameters
-            if parameter.requires_grad
+            for parameter in parameters
         )
 
     def why_no_step(self, optimizer: str) -> str:
@@ -475,6 +480,7 @@ class Reducer:
 
     def _begin_backward(self) -> None:
         is_announced = self._pass is Pass.ENTERED
+        self.is_nested = is_announced and self._task != torch._C._current_graph_task_id()
         self._on_backward_begin()
         # A sharded step sends the sum of its passes once: a second pass waits for `step()`, and so
         # does the first where the last step had several.
