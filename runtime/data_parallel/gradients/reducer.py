@@ -31,7 +31,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from chorusline.actors.errors import ends_a_generation
@@ -242,12 +241,14 @@ class Reducer:
         if self._pass not in (Pass.NONE, Pass.QUIET):
             return True
         parameters = [p for p in self.parameters if p.requires_grad]
-        if not self.is_syncing or not parameters:
+        if not self.is_syncing or self.group.size == 1 or not parameters:
             return False
-        return self.is_nested or any(
-            torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
-            for parameter in parameters
-        )
+        if self.is_nested:
+            return True
+        # A node for all of them: to ask torch for the edge of each takes four times as long.
+        with torch.enable_grad():
+            edges = _Junction.apply(*parameters).grad_fn.next_functions
+        return any(torch._C._will_engine_execute_node(node) for node, _ in edges)
 
     def why_no_step(self, optimizer: str) -> str:
         """Says that gradients are not yet those of a step; empty if they may be. optimizer: the
@@ -1172,6 +1173,14 @@ class Reducer:
         self.sends_late = False
         self.num_in_step = 0
         self._begin_step()
+
+
+class _Junction(torch.autograd.Function):
+    """Its node has an edge to each input."""
+
+    @staticmethod
+    def forward(ctx: object, *inputs: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, device="cpu")
 
 
 class GradientWatch:
