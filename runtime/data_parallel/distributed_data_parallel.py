@@ -1000,8 +1000,6 @@ class ModelEngine:
         return self.reducer.group
 
     def _own(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        for engine in engines_of(parameters):
-            engine.reducer.is_one_of_two = self.reducer.is_one_of_two = True
         for parameter in parameters:
             between_runs().engines[parameter] = weakref.ref(self)
         between_runs().stepped_by.clear()

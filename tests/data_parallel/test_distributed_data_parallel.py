@@ -365,6 +365,26 @@ def test_two_models_with_a_common_layer_get_means_or_are_told_that_these_would_b
         assert "have a parameter in common" in told and "Since losses are weighted" in told
 
 
+def train_after_the_common_layer_has_left_one(group):
+    kept, other = with_a_common_layer()
+    with another_group(group) as own:
+        model, before = (cl.DistributedDataParallel(module, own) for module in (kept, other))
+        other[0] = torch.nn.Linear(4, 4).double()
+        after = cl.DistributedDataParallel(other, own)
+        loss = model(batch_of_two(own.rank)).square().mean()
+        model.weigh(loss, 1.0 + own.rank).backward()
+        assert before is not after
+        return [p.grad.clone() for p in kept.parameters()]
+
+
+def test_a_model_that_is_alone_with_its_layers_again_weighs_its_losses(ranks_of):
+    module, _ = with_a_common_layer()
+    for rank in range(2):
+        (module(batch_of_two(rank)).square().mean() * (1 + rank) / 3).backward()
+    for found in ranks_of(2).run(train_after_the_common_layer_has_left_one):
+        assert largest_difference(found, [p.grad for p in module.parameters()]) < 1e-14
+
+
 def two_passes_over_a_buffer(group):
     module = torch.nn.BatchNorm1d(3).double()
     model = cl.DistributedDataParallel(module, group)

@@ -127,8 +127,6 @@ class Reducer:
         """Times the steps; None below debug level INFO."""
         self.number = 0
         """The number of the model among those of its group."""
-        self.is_one_of_two = False
-        """Whether another model reduces some of the parameters too."""
         self._reduction: Reduction = AllReduce()
         self._failure: CollectiveError | None = None
         """The error of a launch that was parked, for `wait` to raise; None: none has failed."""
@@ -795,7 +793,7 @@ class Reducer:
         check_passes(agreement, self.group.size, self.gradients.names)
         is_uneven = 0 < len(agreement.live) < self.group.size
         # What the other one has left is a mean, and this one would divide it again.
-        if self.is_one_of_two and (agreement.weight or is_uneven):
+        if (agreement.weight or is_uneven) and self._watch.has_others(self.parameters):
             why = "ranks have run out of data" if is_uneven else "losses are weighted"
             raise RuntimeError(
                 "two DistributedDataParallels have a parameter in common, and divide its gradient "
@@ -1223,6 +1221,13 @@ class GradientWatch:
         self.loosen()
         for handle in self._handles:
             handle.remove()
+
+    def has_others(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether another model reduces some of the parameters too."""
+        hooks = [h for p in parameters for h in (p._post_accumulate_grad_hooks or {}).values()]
+        owners = (getattr(getattr(hook, "func", None), "__self__", None) for hook in hooks)
+        watches = (o for o in owners if isinstance(o, GradientWatch) and o is not self)
+        return any(watch._on_gradient() is not None for watch in watches)
 
     def _tell(self, number: int, parameter: torch.Tensor) -> None:
         if (on_gradient := self._on_gradient()) is not None:
