@@ -126,7 +126,11 @@ class MonitoredBarrier(Work):
     def error(self) -> BaseException | None:
         error = self._barrier.error()
         if isinstance(error, CollectiveTimeout) and not self._wait_all_ranks:
-            return replace(error, ranks=sorted(error.ranks)[:1])
+            first = sorted(error.ranks)[:1]
+            clauses = error.whereabouts.split("; ")
+            # Gloo and NCCL write a clause for each missing rank, shared memory one for several.
+            mine = [one for one in clauses if any(one.startswith(f"rank {n} ") for n in first)]
+            return replace(error, ranks=first, whereabouts="; ".join(mine or clauses))
         return error
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
