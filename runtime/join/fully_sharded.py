@@ -224,14 +224,21 @@ class FullyShardedModel(Joinable):
     def _reduce(self, group: Any, reduction: Callable[[], None], *, contributes: bool) -> None:
         """Reduce the gradients of a parameter group. contributes: this rank has any."""
         assert self._join is not None
-        conductor = self._conductor
+        factor, conductor = group.gradient_divide_factor, self._conductor
         by_live = not self._join.ledger.divide_by_initial_world_size
         with self._own():
-            if by_live and group.gradient_divide_factor is None and conductor.some_rank_is_out:
-                # FSDP2 divides by the number of all ranks. A divisor of this pass alone would also
-                # be that of the sums which earlier passes have left within the replicas.
-                _scale(group, self.join_group.size / conductor.count(contributes))
-            reduction()
+            if by_live and factor is None and conductor.some_rank_is_out:
+                live = conductor.count(contributes)
+                if group.all_reduce_grads and group._partial_reduce_output is None:
+                    group.gradient_divide_factor = float(live)
+                else:
+                    # A divisor of this pass alone would also be that of the sums which other passes
+                    # leave within the replicas, so FSDP2 divides by the number of all ranks.
+                    _scale(group, self.join_group.size / live)
+            try:
+                reduction()
+            finally:
+                group.gradient_divide_factor = factor
         for one in group.fsdp_params:
             self._note(one.sharded_param)
             # A function in step_along may change gradients, too: then sums say nothing.

@@ -189,6 +189,28 @@ def test_a_rank_that_runs_out_between_the_passes_of_a_step_is_in_the_sums_it_too
         torch.testing.assert_close(mine, expected, rtol=1e-6, atol=0)
 
 
+def stepped_by_one_rank(rank, size):
+    """The weights, which begin with 0, after a step with gradients close to the largest float16."""
+    model = torch.nn.Linear(3, 2, bias=False, dtype=torch.float16)
+    torch.nn.init.zeros_(model.weight)
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with cl.Join(
+        [model], step_along=[optimizer], skew_warning=None, divide_by_initial_world_size=False
+    ):
+        for _ in range(1 if rank == 0 else 0):
+            model(torch.full((1, 3), 30000.0, dtype=torch.float16)).sum().backward()
+            optimizer.step()
+    return model.weight.full_tensor().detach().double()
+
+
+def test_gradients_in_float16_are_not_multiplied_before_they_are_divided_by_the_live_ranks(
+    ranks_of,
+):
+    for mine in ranks_of(4).run(with_torch, "chorusline", stepped_by_one_rank):
+        assert torch.equal(mine, torch.full((2, 3), -30000.0).double())
+
+
 # -- what is refused, and how --------------------------------------------------------------------
 
 
