@@ -252,7 +252,8 @@ class GlooCommunicator(Communicator):
         return self._messages.watching(ranks, what, self.generation, sequence, limit_s)
 
     def abort(self, error: CollectiveError) -> None:
-        """End the generation with `error`. Returns at once; a thread informs the other ranks."""
+        """End the generation with `error`. Returns at once; a thread informs the other ranks.
+        Short of threads it informs them itself, as fast as the store is."""
         self._end(error, is_new=True)
 
     def turn(self) -> None:
@@ -290,15 +291,18 @@ class GlooCommunicator(Communicator):
         """Settle all works with `error`; returns whether it is the first error. is_new: the other
         ranks do not know it yet."""
         messages: list[GlooMessageWork] | None = None
+        is_told = True
         with self._tensors:
             # The first error stands on all ranks, so only that one is published.
             if is_new and self._in_flight.failure is None:
                 # Publish first: a waiter that is freed may exit the process, and this thread.
-                self._roll_call.publish_meanwhile(error)
+                is_told = self._roll_call.publish_meanwhile(error) is not None
             self._over.set()
             works = self._in_flight.settle_all(error)
             if self._messages is not None:
                 messages = self._messages.in_flight.settle_all(error)
+        if not is_told:
+            self._roll_call.publish(error)
         for work in (*(works or ()), *(messages or ())):
             work.call_back()
         return works is not None

@@ -106,9 +106,10 @@ class RollCall:
         except Exception:
             return error
 
-    def publish_meanwhile(self, error: CollectiveError) -> threading.Event:
+    def publish_meanwhile(self, error: CollectiveError) -> threading.Event | None:
         """`publish` in a thread, no daemon: a rank that aborts and exits must still publish.
-        Returns an event that is set afterwards."""
+        Returns an event that is set afterwards; None short of threads: the caller publishes, and
+        holds no lock meanwhile."""
         is_published = threading.Event()
 
         def tell() -> None:
@@ -118,8 +119,8 @@ class RollCall:
         try:
             # daemon=False is explicit, because a thread inherits it from the thread that starts it.
             threading.Thread(target=tell, name="chorusline-abort-tell", daemon=False).start()
-        except RuntimeError:  # Short of threads.
-            tell()
+        except RuntimeError:
+            return None
         return is_published
 
     def news(self) -> CollectiveError | None:

@@ -170,7 +170,8 @@ class NcclCommunicator(Communicator):
         self._nccl = threading.Lock()
         self._comm = comm  # None after it was released
         self._asked_at = 0.0  # when `failure` last read the store, in time.monotonic() seconds
-        self._ending: threading.Thread | None = None  # None: until the generation ends
+        self._ending: threading.Thread | None = None
+        """None: until the generation ends, and afterwards where no thread could be started."""
         self._library = load_nccl()
         self._together: list[_Launch] | None = None  # of the open block; None: none is open
         self._work_together: NcclWork | None = None  # None: no operation in a block yet
@@ -356,6 +357,7 @@ class NcclCommunicator(Communicator):
 
     def abort(self, error: CollectiveError) -> None:
         """End the generation with `error`. Returns at once; threads publish it and abort NCCL.
+        Short of threads, this one publishes it, as fast as the store is, and `close` aborts NCCL.
 
         Works of this rank raise `error`, unless another came first. The other ranks raise the
         error in the store: `error`, or one that another rank wrote before it.
@@ -367,13 +369,18 @@ class NcclCommunicator(Communicator):
                 return
             is_published = self._roll_call.publish_meanwhile(error)
             # A daemon: the abort may hang in NCCL, and must not keep the process alive.
-            self._ending = threading.Thread(
-                target=self._end_nccl,
-                args=(is_published, stopped),
-                name="chorusline-abort-nccl",
-                daemon=True,
-            )
-            self._ending.start()
+            if is_published is not None:
+                ending = threading.Thread(
+                    target=self._end_nccl,
+                    args=(is_published, stopped),
+                    name="chorusline-abort-nccl",
+                    daemon=True,
+                )
+                with contextlib.suppress(RuntimeError):
+                    ending.start()
+                    self._ending = ending
+        if is_published is None:
+            self._roll_call.publish(error)
         for work in stopped:
             work.call_back()
 

@@ -474,6 +474,14 @@ def issue_short_of_threads(rank: Rank, how: str) -> str:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         if how == "abort":
+            communicator: Any = group._communicator
+            publish = communicator._roll_call.publish
+
+            def publish_without_lock(error: Any) -> Any:
+                assert not communicator._tensors._is_owned()
+                return publish(error)
+
+            patched.setattr(communicator._roll_call, "publish", publish_without_lock)
             group.abort("RuntimeError during a test: can't start new thread")
         else:
             with pytest.raises(RuntimeError, match="new thread"):

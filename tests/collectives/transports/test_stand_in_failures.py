@@ -231,6 +231,43 @@ def test_a_callback_of_an_aborted_work_of_nccl_holds_no_lock() -> None:
         assert ranks.run(abort_with_a_callback) == [True, True]
 
 
+def abort_short_of_threads(rank: Rank, refused: str) -> str:
+    """Of the thread that would publish it and that which would abort NCCL, or of the latter."""
+    group = rank.group()
+    group.barrier().wait()
+    if rank.rank == 1:
+        rank.store.wait(["said/aborted/0"], 60)
+        give_up_at = time.monotonic() + 20
+        while group._communicator.failure() is None and time.monotonic() < give_up_at:
+            time.sleep(0.05)
+        return str(group._communicator.failure())
+    called = threading.Event()
+    work = group.all_reduce(torch.ones(3, device=group.device))
+    work.add_done_callback(called.set)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(refused):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        group.abort("over")
+    assert called.is_set()
+    rank.say("aborted")
+    group.close()
+    assert group._communicator._comm is None
+    return "over"
+
+
+@needs_stand_in
+@pytest.mark.parametrize("refused", ["chorusline-abort-nccl", "chorusline-abort-"])
+def test_an_abort_of_nccl_short_of_threads_calls_back_and_is_ended_by_close(refused: str) -> None:
+    with StandInRanks(2) as ranks:
+        assert all("over" in told for told in ranks.run(abort_short_of_threads, refused))
+
+
 def abort_two_launches(rank: Rank) -> float:
     """One connects to a rank that never does, and the other waits behind it."""
     group = rank.group()
