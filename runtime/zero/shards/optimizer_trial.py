@@ -136,16 +136,9 @@ def try_out(
     groups: Sequence[TrialGroup],
     defaults: Mapping[str, Any],
 ) -> Shardability:
-    """Take the steps of the trial. The random generators are left as they were, and the program's
-    hooks on the steps of all optimizers do not see them."""
-    generators = RandomState()
-    before = generators.state_dict()
-    try:
-        with warnings.catch_warnings(), torch.no_grad(), _without_global_hooks():
-            warnings.simplefilter("ignore")
-            return _judge(optimizer_class, groups, defaults, before)
-    finally:
-        generators.load_state_dict(before)
+    """Take the steps of the trial."""
+    with _unnoticed() as generators:
+        return _judge(optimizer_class, groups, defaults, generators)
 
 
 def keeps_state(
@@ -155,18 +148,33 @@ def keeps_state(
 ) -> bool:
     """Whether the optimizer keeps state of what it steps with the options of this group: SGD does
     with momentum only."""
-    group = {key: value for key, value in options.items() if key != "param_names"}
+    group = {k: v for k, v in options.items() if k not in ("params", "param_names")}
     for parameter in options["params"][:1]:
-        group["params"] = [stepped := torch.nn.Parameter(torch.ones(1, device=parameter.device))]
+        stepped = torch.nn.Parameter(torch.ones(1, device=parameter.device))
         stepped.grad = torch.ones_like(stepped)
         try:
-            with _without_global_hooks():
-                optimizer = optimizer_class([group], **defaults)
+            with _unnoticed():
+                own = {**copy.deepcopy(group), "params": [stepped]}
+                optimizer = optimizer_class([own], **copy.deepcopy(dict(defaults)))
                 optimizer.step()
         except Exception:  # It needs shapes, or another mode.
             return True
         return bool(optimizer.state.get(stepped))
     return True
+
+
+@contextlib.contextmanager
+def _unnoticed() -> Iterator[Mapping[str, Any]]:
+    """The random generators, whose state it yields, are left as they were; no warning is shown, and
+    the program's hooks on the steps of all optimizers do not see those of a trial."""
+    generators = RandomState()
+    before = generators.state_dict()
+    try:
+        with warnings.catch_warnings(), torch.no_grad(), _without_global_hooks():
+            warnings.simplefilter("ignore")
+            yield before
+    finally:
+        generators.load_state_dict(before)
 
 
 @contextlib.contextmanager

@@ -527,14 +527,17 @@ class ParameterShard:
     ) -> dict[int, dict[str, Any]]:
         """State of all parameters, by their id(), on rank `to`; empty on the others. groups: the
         user's."""
+        layout = self.layout
+        # Without state a parameter has its float32 copy only.
+        has_masters = any(layout.has_masters)
         stateless = {
             id(parameter)
             for options in groups
-            if not keeps_state(self.optimizer_class, options, self.defaults)
+            if has_masters and not keeps_state(self.optimizer_class, options, self.defaults)
             for parameter in options["params"]
         }
         numbers = {n for n, parameter in enumerate(self.parameters) if id(parameter) in stateless}
-        gathered = gather_state(self.layout, self.held(), self.group, to, numbers)
+        gathered = gather_state(layout, self.held(), self.group, to, numbers)
         numbered = [(self.parameters[number], state) for number, state in gathered.items()]
         return {id(p): {k: in_format_of(p, v) for k, v in s.items()} for p, s in numbered}
 

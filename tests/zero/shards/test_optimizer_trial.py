@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from typing import Any
 
 import numpy
@@ -12,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import chorusline as cl
 from chorusline.runtime.process.random_state import RandomState
-from chorusline.runtime.zero.shards.optimizer_trial import trial_groups, try_out
+from chorusline.runtime.zero.shards.optimizer_trial import keeps_state, trial_groups, try_out
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, loss_of, make_model
@@ -189,9 +190,28 @@ def test_what_cannot_be_sharded_is_refused_with_what_to_use_instead(kind, reason
     assert f"{kind.__name__}(model.parameters(), ...) takes the same steps on every rank" in told
 
 
-def test_a_trial_leaves_the_random_generators_and_the_parameters_as_they_were():
+class Loud(Noisy):
+    """Also warns, and counts in an option."""
+
+    def change_of(self, parameter: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        warnings.warn("deprecated", stacklevel=1)
+        self.param_groups[0]["count"][0] += 1
+        return super().change_of(parameter, state)
+
+
+@pytest.mark.parametrize(
+    "tried",
+    [
+        lambda groups: try_out(Loud, trial_groups(groups), {}),
+        lambda groups: keeps_state(Loud, groups[0], {}),
+    ],
+    ids=["cuts", "state"],
+)
+def test_a_trial_leaves_the_random_generators_and_the_parameters_as_they_were(tried, recwarn):
+    groups = [{**group, "count": [0]} for group in KINDS]
     before, values = RandomState().state_dict(), [p.clone() for g in KINDS for p in g["params"]]
-    try_out(Noisy, trial_groups(KINDS), {})
+    tried(groups)
+    assert not recwarn and groups[0]["count"] == [0]
     after = RandomState().state_dict()
     assert torch.equal(before.pop("torch"), after.pop("torch")) and before == after
     assert all(map(torch.equal, values, [p for g in KINDS for p in g["params"]]))

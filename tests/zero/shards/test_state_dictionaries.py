@@ -366,6 +366,27 @@ def test_masters_are_saved_of_parameters_whose_group_keeps_no_state_beside_one_t
     assert not torch.equal(state[2]["master"], state[2]["master"].bfloat16().float())
 
 
+class Counted(torch.optim.SGD):
+    made = 0
+
+    def __init__(self, *args, **options):
+        Counted.made += 1
+        super().__init__(*args, **options)
+
+
+def made_to_consolidate(group, dtype):
+    model = torch.nn.Linear(7, 3, dtype=dtype)
+    zero = cl.ZeroRedundancyOptimizer(model.parameters(), Counted, lr=1e-5, group=group)
+    before = Counted.made
+    zero.consolidate_state_dict()
+    return Counted.made - before
+
+
+@pytest.mark.parametrize(("dtype", "made"), [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_whether_steps_keep_state_is_tried_out_in_half_precision_only(ranks_of, dtype, made):
+    assert ranks_of(2).run(made_to_consolidate, dtype) == [made, made]
+
+
 def load_before_the_first_step(group):
     model = cl.DistributedDataParallel(SecondLater(), group)
     zero = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.1)
