@@ -29,8 +29,9 @@ class PendingWork(SettledWork):
             self._check_process()
         if threading.current_thread() in self.in_flight.workers and not self.done:
             raise RuntimeError(
-                f"a callback waits for {self.operation} in the thread that would have to end it; "
-                "wait in another thread, or give that work a callback of its own"
+                f"a callback waits for {self.operation} in a thread that ends works of the "
+                "group, perhaps this one; wait in another thread, or give that work a callback of "
+                "its own"
             )
         try:
             self._wait_until_done()

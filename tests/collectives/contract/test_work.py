@@ -119,7 +119,7 @@ def wait_in_a_callback_of_gloo(rank: Rank) -> str:
 
 def test_where_a_callback_cannot_wait_it_is_told_instead_of_hanging(tmp_path: Path) -> None:
     for told in run_ranks(wait_in_a_callback_of_gloo, 2, tmp_path, GLOO):
-        assert "a callback waits for all_reduce #1 (3 float32) in the thread that" in told
+        assert "a callback waits for all_reduce #1 (3 float32) in a thread that" in told
 
 
 def wait_for_a_message_in_a_callback_of_gloo(rank: Rank) -> str:
@@ -139,7 +139,7 @@ def wait_for_a_message_in_a_callback_of_gloo(rank: Rank) -> str:
 def test_a_callback_of_a_message_cannot_wait_for_the_next_one(tmp_path: Path) -> None:
     body = wait_for_a_message_in_a_callback_of_gloo
     for rank, told in enumerate(run_ranks(body, 2, tmp_path, GLOO)):
-        assert f"a callback waits for recv from rank {1 - rank} (3 float32) in the thread" in told
+        assert f"a callback waits for recv from rank {1 - rank} (3 float32) in a thread" in told
 
 
 def await_with_a_callback_that_raises(rank: Rank) -> list[Any]:
