@@ -142,6 +142,10 @@ class SharedMemoryCommunicator(Communicator):
     def abort(self, error: CollectiveError) -> None:
         # After `close` the mapping may be gone.
         if not self._closed:
+            # The works end with the error that stands, once it is written.
+            if self._segment.is_interrupted_abort():
+                apart(lambda: self.abort(error))
+                return
             error = self._segment.abort(error)
             self._lane.end(error)
             self._messages.end(error)

@@ -43,6 +43,11 @@ class EndRecord:
         length = int.from_bytes(self._memory[at : at + 8], "little")
         return error_from_json(bytes(self._memory[at + 8 : at + 8 + length]).decode())
 
+    def has_interrupted_a_write(self) -> bool:
+        """Whether this is a signal handler within a write: the record has that one's error."""
+        with self._lock:
+            return self._is_writing
+
     def write(self, error: CollectiveError) -> bool:
         """Write `error` unless there is a record already. Returns False after `close`, and in a
         signal handler that has interrupted a write: the record has that one's error."""

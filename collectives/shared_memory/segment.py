@@ -497,6 +497,10 @@ class SharedSegment:
             # tensors of operations, until garbage collection finds them.
             raise self._record.read()
 
+    def is_interrupted_abort(self) -> bool:
+        """Whether this is a signal handler that has interrupted `abort`, whose error stands."""
+        return self._record.has_interrupted_a_write()
+
     def abort(self, error: CollectiveError) -> CollectiveError:
         """End the generation for all ranks; returns the error that stands, maybe an earlier one."""
         if not self._record.write(error):

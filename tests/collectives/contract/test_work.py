@@ -379,6 +379,7 @@ def end_within_an_abort(rank: Rank, ends: str) -> None:
 
     record._exclude_others = interrupted
     group.abort("over")
+    assert ends == "close" or "over" in str(error_of(lambda: group.barrier().wait()))
     group.close()
     give_up_at = time.monotonic() + 20
     while record._descriptor >= 0 and time.monotonic() < give_up_at:
