@@ -128,7 +128,8 @@ def _undone(script: PlainScript) -> Iterator[None]:
     modules, environment = {*sys.modules}, dict(os.environ)
     handlers = {one: one.handlers[:] for one in _loggers()}
     generators, dtype = RandomState().state_dict(), torch.get_default_dtype()
-    precision = torch.get_float32_matmul_precision()
+    precision = _matmul_precision()
+    precisions = [(one, one.fp32_precision) for one in _with_precision()]
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     hooks = [(found, dict(found)) for found in _hooks_of_all()]
     # Scripts like torchvision's put a print() there that prints on rank 0 only.
@@ -146,7 +147,10 @@ def _undone(script: PlainScript) -> Iterator[None]:
             found.clear()
             found.update(before)
         torch.use_deterministic_algorithms(is_deterministic)
-        torch.set_float32_matmul_precision(precision)
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
+        for place, value in precisions:  # The line above has set some that follow others.
+            place.fp32_precision = value
         torch.set_default_device(None)
         torch.set_default_dtype(dtype)
         RandomState().load_state_dict(generators)
@@ -160,19 +164,33 @@ def _undone(script: PlainScript) -> Iterator[None]:
         for name in sys.modules.keys() - modules:
             if _is_in(folders, name):
                 del sys.modules[name]
+        librarys = {name.lower() for name in sys.modules} - {"__main__"}  # DeepSpeed of deepspeed.
         for one in _loggers():
             # A library that the script has imported stays, with what it has given its own logger.
-            is_librarys = one.name.partition(".")[0] in sys.modules.keys() - {"__main__"}
+            is_librarys = one.name.partition(".")[0].lower() in librarys
             if one in handlers or not is_librarys:
                 one.handlers[:] = handlers.get(one, [])
         gc.collect()  # A model is in circles, and the script makes another one.
 
 
-def _loggers() -> Iterator[logging.Logger]:
-    yield logging.root
-    for one in logging.root.manager.loggerDict.values():
-        if isinstance(one, logging.Logger):
-            yield one
+def _loggers() -> list[logging.Logger]:
+    known = [*logging.root.manager.loggerDict.values()]  # Other threads make some meanwhile.
+    return [logging.root, *(one for one in known if isinstance(one, logging.Logger))]
+
+
+def _matmul_precision() -> str | None:
+    """None: it was set in torch's newer way, and the older one raises."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _with_precision() -> list[Any]:
+    """The places at which torch 2.9 and newer keep the precision of products in float32."""
+    mkldnn: Any = torch.backends.mkldnn
+    places = (torch.backends, torch.backends.cuda.matmul, getattr(mkldnn, "matmul", None))
+    return [one for one in places if hasattr(one, "fp32_precision")]
 
 
 def _hooks_of_all() -> Iterator[MutableMapping[int, object]]:

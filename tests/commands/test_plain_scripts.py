@@ -189,6 +189,7 @@ found += [torch.are_deterministic_algorithms_enabled(), sys.argv, "not_here" in 
 found += [type(print).__name__, type(sys.stdout).__name__, str(torch.ones(()).device)]
 loggers = [logging.getLogger(name) for name in ("chorusline", "__main__", "mine")]
 found += [[len(one.handlers) for one in loggers], torch.get_float32_matmul_precision()]
+found += [getattr(torch.backends.mkldnn.matmul, "fp32_precision", "")]
 print(json.dumps(found), file=open("found", "a"))
 multiprocessing.set_start_method("spawn")
 builtins.print = lambda *args, **kwargs: None
@@ -199,6 +200,7 @@ os.environ.pop("PATH")
 torch.set_default_dtype(torch.float64)
 torch.set_default_device("meta")
 torch.set_float32_matmul_precision("medium")
+torch.backends.fp32_precision = "tf32"
 for one in loggers:
     one.addHandler(logging.StreamHandler())
 logging.root.addHandler(logging.StreamHandler())
