@@ -13,7 +13,7 @@ them, which returns the process group itself.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -331,7 +331,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         by_input = [[by_rank[i] for by_rank in outputs] for i in range(len(inputs))]
         written = [tensor for output in outputs for tensor in output]
         group = self._device_groups.group(inputs[0].device)
-        _check_gathers(group, map(all_moved, by_input), map(moved, inputs))
+        _check_gathers(group, by_input, inputs, all_moved)
         work = _together(
             group, lambda output, input: self._all_gather(output, input, opts), by_input, inputs
         )
@@ -345,7 +345,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         group = self._device_groups.group(inputs[0].device)
         limit_s = seconds(opts)
-        _check_gathers(group, map(moved, outputs), map(moved, inputs))
+        _check_gathers(group, outputs, inputs, moved)
         work = _together(
             group,
             lambda output, input: group.all_gather(moved(output), moved(input), timeout_s=limit_s),
@@ -620,10 +620,17 @@ def _together(group: Group, issue: Callable[..., Work], *arguments: Sequence[Any
     return work
 
 
-def _check_gathers(group: Group, outputs: Iterable[Any], inputs: Iterable[torch.Tensor]) -> None:
+def _check_gathers(
+    group: Group,
+    outputs: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    of_group: Callable[[Any], Any],
+) -> None:
+    if len(inputs) == 1:  # Its own call checks it.
+        return
     for output, input in zip(outputs, inputs, strict=True):
-        own = group._checked(input, "input", False)
-        group._parts("all_gather", output, "output", own, "input", [])
+        own = group._checked(moved(input), "input", False)
+        group._parts("all_gather", of_group(output), "output", own, "input", [])
 
 
 def _checked_tag(tag: int) -> int:
