@@ -158,6 +158,8 @@ class Report:
     values: by name, each a ReportValue.
     taken: optimizer steps of the run so far, the same on all ranks.
     global_step: optimizer steps, including those before the checkpoint that the run resumed from.
+    Where no optimizer of a session steps, each report counts as one. It decreases only when the
+    function runs again.
     """
 
     rank: int

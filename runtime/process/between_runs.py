@@ -110,6 +110,8 @@ class BetweenRuns:
         self.objects: dict[str, Any] = {}
         self.places: dict[str, LoopPlace] = {}
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.num_optimizers = 0
+        """How many sharded optimizers were made in this process."""
         self._group: Group | None = None  # None: before the first run
         self._made_at: dict[str, int] = {}  # by name: _num_steps when `keep` made the object
         self._num_steps = 0  # steps that this process began to apply
@@ -171,6 +173,7 @@ class BetweenRuns:
     def wrap(self, wrapped: Wrapped) -> None:
         if wrapped.group is self._group:  # Not the groups that the user made.
             self._wrapped.add(wrapped)
+            self.num_optimizers += hasattr(wrapped, "num_steps")
 
     def models_of(self, group: Group) -> list[Any]:
         """The engines of the models that live in `group`, in the order of their making."""

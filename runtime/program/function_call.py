@@ -86,6 +86,8 @@ class FunctionCall:
         self._dealt_without_epoch: object = None
         self._report_buffer = report_buffer
         self._num_reports: int = before._num_reports if before is not None else 0
+        self._step_reported = 0  # The global_step of the last report.
+        self._optimizers_before = between_runs().num_optimizers
         self._boundaries = 0
         self._boundaries_of_step: int | None = None  # None: no step yet
         self._notes_steps = False  # Whether a plain optimizer is registered.
@@ -406,12 +408,16 @@ class FunctionCall:
         """Send the values of one step to the session."""
         if self.recovery is not None and self.recovery.arrivals.is_dry_run:
             return  # The others have sent theirs at the beginning.
-        taken = boundary().status.taken
-        now, overall = time.time(), self.steps_before + taken
-        self._report_buffer.append(
-            Report(self.rank, self._num_reports, now, dict(values), taken, overall)
-        )
+        taken, number = boundary().status.taken, self._num_reports
         self._num_reports += 1
+        # One of an earlier run may step unregistered: its steps then wait for the last number here.
+        made = between_runs().num_optimizers > self._optimizers_before
+        has_steps = taken or made or self._counts()
+        overall = self.steps_before + (taken if has_steps else self._num_reports)
+        self._step_reported = max(self._step_reported, overall)
+        self._report_buffer.append(
+            Report(self.rank, number, time.time(), dict(values), taken, self._step_reported)
+        )
 
     def show(self, figure: bytes) -> None:
         """Show a picture (PNG) between the lines that this rank prints."""

@@ -6,7 +6,9 @@ those of others. A step is held back until it is settled:
     (a) every rank that still has data is past it: it has reported a later step, or its status says
         that it has taken a later one;
     (b) or nothing has come for it for _QUIET_S, and every rank has reported it that reports at all;
-    (c) or _LONGEST_S have passed since its first report, since a rank hangs or is slow.
+        with amounts, has reported a later one: micro-batches may be slow, and each adds its own;
+    (c) or _LONGEST_S have passed since its first report, with amounts since its last one, since a
+        rank hangs or is slow.
 
 What comes later for a step that is settled is logged if its name was not logged there yet; a second
 mean of fewer ranks would be a wrong one.
@@ -62,7 +64,7 @@ class StepNumbers:
     def add(self, report: Report, now_s: float) -> list[Logged]:
         """Take one report; returns what is settled because its rank has gone back."""
         numbers = numbers_of(report.values)
-        step = report.global_step + (0 if report.taken else report.step + 1)
+        step = report.global_step
         back: list[Logged] = []
         # The reports of a rank come in order: its function runs again, from an earlier step.
         if step < self._at.get(report.rank, step):
@@ -106,7 +108,9 @@ class StepNumbers:
     def _is_settled(
         self, step: int, pending: _Pending, live: Mapping[int, RunStatus], now_s: float
     ) -> bool:
-        if now_s - pending.first_s >= _LONGEST_S:  # (c)
+        has_sums = any(not SUMS.isdisjoint(numbers) for numbers in pending.of_rank.values())
+        since_s = pending.last_s if has_sums else pending.first_s
+        if now_s - since_s >= _LONGEST_S:  # (c)
             return True
         # (a) A rank that has never reported is past it by its steps alone.
         if live and all(
@@ -117,7 +121,7 @@ class StepNumbers:
         # (b)
         reporting = [rank for rank in live if rank in self._at]
         is_quiet = now_s - pending.last_s >= _QUIET_S
-        return is_quiet and all(self._at[rank] >= step for rank in reporting)
+        return is_quiet and all(self._at[rank] >= step + has_sums for rank in reporting)
 
     def _logged(self, step: int) -> Logged:
         pending = self._pending.pop(step)

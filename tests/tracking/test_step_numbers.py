@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
-from chorusline.actors.messages.messages import Report
+from chorusline.actors.messages.messages import Assignment, Report
 from chorusline.actors.messages.run_status import RunStatus
+from chorusline.actors.reporting.report_buffer import ReportBuffer
+from chorusline.collectives.group import Group
+from chorusline.runtime.join.engine import Joinable
+from chorusline.runtime.process import between_runs as between_runs_module
+from chorusline.runtime.process.between_runs import BetweenRuns
+from chorusline.runtime.process.step_boundary import boundary, entered
+from chorusline.runtime.program.function_call import FunctionCall
 from chorusline.runtime.tracking.step_numbers import Logged, StepNumbers
 
 
@@ -58,7 +68,7 @@ def test_without_an_optimizer_a_step_is_the_number_of_the_report_and_goes_when_i
 ):
     numbers = StepNumbers()
     ranks = [RunStatus(rank=0), RunStatus(rank=1)]
-    numbers.add(Report(0, 0, 5.0, {"found": 3}), 0.0)
+    numbers.add(Report(0, 0, 5.0, {"found": 3}, 0, 1), 0.0)
     assert numbers.settled(ranks, 1.9) == [], "the other rank may report, too"
     assert numbers.settled(ranks, 2.0) == [Logged(1, {"found": 3}, 5.0)]
 
@@ -92,18 +102,79 @@ def test_amounts_that_a_rank_reports_in_each_micro_batch_of_a_step_are_summed() 
     assert numbers.rest() == [Logged(1, {"loss": 3.5, "tokens": 50.0, "samples": 10.0}, 101.0)]
 
 
+def test_amounts_of_micro_batches_that_take_seconds_are_summed() -> None:
+    numbers, done, sent = StepNumbers(), [], 0
+    for half_s in range(60):
+        while sent <= half_s // 6:  # One in three seconds, and four in each step.
+            numbers.add(report(0, 1 + sent // 4, number=sent, tokens=10), half_s / 2)
+            sent += 1
+        done += numbers.settled([status(0, 1 + (sent - 1) // 4)], half_s / 2)
+    assert [one.numbers["tokens"] for one in done] == [40.0, 40.0]
+    assert [one.step for one in numbers.settled([status(0, 3)], 37.0)] == [3]
+    assert numbers.num_late == 0
+
+
+class _Optimizer(Joinable):
+    """As much of a session's optimizer as its steps."""
+
+    num_steps = 0
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    join_hook = join_device = join_group = state_dict = load_state_dict = cast("Any", print)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> FunctionCall:
+    monkeypatch.setattr(between_runs_module, "_kept", BetweenRuns())
+    group = cast("Group", SimpleNamespace(device=torch.device("cpu")))
+    return FunctionCall(Assignment(0, 0, 1, 0, 1, 0), group, ReportBuffer(True), None)
+
+
+def logged(call: FunctionCall) -> list[Logged]:
+    """What a tracker gets of the reports of `call`, which come three seconds apart."""
+    numbers, done = StepNumbers(), []
+    for number, one in enumerate(call._report_buffer._reports):
+        done += numbers.add(one, 3.0 * number)
+        done += numbers.settled([RunStatus(rank=0, taken=one.taken)], 3.0 * number + 2.0)
+    assert numbers.num_late == 0
+    return done + numbers.rest()
+
+
 @pytest.mark.parametrize("steps_before", [0, 100])
 def test_without_an_optimizer_a_run_that_resumes_counts_its_reports_from_there(
-    steps_before: int,
+    call: FunctionCall, steps_before: int
 ) -> None:
-    numbers, done = StepNumbers(), []
+    call.steps_before = steps_before
     for number in range(5):
-        numbers.add(Report(0, number, 5.0, {"loss": number}, 0, steps_before), 3.0 * number)
-        done += numbers.settled([RunStatus(rank=0)], 3.0 * number + 2.0)
-    assert [(one.step - steps_before, one.numbers["loss"]) for one in done] == [
+        call.report({"loss": number})
+    assert [(one.step - steps_before, one.numbers["loss"]) for one in logged(call)] == [
         (number + 1, number) for number in range(5)
     ]
-    assert numbers.num_late == 0
+
+
+@pytest.mark.parametrize("kind", ["registered", "made", "unknown"])
+@pytest.mark.parametrize("steps_before", [0, 100])
+def test_reports_of_micro_batches_before_the_first_step_never_go_back(
+    call: FunctionCall, steps_before: int, kind: str
+) -> None:
+    call.steps_before = steps_before
+    optimizer = _Optimizer(call.group)
+    if kind == "registered":
+        call.registry.add("optim", cast("Any", optimizer), per_rank=False)
+    elif kind == "made":
+        between_runs_module.between_runs().wrap(cast("Any", optimizer))
+    with entered(RunStatus(rank=0)):
+        for number in range(1, 21):
+            boundary().status.taken = number // 4
+            call.report({"tokens": 10})
+    done = logged(call)
+    steps = [one.step - steps_before for one in done]
+    assert steps == ([1, 2, 3, 4, 5] if kind == "unknown" else [0, 1, 2, 3, 4, 5])
+    assert sum(one.numbers["tokens"] for one in done) == 200.0
+    if kind != "unknown":
+        assert [one.numbers["tokens"] for one in done] == [30.0, *[40.0] * 4, 10.0]
 
 
 def test_steps_that_are_taken_again_are_logged_again() -> None:
