@@ -11,11 +11,11 @@ from .interrupt import shell
 
 
 def show_line(line: str, is_error: bool) -> None:
-    """Print a line of a rank; nowhere if the program has no such stream."""
+    """Print a line of a rank; nowhere if the program has no such stream, or it is closed."""
     stream = sys.stderr if is_error else sys.stdout
-    if stream is not None:
+    if stream is not None and not getattr(stream, "closed", False):
         write_line(stream, line)
-        stream.flush()
+        getattr(stream, "flush", bool)()
 
 
 def show_figure(png: bytes, rank: int | None) -> None:

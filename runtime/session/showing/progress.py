@@ -247,10 +247,10 @@ class Progress:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Also of what a program or rich has put in the place of a stream, which may have no isatty, or
-    of None."""
+    """Also of what a program or rich has put in the place of a stream, which may have no isatty or
+    be closed, or of None."""
     stream = getattr(stream, "rich_proxied_file", stream)
-    return bool(getattr(stream, "isatty", bool)())
+    return not getattr(stream, "closed", False) and bool(getattr(stream, "isatty", bool)())
 
 
 def _bar(completed: int, total: int | None) -> ProgressBar:

@@ -24,7 +24,7 @@ from chorusline.actors.messages.run_status import RunStatus
 from chorusline.actors.worker_group import recruiting
 from chorusline.runtime.commands.status import drawn, survey
 from chorusline.runtime.notebook.rank_output import show_line
-from chorusline.runtime.session.showing.progress import Progress
+from chorusline.runtime.session.showing.progress import Progress, is_terminal
 from chorusline.runtime.session.showing.progress_model import (
     Pace,
     Places,
@@ -130,6 +130,32 @@ class Tee:
 
     def flush(self):
         pass
+
+
+class Closed(io.StringIO):
+    def __init__(self):
+        super().__init__()
+        self.close()
+
+
+class Written:
+    written = ""
+
+    def write(self, text):
+        self.written += text
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_stream_that_is_closed_counts_as_none_and_one_without_flush_is_not_flushed(
+    monkeypatch, closed
+):
+    other = Written()
+    monkeypatch.setattr(sys, "stdout", Closed() if closed == "stdout" else other)
+    monkeypatch.setattr(sys, "stderr", Closed() if closed == "stderr" else other)
+    assert not is_terminal(getattr(sys, closed))
+    show_line("[rank 0] out", False)
+    show_line("[rank 0] err", True)
+    assert other.written == f"[rank 0] {'err' if closed == 'stdout' else 'out'}\n"
 
 
 @pytest.mark.parametrize("stdout", [Tee(), None], ids=["tee", "none"])
