@@ -147,8 +147,9 @@ def test_without_an_optimizer_a_run_that_resumes_counts_its_reports_from_there(
     call: FunctionCall, steps_before: int
 ) -> None:
     call.steps_before = steps_before
-    for number in range(5):
-        call.report({"loss": number})
+    with entered(RunStatus(rank=0)):
+        for number in range(5):
+            call.report({"loss": number})
     assert [(one.step - steps_before, one.numbers["loss"]) for one in logged(call)] == [
         (number + 1, number) for number in range(5)
     ]

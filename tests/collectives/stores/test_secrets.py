@@ -329,8 +329,11 @@ LISTENS = {
     "Gloo and NCCL between hosts": (GLOO, "", [["127.0.0.1"], ["127.0.0.1"]]),
 }
 """By row of the table in docs/security.md: a transport, a URL, and where each rank listens."""
-OF_OTHERS = {"`MASTER_PORT`", "Ray", "actors of a session", "what ranks print", "checkpoints"}
-"""How the rows begin of what Ray, a library or a place of files lets in."""
+OF_OTHERS = {
+    *("`MASTER_PORT`", "Ray", "actors of a session", "what ranks print", "checkpoints"),
+    "the process of which later workers",
+}
+"""How the rows begin of what Ray, a library, a place of files or `is_ours` lets in."""
 
 
 @pytest.mark.parametrize("row", LISTENS)

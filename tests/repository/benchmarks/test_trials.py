@@ -159,16 +159,13 @@ def test_without_a_pace_there_is_no_goodput(tmp_path: Path) -> None:
     assert list(summed([], None)) == list(summed([struck], struck))
 
 
-def test_the_tables_of_the_performance_page_have_the_rows_that_compared_prints() -> None:
+def test_the_table_of_the_performance_page_has_rows_that_compared_prints() -> None:
     section = (ROOT / "docs/performance.md").read_text().split("## Compared")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     rows = {
         cells[1]: cells for cells in ([one.strip() for one in line.split("|")] for line in lines)
     }
     by = {f"{row.title}, {row.unit}": compared.file_of(row.benchmark) for row in compared.ROWS}
-    for row in compared.TRIALS_ROWS:
-        assert len(rows[row.title]) == len(compared.SYSTEMS) + 3
-        del rows[row.title]
     del rows[""]
     for title, cells in rows.items():
         printed_by = cells[-2]
