@@ -279,6 +279,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
                     work.wait()
                     add_up()
             return self._in_flight(work, tensors, "all_reduce", add_up)
+        # Before equal memory is told apart: an expanded tensor is refused even as a second one.
         for tensor in tensors:
             group._checked_op("all_reduce", op, factor, group._checked(tensor.data, "tensor", True))
         apart, after = tensor_lists.apart(tensors)
@@ -331,9 +332,12 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         by_input = [[by_rank[i] for by_rank in outputs] for i in range(len(inputs))]
         written = [tensor for output in outputs for tensor in output]
         group = self._device_groups.group(inputs[0].device)
-        _check_gathers(group, by_input, inputs, all_moved)
         work = _together(
-            group, lambda output, input: self._all_gather(output, input, opts), by_input, inputs
+            group,
+            lambda output, input: self._all_gather(output, input, opts),
+            by_input,
+            inputs,
+            check=lambda output, input: _check_gather(group, all_moved(output), moved(input)),
         )
         return self._in_flight(work, written, "all_gather", shapes_of=inputs)
 
@@ -345,12 +349,12 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         group = self._device_groups.group(inputs[0].device)
         limit_s = seconds(opts)
-        _check_gathers(group, outputs, inputs, moved)
         work = _together(
             group,
             lambda output, input: group.all_gather(moved(output), moved(input), timeout_s=limit_s),
             outputs,
             inputs,
+            check=lambda output, input: _check_gather(group, moved(output), moved(input)),
         )
         return self._in_flight(work, list(outputs), "_all_gather_base", shapes_of=inputs)
 
@@ -402,11 +406,12 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         op, factor = reduction(opts)
         limit_s = seconds(opts)
         group = self._device_groups.group(outputs[0].device)
-        if len(outputs) > 1:
-            for output, input in zip(outputs, inputs, strict=True):
-                own = group._checked(output.data, "output", True)
-                group._checked_op("reduce_scatter", op, factor, own)
-                group._parts("reduce_scatter", input, "input", own, "output", None)
+
+        def check(output: torch.Tensor, input: Any) -> None:
+            own = group._checked(output.data, "output", True)
+            group._checked_op("reduce_scatter", op, factor, own)
+            group._parts("reduce_scatter", input, "input", own, "output", None)
+
         work = _together(
             group,
             lambda output, input: group.reduce_scatter(
@@ -414,6 +419,7 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
             ),
             outputs,
             inputs,
+            check=check,
         )
         return self._in_flight(work, list(outputs), "reduce_scatter")
 
@@ -605,13 +611,22 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         return f"<ChoruslineProcessGroup {self._group_name!r} over {over}>"
 
 
-def _together(group: Group, issue: Callable[..., Work], *arguments: Sequence[Any]) -> Work:
+def _together(
+    group: Group,
+    issue: Callable[..., Work],
+    *arguments: Sequence[Any],
+    check: Callable[..., None] | None = None,
+) -> Work:
     """Call `issue` for each tuple of `arguments`, as one work.
 
-    All arguments are checked already: the operations before one that is refused could not be taken
-    back, and the caller would have no work of them.
+    check: called for each of several tuples, before any is issued: the operations before one that
+        is refused could not be taken back, and the caller would have no work of them. None: the
+        caller has done it.
     """
     calls = list(zip(*arguments, strict=True))
+    if check is not None and len(calls) > 1:
+        for call in calls:
+            check(*call)
     if len(calls) == 1 or group._block_here() is not None:
         return [issue(*call) for call in calls][-1]  # In an open block all return the block's work.
     with group.coalesce() as work:
@@ -620,17 +635,9 @@ def _together(group: Group, issue: Callable[..., Work], *arguments: Sequence[Any
     return work
 
 
-def _check_gathers(
-    group: Group,
-    outputs: Sequence[Any],
-    inputs: Sequence[torch.Tensor],
-    of_group: Callable[[Any], Any],
-) -> None:
-    if len(inputs) == 1:  # Its own call checks it.
-        return
-    for output, input in zip(outputs, inputs, strict=True):
-        own = group._checked(moved(input), "input", False)
-        group._parts("all_gather", of_group(output), "output", own, "input", [])
+def _check_gather(group: Group, output: Any, input: torch.Tensor) -> None:
+    own = group._checked(input, "input", False)
+    group._parts("all_gather", output, "output", own, "input", [])
 
 
 def _checked_tag(tag: int) -> int:
