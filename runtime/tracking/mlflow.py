@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -73,26 +73,18 @@ class MLflowTracker(Tracker):
         params = [Param(key, str(value)) for key, value in run.config.items()]
         refused: dict[str, Exception] = {}
         for first in range(0, len(params), _MOST_PARAMS):
-            refused |= self._send_params(params[first : first + _MOST_PARAMS])
+            batch = params[first : first + _MOST_PARAMS]
+            try:
+                self._send_params(batch)
+            except Exception as error:
+                if not _is_refused(error):
+                    raise
+                refused |= _sent_by_name(batch, self._send_params)
         if refused:
-            names = ", ".join(map(repr, refused))
-            (*_, why) = refused.values()
-            _log.warning("MLflow has refused the arguments %s (%s)", names, why)
+            _log.warning("MLflow has refused the arguments %s", _in_words(refused))
 
-    def _send_params(self, params: list[Any]) -> dict[str, Exception]:
-        """Returns the names that MLflow refuses, for one of which it refuses the whole call."""
-        try:
-            self._client.log_batch(self._run_id, params=params)
-        except Exception as error:
-            if not _is_refused(error):
-                raise
-            if len(params) == 1:
-                return {params[0].key: error}
-            refused: dict[str, Exception] = {}
-            for one in params:
-                refused |= self._send_params([one])
-            return refused
-        return {}
+    def _send_params(self, params: list[Any]) -> None:
+        self._client.log_batch(self._run_id, params=params)
 
     def log(self, step: int, numbers: Mapping[str, float], time: float) -> None:
         from mlflow.entities import Metric
@@ -118,26 +110,9 @@ class MLflowTracker(Tracker):
                     if len(self._metrics) > _MOST_KEPT:
                         self._drop(batch)
                     raise
-                refused |= self._send_by_name(batch)
+                refused |= _sent_by_name(batch, self._send, self._drop)
         if refused:
-            names = ", ".join(map(repr, refused))
-            (*_, why) = refused.values()
-            raise ValueError(f"MLflow has refused what was reported as {names} ({why})")
-
-    def _send_by_name(self, metrics: list[Any]) -> dict[str, Exception]:
-        """Returns the names that MLflow refuses, such as one with "%", which it does each time: a
-        call with one of them is refused as a whole."""
-        refused: dict[str, Exception] = {}
-        for name in dict.fromkeys(one.key for one in metrics):
-            of_name = [one for one in metrics if one.key == name]
-            try:
-                self._send(of_name)
-            except Exception as error:
-                if not _is_refused(error):
-                    raise
-                refused[name] = error
-                self._drop(of_name)
-        return refused
+            raise ValueError(f"MLflow has refused what was reported as {_in_words(refused)}")
 
     def _send(self, metrics: list[Any]) -> None:
         self._client.log_batch(self._run_id, metrics=metrics)
@@ -153,6 +128,31 @@ class MLflowTracker(Tracker):
             if error:
                 calls.callback(self._client.set_tag, self._run_id, "chorusline.error", error[:5000])
             calls.callback(self.flush)
+
+
+def _sent_by_name(
+    batch: list[Any],
+    send: Callable[[list[Any]], None],
+    drop: Callable[[list[Any]], None] = lambda _: None,
+) -> dict[str, Exception]:
+    """Returns the names that MLflow refuses, such as one with "%", which it does each time: a call
+    with one of them is refused as a whole. drop: called with what is refused."""
+    refused: dict[str, Exception] = {}
+    for name in dict.fromkeys(one.key for one in batch):
+        of_name = [one for one in batch if one.key == name]
+        try:
+            send(of_name)
+        except Exception as error:
+            if not _is_refused(error):
+                raise
+            refused[name] = error
+            drop(of_name)
+    return refused
+
+
+def _in_words(refused: dict[str, Exception]) -> str:
+    (*_, why) = refused.values()
+    return f"{', '.join(map(repr, refused))} ({why})"
 
 
 def _is_refused(error: Exception) -> bool:
