@@ -148,19 +148,19 @@ def keeps_state(
 ) -> bool:
     """Whether the optimizer keeps state of what it steps with the options of this group: SGD does
     with momentum only."""
+    if not options["params"]:
+        return True
     group = {k: v for k, v in options.items() if k not in ("params", "param_names")}
-    for parameter in options["params"][:1]:
-        stepped = torch.nn.Parameter(torch.ones(1, device=parameter.device))
-        stepped.grad = torch.ones_like(stepped)
-        try:
-            with _unnoticed():
-                own = {**copy.deepcopy(group), "params": [stepped]}
-                optimizer = optimizer_class([own], **copy.deepcopy(dict(defaults)))
-                optimizer.step()
-        except Exception:  # It needs shapes, or another mode.
-            return True
-        return bool(optimizer.state.get(stepped))
-    return True
+    stepped = torch.nn.Parameter(torch.ones(1, device=options["params"][0].device))
+    stepped.grad = torch.ones_like(stepped)
+    try:
+        with _unnoticed():
+            own = {**copy.deepcopy(group), "params": [stepped]}
+            optimizer = optimizer_class([own], **copy.deepcopy(dict(defaults)))
+            optimizer.step()
+    except Exception:  # It needs shapes, or another mode.
+        return True
+    return bool(optimizer.state.get(stepped))
 
 
 @contextlib.contextmanager
