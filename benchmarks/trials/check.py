@@ -27,7 +27,8 @@ come to a step that the seed has drawn. In the table, over all trials of a syste
     goodput       samples that counted, over those of as many seconds without faults
 
 Each violation prints the command that repeats it. With --storm-every a rank is killed each so many
-seconds instead, for --minutes from the first step on; the training is then cut off where it is.
+seconds instead, for --minutes from the first step on; the training is then cut off where it is,
+which says nothing of never, differ and left ("-").
 picture.py draws what --keep has left of such storms.
 """
 
@@ -129,7 +130,11 @@ def _say(system: System, trial: Trial) -> None:
 
 def summed(trials: Sequence[Trial], quiet: Trial | None) -> dict[str, Any]:
     """One row of the table. quiet: the same training without a fault, if there was one."""
+    # One that is cut off has samples left over, its ranks are steps apart, and its processes are
+    # ended from outside: what only an end of its own can say is None where none has one.
     endings = [trial.ending for trial in trials if trial.ending is not None]
+    finals = [t.ending for t in trials if t.ending is not None and not t.is_cut]
+    lefts = [len(trial.left) for trial in trials if not trial.is_cut and not trial.is_hung]
     waits = [s for trial in trials for s in trial.next_s]
     spents = [trial.spent for trial in trials if trial.spent is not None]
     ended = [trial for trial in trials if trial.is_over and trial.seconds]
@@ -139,13 +144,13 @@ def summed(trials: Sequence[Trial], quiet: Trial | None) -> dict[str, Any]:
         "over": f"{sum(trial.is_over for trial in trials)}/{len(trials)}",
         "raised": sum(trial.has_raised for trial in trials),
         "again": sum(trial.again for trial in trials),
-        "never": sum(t.ending.never for t in trials if t.ending is not None and not t.is_cut),
-        "twice": sum(one.again for one in endings),
+        "never": sum(one.never for one in finals) if finals else None,
+        "twice": sum(one.again for one in endings) if endings else None,
         "off": max((one.off for one in endings), default=None),
-        "state": sum(one.num_steps is None for one in endings),
-        "differ": sum(t.ending.differ for t in trials if t.ending is not None and not t.is_cut),
+        "state": sum(one.num_steps is None for one in endings) if endings else None,
+        "differ": sum(one.differ for one in finals) if finals else None,
         "hangs": sum(trial.is_hung for trial in trials),
-        "left": sum(len(trial.left) for trial in trials),
+        "left": sum(lefts) if lefts else None,
         "next": statistics.median(waits) if waits else None,
         "worst": max(waits, default=None),
         "still": sum(spent.still for spent in spents),

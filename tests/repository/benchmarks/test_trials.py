@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import signal
 import subprocess
@@ -157,6 +158,26 @@ def test_without_a_pace_there_is_no_goodput(tmp_path: Path) -> None:
     assert summed([struck], None)["goodput"] is None
     assert summed([struck], struck)["goodput"] == 1.0
     assert list(summed([], None)) == list(summed([struck], struck))
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Trial:
+    """A training of one process that came to its end."""
+    workload = Workload(str(tmp_path), num_workers=1, num_samples=4, batch=2)
+    end = judged([state(trained([[0, 1], [2, 3]], workload))], workload)
+    return Trial(0, end, seconds=2.0)
+
+
+@pytest.mark.fast
+def test_a_training_that_is_cut_off_says_nothing_of_its_end(ended: Trial) -> None:
+    """Its samples are never all used, its ranks are steps apart, its processes are ended."""
+    only_known_at_the_end = ("never", "differ", "left")
+    cut = dataclasses.replace(ended, is_cut=True)
+    hung = Trial(0, is_hung=True)
+    for trials in [cut], [cut, cut], [cut, hung]:
+        assert {summed(trials, None)[name] for name in only_known_at_the_end} == {None}, trials
+    left = dataclasses.replace(ended, left=["a process"])
+    assert [summed([cut, left], None)[name] for name in only_known_at_the_end] == [0, 0, 1]
 
 
 def test_the_table_of_the_performance_page_has_rows_that_compared_prints() -> None:
