@@ -124,9 +124,13 @@ class TrialsRow:
 
 
 TRIALS_ROWS = (
+    TrialsRow("a rank killed every 15 s: trainings that are over ↑", "storm", "over"),
+    TrialsRow("a rank killed every 15 s: trainings that hung ↓", "storm", "hangs"),
     TrialsRow("a rank killed every 15 s: goodput ↑", "storm", "goodput"),
     TrialsRow("a rank killed every 15 s: seconds to the second new step ↓", "storm", "next"),
     TrialsRow("a rank killed every 15 s: steps repeated ↓", "storm", "again"),
+    TrialsRow("kills and a drain: trainings that are over ↑", "trials", "over"),
+    TrialsRow("kills and a drain: trainings that hung ↓", "trials", "hangs"),
     TrialsRow("kills and a drain: samples lost ↓", "trials", "never"),
 )
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "µs": 1e6}

@@ -23,8 +23,9 @@ come to a step that the seed has drawn. In the table, over all trials of a syste
     next, worst   seconds from a fault to the second new step: median, worst
     still         seconds in which no rank took a step, beyond what a usual step takes
     fewer         besides these, seconds in steps of fewer ranks than the training began with
-    seconds       from the first step to the last, median
-    goodput       samples that counted, over those of as many seconds without faults
+    seconds       from the first step to the last, median of the trials that are over
+    goodput       samples that counted, over those of as many seconds without faults; 0 for a trial
+                  that is not over, unless the planted exception ended it
 
 Each violation prints the command that repeats it. With --storm-every a rank is killed each so many
 seconds instead, for --minutes from the first step on; the training is then cut off where it is,
@@ -138,7 +139,7 @@ def summed(trials: Sequence[Trial], quiet: Trial | None) -> dict[str, Any]:
     waits = [s for trial in trials for s in trial.next_s]
     spents = [trial.spent for trial in trials if trial.spent is not None]
     ended = [trial for trial in trials if trial.is_over and trial.seconds]
-    goodputs = [goodput(trial, quiet) for trial in ended] if quiet else []
+    goodputs = [goodput(trial, quiet) for trial in trials if not trial.has_raised] if quiet else []
     return {
         "faults": sum(len(trial.struck) for trial in trials),
         "over": f"{sum(trial.is_over for trial in trials)}/{len(trials)}",
@@ -161,10 +162,11 @@ def summed(trials: Sequence[Trial], quiet: Trial | None) -> dict[str, Any]:
 
 
 def goodput(trial: Trial, quiet: Trial) -> float:
-    """Samples that counted, over those of as many seconds without faults."""
-    assert trial.ending is not None
+    """Samples that counted, over those of as many seconds without faults; 0 without an ending."""
     if quiet.ending is None or not quiet.ending.counted:
         return float("nan")
+    if trial.ending is None or not trial.is_over or not trial.seconds:
+        return 0.0
     return trial.ending.counted / trial.seconds / (quiet.ending.counted / quiet.seconds)
 
 

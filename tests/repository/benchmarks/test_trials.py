@@ -180,6 +180,21 @@ def test_a_training_that_is_cut_off_says_nothing_of_its_end(ended: Trial) -> Non
     assert [summed([cut, left], None)[name] for name in only_known_at_the_end] == [0, 0, 1]
 
 
+@pytest.mark.fast
+def test_a_training_without_an_ending_has_no_goodput_and_not_the_others_one(ended: Trial) -> None:
+    hung, failed = Trial(0, is_hung=True), Trial(0, exit_code=1, said="Error")
+    raised = Trial(0, exit_code=1, has_raised=True)
+    for trials, expected in (
+        ([ended, hung, failed], 0.0),
+        ([ended, ended, hung], 1.0),
+        ([ended, hung], 0.5),
+        ([hung], 0.0),
+        ([ended, raised, raised], 1.0),  # They ended as the fault asks for.
+        ([raised], None),
+    ):
+        assert summed(trials, ended)["goodput"] == expected, trials
+
+
 def test_the_table_of_the_performance_page_has_rows_that_compared_prints() -> None:
     section = (ROOT / "docs/performance.md").read_text().split("## Compared")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
@@ -201,6 +216,8 @@ def test_the_table_of_trials_names_each_system_and_what_prints_it() -> None:
     assert set(compared.SYSTEMS) <= set(SYSTEMS)
     known = summed([], None)
     assert all(row.column in known for row in compared.TRIALS_ROWS)
+    columns = {(row.benchmark, row.column) for row in compared.TRIALS_ROWS}
+    assert columns >= {(one, what) for one in compared.TRIALS for what in ("over", "hangs")}
     figures = {"chorusline zero": {"goodput": 0.5, "next": None, "again": 3}, "notes": []}
     shown = compared.markdown_of_trials([(row, figures) for row in compared.TRIALS_ROWS])
     assert "| a rank killed every 15 s: goodput ↑ | 0.50 | - | - | - | - |" in shown
