@@ -21,6 +21,7 @@ come to a step that the seed has drawn. In the table, over all trials of a syste
     hangs         trials that took no step for --patience seconds
     left          processes and files in /dev/shm that stayed
     next, worst   seconds from a fault to the second new step: median, worst
+    open          faults after which no second new step came
     still         seconds in which no rank took a step, beyond what a usual step takes
     fewer         besides these, seconds in steps of fewer ranks than the training began with
     seconds       from the first step to the last, median of the trials that are over
@@ -154,6 +155,7 @@ def summed(trials: Sequence[Trial], quiet: Trial | None) -> dict[str, Any]:
         "left": sum(lefts) if lefts else None,
         "next": statistics.median(waits) if waits else None,
         "worst": max(waits, default=None),
+        "open": sum(len(trial.struck_at) - len(trial.next_s) for trial in trials),
         "still": sum(spent.still for spent in spents),
         "fewer": sum(spent.fewer for spent in spents),
         "seconds": statistics.median(trial.seconds for trial in ended) if ended else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -49,7 +50,7 @@ class Trial:
     """The result of one training.
 
     seconds: from the first step to the last.
-    next_s: by fault, the seconds to the next new step.
+    next_s: the seconds from each fault to the second new step, of those that have one.
     has_raised: the training ended with the exception that was planted.
     is_cut: it was stopped when its time was over, as in a storm.
     said: the last line of its output, if it ended with an error.
@@ -297,16 +298,16 @@ def storm(
     cut_s: float | None = None,
 ) -> Trial:
     """A training that has enough samples for so many seconds, cut off when these have passed since
-    its first step, or cut_s have; and a kill of one rank every so many. every_s 0: none."""
+    its first step, or cut_s have; and a kill of one rank every so many (kills_at)."""
     trial, plain = Trial(seed), Workload("")
     steps = seconds / plain.batch_s
     endless = replace(size, samples=int(steps) * size.workers * plain.batch)
     with running(system, seed, endless) as run:
         run.wait_for(1)
         begun = time.monotonic()
-        kills = draw(seed, int(seconds / every_s), ["kill"]) if every_s else []
-        for number, kill in enumerate(kills, 1):
-            _sleep_until(begun + number * every_s, run)
+        instants = kills_at(every_s, seconds)
+        for after_s, kill in zip(instants, draw(seed, len(instants), ["kill"]), strict=True):
+            _sleep_until(begun + after_s, run)
             if run.process.poll() is not None:
                 break
             run.strike(kill, trial)
@@ -316,6 +317,15 @@ def storm(
         else:
             run.end(trial)
     return trial
+
+
+def kills_at(every_s: float, seconds: float) -> list[float]:
+    """Seconds from the first step to each kill of a storm. every_s 0: none.
+
+    In the middle of each interval, so that what the last one costs is seen as well."""
+    if not every_s:
+        return []
+    return [(number + 0.5) * every_s for number in range(math.ceil(seconds / every_s - 0.5))]
 
 
 def _sleep_until(at: float, run: Run) -> None:

@@ -24,7 +24,7 @@ from benchmarks.trials.faults import KINDS, Fault, draw, is_alive, strike
 from benchmarks.trials.logged import Line, seconds_to_new, spent, taken_again
 from benchmarks.trials.picture import kept_in, picture
 from benchmarks.trials.systems import SYSTEMS, System
-from benchmarks.trials.trial import Size, Trial, last_words, play, storm
+from benchmarks.trials.trial import Size, Trial, kills_at, last_words, play, storm
 from benchmarks.trials.workload import PLANTED, Ledger, Workload, judged
 
 ROOT = Path(__file__).parents[3]
@@ -178,6 +178,21 @@ def test_a_training_that_is_cut_off_says_nothing_of_its_end(ended: Trial) -> Non
         assert {summed(trials, None)[name] for name in only_known_at_the_end} == {None}, trials
     left = dataclasses.replace(ended, left=["a process"])
     assert [summed([cut, left], None)[name] for name in only_known_at_the_end] == [0, 0, 1]
+
+
+@pytest.mark.fast
+def test_after_each_kill_of_a_storm_time_is_left_to_recover_in() -> None:
+    assert kills_at(15, 120) == [7.5 + 15 * n for n in range(8)]
+    assert kills_at(0.5, 2.0) == [0.25, 0.75, 1.25, 1.75]
+    assert kills_at(15, 44) == [7.5, 22.5, 37.5]
+    assert kills_at(15, 52.5) == [7.5, 22.5, 37.5], "not one as the storm ends"
+    assert kills_at(0, 120) == []
+
+
+@pytest.mark.fast
+def test_a_fault_from_which_no_training_recovered_is_counted(ended: Trial) -> None:
+    struck = dataclasses.replace(ended, struck_at=[1.0, 2.0, 3.0], next_s=[0.5])
+    assert (summed([struck, ended], None)["open"], summed([ended], None)["open"]) == (2, 0)
 
 
 @pytest.mark.fast
