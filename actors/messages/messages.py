@@ -508,8 +508,8 @@ class WorkerSnapshot:
         words = [f"{self.info}: {self.state.value}, generation {self.generation}"]
         if self.rank is not None:
             words.append(f"rank {self.rank} for {self.running_s:.1f} s")
-        if self.status.taken:
-            words.append(f"{self.status.taken} steps")
+        if self.status.step:
+            words.append(f"step {self.status.step}")
         words += [f"{count} {kind}" for kind, count in sorted(self.collectives.items())]
         if self.last_report is not None:
             values = ", ".join(f"{name}={value}" for name, value in self.last_report.values.items())

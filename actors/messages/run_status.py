@@ -114,6 +114,11 @@ class RunStatus:
     pid: int = field(default_factory=os.getpid)
 
     @property
+    def step(self) -> int:
+        """Optimizer steps of the whole chain, as in Report.global_step."""
+        return self.steps_before + self.taken
+
+    @property
     def place_in_epoch(self) -> int:
         """Steps of the epoch so far, the one under way included."""
         return self.batches_before + self.batches_taken + self.batches_shadowed

@@ -150,7 +150,7 @@ class Lifeline:
         # The group of this generation may not exist yet, and in another one ranks differ.
         if self.group is not None and self.group.generation == self.generation:
             ended = self.group._ended_ranks()
-        self._changes.left(time.time(), self._status.steps_before + self._status.taken)
+        self._changes.left(time.time(), self._status.step)
         # Else peers would wait in it for a rank that has left.
         if self.group is not None and not self.group.failure():
             self.group.abort(met)
@@ -194,9 +194,12 @@ class Lifeline:
         """The function continues in the generation that this rank was put into last, or is about to
         be called there: say so in the status. dealt_again: as in GenerationChange."""
         status = self._status
-        step = status.steps_before + status.taken
         change = self._changes.entered(
-            self.assignment, time.time(), step, runs_again=runs_again, dealt_again=dealt_again
+            self.assignment,
+            time.time(),
+            status.step,
+            runs_again=runs_again,
+            dealt_again=dealt_again,
         )
         if change is not None:
             with self._changed:

@@ -208,7 +208,7 @@ def _cells(worker: WorkerSnapshot, where: str) -> Sequence[str]:
         worker.info.device,
         _state(worker),
         "" if worker.running_s is None else f"{worker.running_s:.0f} s",
-        f"{worker.status.taken:,}",
+        f"{worker.status.step:,}",
         _left(worker),
         f"{(worker.memory_bytes + worker.device_memory_bytes) / (1 << 20):,.0f} MiB",
         _last_report(worker.last_report),

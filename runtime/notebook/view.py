@@ -192,7 +192,7 @@ def _row(seat: int, answer: WorkerSnapshot | str) -> str:
         cells = [
             "" if status.rank is None else _dot(status.rank) + str(status.rank),
             escape(state),
-            str(status.taken or ""),
+            str(status.step or ""),
             "" if status.epoch is None else str(status.epoch),
             "" if status.batches_left is None else str(status.batches_left),
             _memory(answer),

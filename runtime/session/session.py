@@ -457,7 +457,7 @@ class Session:
             return 0
         seen = await self._holder.ask_workers(_ASK_S)
         statuses = [one.status for one in seen if not isinstance(one, str)]
-        return max((one.steps_before + one.taken for one in statuses), default=0)
+        return max((one.step for one in statuses), default=0)
 
     # ── A session that outlives its program ──────────────────────────────────────────────────────
 

@@ -40,10 +40,11 @@ def shown(
     detail: str | None = None,
     changes: tuple[GenerationChange, ...] = (),
     num_lost: int = 0,
+    **more: int,
 ) -> str:
     info = WorkerInfo("id", 0, "node", "host", 7, "cpu")
     report = Report(0, 3, time.time(), {"path": value})
-    steps = RunStatus(rank=0, generation_changes=changes, num_lost=num_lost)
+    steps = RunStatus(rank=0, generation_changes=changes, num_lost=num_lost, **more)
     word = detail or WorkerSnapshot(info, WorkerState.TRAINING, 0, 0, 1.0, {}, report, status=steps)
     seen = Survey(DriverSnapshot(0, 0, 1, ((info, MemberState.RUNNING),)), (word,))
     printed = io.StringIO()
@@ -70,6 +71,11 @@ def test_the_losses_of_a_run_are_counted_with_their_steps() -> None:
     assert "lost so far" not in shown(1.0)
     later = shown(1.0, changes=(change,), num_lost=20)
     assert "lost so far: 20, the last ones at step 1456" in later
+
+
+def test_the_step_of_a_resumed_run_counts_those_before_the_checkpoint() -> None:
+    row = shown(1.0, taken=1064, steps_before=300).splitlines()[-1]
+    assert " 1,364 " in row
 
 
 @pytest.mark.parametrize("value", [1e300, 10**300], ids=["float", "int"])

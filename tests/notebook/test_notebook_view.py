@@ -115,14 +115,14 @@ def test_rates_are_even_where_training_was(num_reports: int) -> None:
 
 def test_the_table_says_where_every_rank_is() -> None:
     seen = [
-        snapshot(0, taken=7, epoch=2, batches_left=3),
+        snapshot(0, taken=7, steps_before=300, epoch=2, batches_left=3),
         snapshot(1, taken=7, epoch=2, batches_left=0, has_joined=True),
         "did not answer within 1 s",
         "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR",
     ]
     rows = ranks_as_html(seen).split("<tr>")[2:]
-    assert all(part in rows[0] for part in ("training", ">7<", ">2<", ">3<", "3 MiB", "pid 40"))
-    assert "&lt;host&gt;" in rows[0]
+    assert all(part in rows[0] for part in ("training", ">307<", ">2<", ">3<", "3 MiB", "pid 40"))
+    assert "&lt;host&gt;" in rows[0] and "; step 307" in str(seen[0])
     assert "joined: shadows the others" in rows[1] and ">0<" in rows[1]
     assert "did not answer" in rows[2] and "seat 2" in rows[2]
     assert "<b>gone</b>" in rows[3] and 'title="The actor is dead' in rows[3]

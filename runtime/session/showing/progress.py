@@ -37,6 +37,7 @@ from .progress_model import (
     in_the_end,
     joining,
     living,
+    step_of,
 )
 
 LINE_INTERVAL_S = 10.0
@@ -54,7 +55,8 @@ class Progress:
     and what each rank has left of the epoch. As a context manager, it also shows that the workers
     are starting.
 
-    num_steps: steps of the whole run, for the bar; None if unknown.
+    num_steps: steps of the whole run, for the bar, with those before the checkpoint that it resumes
+        from; None if unknown.
     console: of rich; by default that of stderr.
     """
 
@@ -229,7 +231,7 @@ class Progress:
         bars = Table.grid(padding=(0, 2))
         # One bar for all: of the run if its length is known, else of the epoch.
         if self._num_steps:
-            bars.add_row("all ranks", _bar(places.taken or model.step, self._num_steps))
+            bars.add_row("all ranks", _bar(step_of(model, places), self._num_steps))
         elif places.total:
             bars.add_row("this epoch", _bar(places.done, places.total))
         left, joined = places.left or living(model.left, places), places.joined | model.joined

@@ -23,6 +23,7 @@ _WINDOW_S = 20.0
 class RankProgress:
     """The reports of one rank. numbers: the last one of each name."""
 
+    step: int  # the global_step of the last one
     epoch: int
     taken: int  # batches of that epoch, one per report
     left: int | None  # batches of that epoch; None: not reported
@@ -39,7 +40,8 @@ class ProgressModel:
     """
 
     ranks: Mapping[int, RankProgress] = field(default_factory=dict)
-    steps_of: Mapping[int, int] = field(default_factory=dict)  # epoch -> most steps of any rank
+    step: int = 0  # of the rank that is furthest, as in Report.global_step
+    steps_of: Mapping[int, int] = field(default_factory=dict)  # epoch -> most reports of any rank
     tokens: float = 0.0  # after the first report, whose step includes the start
     first_s: float = 0.0
     last_s: float = 0.0
@@ -49,25 +51,23 @@ class ProgressModel:
         epoch = _whole(numbers, "epoch") or 0
         before = self.ranks.get(report.rank)
         rank = RankProgress(
+            step=report.global_step,
             epoch=epoch,
             taken=1 if before is None or before.epoch != epoch else before.taken + 1,
             left=_whole(numbers, "batches_left"),
             numbers={**(before.numbers if before is not None else {}), **numbers},
         )
         longest = max(self.steps_of.get(epoch, 0), rank.taken)
+        runs_again = before is not None and rank.step < before.step
         return ProgressModel(
             ranks={**self.ranks, report.rank: rank},
+            step=rank.step if runs_again else max(self.step, rank.step),
             steps_of={**self.steps_of, epoch: longest},
             # The first report is where the time begins, so its tokens came before it.
             tokens=self.tokens + numbers.get("tokens", 0.0) if self.ranks else 0.0,
             first_s=self.first_s if self.ranks else report.time,
             last_s=max(self.last_s, report.time),
         )
-
-    @property
-    def step(self) -> int:
-        """The number of optimizer steps so far, where each is reported."""
-        return sum(self.steps_of.values())
 
     @property
     def joined(self) -> frozenset[int]:
@@ -102,13 +102,15 @@ class ProgressModel:
 @dataclass(frozen=True)
 class Places:
     """Where the ranks are. epoch: the earliest that a rank is in, from 0; None outside of loops.
-    num_epochs: None if unknown. taken: optimizer steps of the run. left, batches: of the epoch, by
-    rank; batches: with those of the epoch's steps that it has taken no part in. joined: ranks that
-    are out of data. numbers: as in ProgressModel. ranks: of the workers that are in the run."""
+    num_epochs: None if unknown. taken: optimizer steps in this run. step: those of the whole chain
+    of runs. left, batches: of the epoch, by rank; batches: with those of the epoch's steps that it
+    has taken no part in. joined: ranks that are out of data. numbers: as in ProgressModel. ranks:
+    of the workers that are in the run."""
 
     epoch: int | None = None
     num_epochs: int | None = None
     taken: int = 0
+    step: int = 0
     left: Mapping[int, int] = field(default_factory=dict)
     batches: Mapping[int, int] = field(default_factory=dict)
     joined: frozenset[int] = frozenset()
@@ -137,6 +139,7 @@ class Places:
             epoch,
             max((one.num_epochs for one in by_rank.values() if one.num_epochs), default=None),
             max((one.taken for one in by_rank.values()), default=0),
+            max((one.step for one in by_rank.values()), default=0),
             {rank: one.batches_left for rank, one in inside.items() if one.batches_left is not None}
             if epoch is not None
             else {},
@@ -236,6 +239,11 @@ def _whole(numbers: Mapping[str, float], name: str) -> int | None:
     return int(number) if number is not None and abs(number) < _MOST_DIGITS else None
 
 
+def step_of(model: ProgressModel, places: Places) -> int:
+    """The optimizer step. Where no optimizer of a session steps, the reports count."""
+    return places.step if places.taken else model.step or places.step
+
+
 def headline(
     model: ProgressModel,
     places: Places = NOWHERE,
@@ -245,7 +253,7 @@ def headline(
 ) -> str:
     """`epoch 2/3  step 33/120  loss 2.991  312 samples/s  2 workers`. over: of an epoch that is
     over, instead of the place in the next one."""
-    step = places.taken or model.step
+    step = step_of(model, places)
     if over:
         parts = [over, f"step {step}"]
     # Of the two bars one is shown: that of the run, if the user has said how long it is.
@@ -273,7 +281,7 @@ def time_left(places: Places, pace: Pace, num_steps: int | None = None) -> str:
     """`3:10 left`, of the whole run as far as its steps are known, else of the epoch; empty if the
     ranks have taken too few steps to tell."""
     if num_steps:
-        steps = num_steps - places.taken
+        steps = num_steps - places.step
     elif places.total and places.epoch is not None:
         # The epochs to come are taken to be as long as this one.
         later = max(0, (places.num_epochs or 0) - places.epoch - 1)

@@ -39,7 +39,7 @@ from chorusline.runtime.session.showing.starting import Starting
 def report(rank, number, num_batches, *, epoch=0, time=0.0):
     values = {"loss": 2.0 + rank, "tokens": 100, "epoch": epoch}
     values["batches_left"] = num_batches - number - 1
-    return Report(rank, number, time, values)
+    return Report(rank, number, time, values, number + 1, number + 1)
 
 
 def seen(*reports):
@@ -73,8 +73,31 @@ def test_rank_that_is_an_epoch_ahead_makes_nobody_join():
     assert seen(*first[:2], report(0, 0, 2, epoch=1), *first[2:]).joined == frozenset()
 
 
-def test_step_counts_the_longest_rank_of_each_epoch():
-    assert seen(*run_of(2, 5), *run_of(4, 1, epoch=1)).step == 5 + 4
+def of_step(step, rank=0):
+    return Report(rank, 0, 0.0, {"loss": 1.0}, global_step=step)
+
+
+def test_the_step_is_that_of_the_furthest_rank_until_the_function_runs_again():
+    """With the steps before the checkpoint that the run has resumed from."""
+    ahead = [of_step(301), of_step(310), of_step(303, rank=1)]
+    assert seen(*ahead).step == 310
+    assert seen(*ahead, of_step(300, rank=1)).step == 300
+    assert seen(*ahead, of_step(300, rank=1), of_step(300), of_step(304)).step == 304
+
+
+def test_the_progress_of_a_resumed_run_counts_the_steps_before_the_checkpoint():
+    places = places_of(RunStatus(0, taken=64, steps_before=300))
+    pace = Pace()
+    for now_s, taken in ((1.0, 60), (2.0, 64)):
+        pace.look({}, now_s, taken)
+    assert headline(ProgressModel(), places, pace, 365).startswith("step 364/365")
+    assert time_left(places, pace, num_steps=400) == "0:09 left"
+    # Before the first step, and where no optimizer of a session steps.
+    begun = places_of(RunStatus(0, steps_before=300))
+    assert headline(ProgressModel(), begun, None, 365).startswith("step 300/365")
+    assert headline(seen(of_step(310)), begun, None, 365).startswith("step 310/365")
+    back = places_of(RunStatus(0, taken=120, steps_before=-20))
+    assert headline(seen(of_step(120)), back, None, 365).startswith("step 100/365")
 
 
 def test_loss_is_the_mean_of_the_ranks_that_still_have_data():
@@ -89,12 +112,13 @@ def test_tokens_per_second_leave_out_the_step_that_paid_for_the_start():
 
 def test_a_number_of_any_size_is_a_few_characters():
     largest = {"loss": -1.5e308, "tokens": 1e308, "batches_left": 1e308, "epoch": 1e308}
-    total = seen(Report(0, 0, 0.0, largest), Report(0, 1, 1.0, {**largest, "count": 10**300}))
+    first = Report(0, 0, 0.0, largest, 1, 1)
+    total = seen(first, Report(0, 1, 1.0, {**largest, "count": 10**300}, 2, 2))
     assert headline(total) == "step 2  loss -1.5e+308  count 1e+300  1e+308 tokens/s"
     assert batches_left(total) == ""
     few = {"a": 0, "b": 999, "c": 12_345_678, "d": float("inf"), "e": float("nan")}
     shown = "step 1  a 0.000  b 999.000  c 12,345,678  d inf  e nan"
-    assert headline(seen(Report(0, 0, 0.0, few))) == shown
+    assert headline(seen(Report(0, 0, 0.0, few, 1, 1))) == shown
 
 
 def test_many_ranks_are_counted_and_not_listed():
@@ -103,8 +127,8 @@ def test_many_ranks_are_counted_and_not_listed():
     )
 
 
-def test_reports_without_our_names_still_count_steps():
-    total = seen(Report(0, 0, 0.0, {"accuracy": 0.5}), Report(0, 1, 1.0, {"accuracy": 0.6}))
+def test_reports_without_our_names_say_the_step_alone():
+    total = seen(Report(0, 0, 0.0, {"accuracy": 0.5}, 2, 2))
     assert (total.step, total.loss, total.tokens_per_s, batches_left(total)) == (2, None, None, "")
 
 
