@@ -293,6 +293,10 @@ class NcclCommunicator(Communicator):
         launch = _Launch(operation, tensors, start)
         # NCCL launches a block as one group call, so its operations have one work and one end.
         if self._together is not None:
+            # Not all tensors need be filled on the stream that is current at the block's end.
+            if self.in_flight.failure is None:  # As in `_launch`.
+                with self._nccl, self._on_device:
+                    self._follow_caller()
             self._together.append(launch)
             if self._work_together is None:
                 self._work_together = self._work_of(operation)
@@ -326,9 +330,7 @@ class NcclCommunicator(Communicator):
         real = [one for one in launches if any(tensor.numel() for tensor in one.tensors)]
         work.used = used = [tensor for one in launches for tensor in one.tensors]
         with self._on_device:
-            # What the caller has launched on the tensors comes first; the host waits for nothing.
-            self._issued_before.record(torch.cuda.current_stream(self.device))
-            self._stream.wait_event(self._issued_before)
+            self._follow_caller()
             work.started.record(self._stream)
             # A group call of one operation costs the host time, and gains nothing.
             if len(real) == 1:
@@ -352,6 +354,12 @@ class NcclCommunicator(Communicator):
             # caller has dropped it.
             for tensor in used:
                 tensor.record_stream(self._stream)
+
+    def _follow_caller(self) -> None:
+        """What this thread has launched on the tensors comes first; the host waits for nothing.
+        With the lock held."""
+        self._issued_before.record(torch.cuda.current_stream(self.device))
+        self._stream.wait_event(self._issued_before)
 
     # -- the end ---------------------------------------------------------------------------------
 

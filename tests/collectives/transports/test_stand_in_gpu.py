@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 
 from chorusline.collectives.group import Group
 from tests.contracts.group import CONTRACT, name_of
-from tests.harness.stand_in_gpu import nccl
+from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in, seeds
 
 pytestmark = needs_stand_in
@@ -100,3 +102,31 @@ def test_a_coalesced_block_and_an_exchange_are_each_one_launch_of_nccl(
     reused_ranks: Callable[[int, int], StandInRanks],
 ) -> None:
     reused_ranks(3, 3).check(check_launches)
+
+
+def fill_on_another_stream(group: Group) -> list[Any]:
+    """Each tensor of a block is filled late, on a stream that is not the one at the block's end."""
+    whole, strided, of_thread = (torch.zeros(4, 2, device=group.device) for _ in range(3))
+
+    def fill(tensor: torch.Tensor) -> None:
+        torch.cuda.set_device(group.device)
+        with torch.cuda.stream(torch.cuda.Stream(group.device)):
+            streams.launch(lambda: time.sleep(0.1))  # As long as computing it may take.
+            tensor.fill_(5)
+            group.all_reduce(tensor)
+
+    with group.coalesce() as work:
+        fill(whole)
+        fill(strided[:, 1])
+        thread = threading.Thread(target=fill, args=(of_thread,))
+        thread.start()
+        thread.join()
+    work.wait_on_host()
+    return [tensor.tolist() for tensor in (whole, strided[:, 1], of_thread)]
+
+
+def test_a_coalesced_block_waits_for_each_stream_on_which_its_operations_were_issued(
+    reused_ranks: Callable[[int, int], StandInRanks],
+) -> None:
+    for found in reused_ranks(2, 1).check(fill_on_another_stream):
+        assert found == [[[10.0] * 2] * 4, [10.0] * 4, [[10.0] * 2] * 4]
