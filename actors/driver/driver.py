@@ -432,10 +432,12 @@ class Driver(StoreActor):
         return self._workers[worker_id]
 
     def idle(self) -> list[str]:
-        """Ids of the workers without a rank."""
+        """Ids of the workers without a rank, but those whose seats are being filled: the session
+        ends them."""
         members = self._membership.snapshot(0).members
-        ready = [one.worker_id for one, state in members if state is messages.MemberState.READY]
-        return [worker_id for worker_id in ready if self.knows(worker_id)]
+        ready = {one.worker_id for one, state in members if state is messages.MemberState.READY}
+        left = {worker_id for _, worker_id in self._lost}
+        return [worker_id for worker_id in ready - left if self.knows(worker_id)]
 
     def dry_run_of(self, worker_id: str) -> DryRun | None:
         return self._membership.dry_run_of(worker_id)

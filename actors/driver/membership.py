@@ -580,7 +580,8 @@ class Membership:
         self._formed = tuple(member.info.worker_id for member in plan.members)
         for member in plan.members:
             member.state = MemberState.RUNNING
-        for member in plan.resting:
+        # READY when they have ended what they did (`_rank_ended`).
+        for member in (*plan.resting, *plan.dismissed):
             member.state = MemberState.STUCK
         endpoints = self._endpoints(run, plan)
         beginnings = _beginnings(run, plan, self._generation, entered, without, endpoints)

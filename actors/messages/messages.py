@@ -530,7 +530,7 @@ class MemberState(enum.Enum):
     """The worker has none yet, and runs the function by itself (driver/arrivals.py)."""
 
     STUCK = "stuck"
-    """The worker did not stop in time; it is READY again only when it answers that it is idle."""
+    """The worker was told to stop, and has not yet; it is READY again only when it is idle."""
 
     LOST = "lost"
     """The worker's process is gone."""
