@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
+from torch.nn.parameter import is_lazy
 
 from chorusline.collectives.contract.errors import with_article
 
@@ -15,10 +17,9 @@ from ..process.registry import Registered
 from ..zero.shards.parameter_bucket import in_format_of
 from ..zero.shards.shard_state import MASTER
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
-from .contents import PER_RANK, ZERO, classes_of, is_dense, leaves_of, optimizers_within, tree_of
+from .contents import PER_RANK, ZERO, classes_of, is_dense, optimizers_within, tree_of
 from .format.errors import CheckpointCorrupted, CheckpointMismatch
 from .format.manifest import ManifestEntry, dtype_name, name_of
-from .format.pieces import Path
 from .format.reader import CheckpointReader
 from .sharded_state import GROUPS, MAX_NORM, NUM_STEPS, STATE, SavedOptimizer
 
@@ -67,9 +68,9 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         # A checkpoint has the names of the module, wrapped or not. torch would load what fits
         # before it raises for the rest.
         module = stateful.module if isinstance(stateful, DistributedDataParallel) else stateful
-        here = module.state_dict()
-        check_same_tensors(reader, (entry.name,), here)
-        module.load_state_dict(_with_versions(read_tree(reader, entry.name), here))
+        _check_same_tensors(entry.name, module, reader)
+        state = _with_versions(read_tree(reader, entry.name), module.state_dict())
+        module.load_state_dict(state)
     elif isinstance(stateful, torch.optim.Optimizer):
         _load_plain(entry.name, stateful, read_tree(reader, entry.name), reader)
     else:
@@ -157,26 +158,49 @@ def read_tree(reader: CheckpointReader, *path: str | int) -> Any:
     return tree_of((entry.path[len(path) :], reader.value(entry)) for entry in reader.below(*path))
 
 
-def check_same_tensors(reader: CheckpointReader, path: Path, state: Mapping[str, Any]) -> None:
-    """Raise CheckpointMismatch, naming the first tensors that differ from the saved ones."""
+def _check_same_tensors(name: str, module: torch.nn.Module, reader: CheckpointReader) -> None:
+    """Raise CheckpointMismatch, naming the first tensors that differ from the saved ones.
+
+    What may have another shape in each save is left to load_state_dict, which is strict: extra
+    state, and the buffers of a module that loads its state itself, as torch's FakeQuantize does.
+    """
+    parts = dict(module.named_modules(remove_duplicate=False))
+    named = module.named_parameters(remove_duplicate=False)
+    parameters = {key for key, parameter in named if not is_lazy(parameter)}
+
+    def is_fixed(key: str) -> bool:
+        owner = key.rpartition(".")[0]
+        while owner not in parts:
+            owner = owner.rpartition(".")[0]
+        return key in parameters or not (key.endswith(EXTRA_STATE) or _loads_itself(parts[owner]))
+
     here = {
-        below: (tuple(value.shape), dtype_name(value.dtype))
-        for below, value in leaves_of(path, dict(state))
-        if is_dense(value)
+        key: value
+        for key, value in module.state_dict().items()
+        if is_fixed(key) and isinstance(value, torch.Tensor)
     }
-    saved = {e.path: (e.shape, e.dtype) for e in reader.below(*path) if e.dtype is not None}
+    # Below a key are the tensors of a dictionary, which is no parameter or buffer.
+    saved = {str(e.path[1]): e for e in reader.below(name) if len(e.path) == 2}
     differences = []
     # In the order of the model, and then what only the checkpoint has: the first are named.
-    for key in [*here, *(key for key in saved if key not in here)]:
-        if here.get(key) != saved.get(key):
+    for key in [*here, *(key for key in saved if key not in here and is_fixed(key))]:
+        tensor, entry = here.get(key), saved.get(key)
+        # A tensor without elements is saved as an object, or within one.
+        if str(entry or "an object") != (_text(tensor) if is_dense(tensor) else "an object"):
             differences.append(
-                f"{name_of(key)} is {_text(saved.get(key))} in it, and {_text(here.get(key))} here"
+                f"{name}.{key} is {entry or 'missing'} in it, and {_text(tensor)} here"
             )
     _raise_differences(reader, differences, "the models differ")
 
 
-def _text(kind: tuple[tuple[int, ...], str | None] | None) -> str:
-    return "missing" if kind is None else f"{kind[0]} {kind[1]}"
+def _loads_itself(part: torch.nn.Module) -> bool:
+    """Whether a module does more with a saved state than torch's own layers, which copy it."""
+    load = type(part)._load_from_state_dict
+    return bool(part._load_state_dict_pre_hooks) or not load.__module__.startswith("torch.nn.")
+
+
+def _text(tensor: torch.Tensor | None) -> str:
+    return "missing" if tensor is None else f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
 
 
 def _raise_differences(reader: CheckpointReader, differences: list[str], what: str) -> None:

@@ -710,3 +710,88 @@ def test_a_module_with_versions_takes_its_state_as_it_was_saved(ranks_of, tmp_pa
     saved = ranks_of(2).run(_save_or_resume_turned, config, per_rank, True)
     assert saved == [[0, 1, 0, 0, 0, 1, 0, 0, 0]] * 2
     assert ranks_of(2).run(_save_or_resume_turned, config, per_rank, False) == saved
+
+
+class Seen(torch.nn.Module):
+    """Its extra state has no tensor before the first batch."""
+
+    last: torch.Tensor | None = None  # None: no batch yet
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.last = batch.detach().clone()
+        return batch
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"last": self.last, "version": 1}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.last = state["last"]
+
+
+class Rows(torch.nn.Module):
+    """Its buffer has a row for each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.empty(0))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.rows = torch.cat([self.rows, batch.detach().mean().reshape(1)])
+        return batch
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.rows = torch.empty_like(state_dict[prefix + "rows"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _per_channel() -> torch.nn.Module:
+    return torch.ao.quantization.FakeQuantize(
+        torch.ao.quantization.MovingAveragePerChannelMinMaxObserver,
+        quant_min=-128,
+        quant_max=127,
+        dtype=torch.qint8,
+        qscheme=torch.per_channel_symmetric,
+        ch_axis=1,
+    )
+
+
+GROWING = {
+    "extra": Seen,
+    "buffer": Rows,
+    "fake quantize": _per_channel,
+    "lazy": torch.nn.LazyBatchNorm1d,
+}
+
+
+def _grown(ctx: cl.Context, which: str, saves: bool) -> dict[str, Any]:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), GROWING[which]())
+    if saves:
+        net(torch.arange(8.0).view(4, 2))
+    ctx.register("model", net)
+    if saves:
+        ctx.save().wait()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("which", GROWING)
+def test_a_module_whose_state_has_grown_resumes(alone, tmp_path, which):
+    config = cl.CheckpointConfig(tmp_path)
+    saved, resumed = (
+        in_run(alone, _grown, config, which=which, saves=saves) for saves in (True, False)
+    )
+    assert same(resumed, saved)
+
+
+def _save_buffer(ctx: cl.Context, length: int) -> None:
+    net = torch.nn.Linear(2, 2)
+    net.register_buffer("seen", torch.zeros(length))
+    ctx.register("model", net)
+    ctx.save().wait()
+
+
+def test_a_buffer_without_elements_is_not_called_missing(alone, tmp_path):
+    config = cl.CheckpointConfig(tmp_path)
+    in_run(alone, _save_buffer, config, length=3)
+    with pytest.raises(cl.CheckpointMismatch) as raised:
+        in_run(alone, _save_buffer, config, length=0)
+    assert "model.seen is (3,) float32 in it, and (0,) float32 here" in str(raised.value)
