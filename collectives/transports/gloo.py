@@ -455,14 +455,13 @@ class GlooCommunicator(Communicator):
         looked_at = time.monotonic()
         while not self._over.wait(_TICK_S):
             head: PendingWork | None = self._in_flight.head()
+            # All ranks take part in a collective, so those that follow each other need no look.
+            # Messages say only that one other rank lives, so they do not put it off.
+            since = self._in_flight.settled_at if head is None else head.operation.issued_at
             # A rank that waits for a message is asked for its position as one in a collective is.
             if head is None and self._messages is not None:
                 head = self._messages.in_flight.head()
-            # With nothing in flight too: another rank may have ended the generation.
-            if head is None:
-                since, pause_s = self._in_flight.settled_at, _IDLE_LOOK_S
-            else:
-                since, pause_s = head.operation.issued_at, look_s(head.operation)
+            pause_s = _IDLE_LOOK_S if head is None else look_s(head.operation)
             if time.monotonic() - max(looked_at, since) >= pause_s:
                 looked_at = time.monotonic()
                 error = self._look(None if head is None else head.operation)

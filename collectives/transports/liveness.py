@@ -1,8 +1,8 @@
 """How ranks that share only a store learn which ranks are late or gone, and what ended a group.
 
 For NCCL and Gloo, which can neither see their peers nor carry such messages. A rank whose
-operations follow each other without delay does not use the store; a rank that waits, or has been
-idle for a while, writes and reads these keys:
+collectives follow each other without delay does not use the store; a rank that waits, sends and
+receives messages, or has been idle for a while, writes and reads these keys:
 
     position/<rank>   how far a rank has come, and what it is doing, in words
     abort/error       the error that ended the generation, as JSON; the first one written stands

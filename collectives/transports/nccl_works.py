@@ -219,7 +219,9 @@ class Watcher:
             if head is not followed:
                 followed, pause_s = head, FIRST_PAUSE_S
             now = time.monotonic()
-            if now - max(looked_at, head.operation.issued_at) >= look_s(head.operation):
+            # Messages say only that one other rank lives, so they do not put a look off.
+            since = 0.0 if head.operation.is_between_two else head.operation.issued_at
+            if now - max(looked_at, since) >= look_s(head.operation):
                 looked_at = now
                 self._look(head)
             is_awaited = head.is_awaited or bool(head.callbacks)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -136,6 +138,45 @@ def test_when_all_ranks_are_killed_nothing_stays_in_shared_memory(
         for rank in range(3):
             ranks.signal(rank, signal.SIGKILL)
     assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def stream(group: Group, peer: int, begun: Callable[[], None]) -> None:
+    """Send and receive, six messages each way in flight, for as long as a test may take."""
+    works: deque[Work] = deque()
+    give_up_at = time.monotonic() + 40
+    for number in itertools.count():
+        works += group.send(torch.ones(16384), peer), group.recv(torch.empty(16384), peer)
+        while len(works) > 12:
+            works.popleft().wait()
+        if number == 20:
+            begun()
+        if time.monotonic() > give_up_at:
+            return
+
+
+def die_beside_a_stream(rank: Rank) -> Any:
+    """Rank 0 dies, rank 1 waits for its message, and the others stream messages to each other."""
+    group = rank.group(timeout_s=60)
+    group.barrier().wait()
+    if rank.rank > 1:
+        return error_of(lambda: stream(group, 5 - rank.rank, lambda: rank.say("ready")))
+    if rank.rank == 1:
+        work = group.recv(torch.empty(10), 0)
+        rank.say("ready")
+        return error_of(work.wait)
+    rank.store.wait([f"said/ready/{other}" for other in (1, 2, 3)], 60)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return None
+
+
+@transports
+def test_ranks_that_stream_messages_are_not_taken_for_dead_and_hear_who_is(
+    transport: str, tmp_path: Path
+) -> None:
+    with Ranks(die_beside_a_stream, 4, tmp_path, transport) as ranks:
+        for error in ranks.results(ranks=[1, 2, 3]):
+            assert isinstance(error, PeerLost)
+            assert error.ranks == [0]
 
 
 # -- a rank that does not come -------------------------------------------------------------------

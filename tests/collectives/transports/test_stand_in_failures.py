@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -424,6 +425,45 @@ def test_an_error_of_nccl_calls_the_roll_instead_of_blaming_this_rank() -> None:
         with pytest.raises(AssertionError, match="rank 2: its process ended") as caught:
             ranks.run(lose_a_peer)
     assert "rank 0" not in str(caught.value) and "rank 1:" not in str(caught.value)
+
+
+def lose_a_peer_beside_a_stream(rank: Rank) -> str:
+    """Rank 0 dies, rank 1 finds that out, and rank 2 sends to rank 3 meanwhile."""
+    group = rank.group()
+    group.barrier().wait_on_host()
+    if rank.rank == 0:
+        rank.store.wait(["said/streams/2", "said/streams/3"], 30)
+        rank.say("dying")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank.rank == 1:
+        rank.store.wait(["said/dying/0"], 30)
+        nccl.settings.broken = 6
+
+    def use() -> None:
+        if rank.rank == 1:
+            group.all_reduce(torch.ones(3, device=group.device)).wait_on_host()
+        give_up_at = time.monotonic() + 20
+        for number in itertools.count():
+            tensor = torch.ones(3, device=group.device)
+            work = group.send(tensor, 3) if rank.rank == 2 else group.recv(tensor, 2)
+            work.wait_on_host()
+            if number == 20:
+                rank.say("streams")
+            if time.monotonic() > give_up_at:
+                return
+
+    error = error_of(use)
+    assert isinstance(error, PeerLost), error
+    assert error.ranks == [0], error
+    return str(error)
+
+
+@needs_stand_in
+def test_ranks_that_stream_messages_answer_the_roll_call_of_another() -> None:
+    with StandInRanks(4) as ranks:
+        with pytest.raises(AssertionError, match="rank 0: its process ended") as caught:
+            ranks.run(lose_a_peer_beside_a_stream)
+    assert "PeerLost" not in str(caught.value) and "rank 1:" not in str(caught.value)
 
 
 def die(rank: int) -> None:
