@@ -76,7 +76,6 @@ dist: $(INSTALLED)  ## a wheel and an sdist, in dist/
 
 bench: $(INSTALLED)  ## every benchmark, as tables
 	$(BIN)/python -m benchmarks.speed.collectives
-	$(BIN)/python -m benchmarks.speed.join
 	$(BIN)/python -m benchmarks.speed.step
 	$(BIN)/python -m benchmarks.speed.input
 	$(BIN)/python -m benchmarks.speed.steps_cost
