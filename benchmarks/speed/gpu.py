@@ -197,15 +197,16 @@ def steps(group: cl.Group, size: str, rounds: int) -> dict[str, Any]:
 
     ours = cl.DistributedDataParallel(make_model(size, device), group)
     sharded = cl.DistributedDataParallel(make_model(size, device), group)
-    peer = TorchDDP(make_model(size, device))
-    peer_sharded = TorchDDP(make_model(size, device))
+    peer = TorchDDP(make_model(size, device), gradient_as_bucket_view=True)
+    peer_sharded = TorchDDP(make_model(size, device), gradient_as_bucket_view=True)
+    peer_zero = TorchZero(peer_sharded.parameters(), adamw, parameters_as_bucket_view=True, **flags)
     whole_shards = fsdp2(size, device)
     alone = make_model(size, device)
     made: dict[str, tuple[Any, Any]] = {
         "ddp": (ours, adamw(ours.parameters(), **flags)),
         "torch ddp": (peer, adamw(peer.parameters(), **flags)),
         "zero": (sharded, cl.ZeroRedundancyOptimizer(sharded, adamw, **flags)),
-        "torch zero": (peer_sharded, TorchZero(peer_sharded.parameters(), adamw, **flags)),
+        "torch zero": (peer_sharded, peer_zero),
         "torch fsdp2": (whole_shards, adamw(whole_shards.parameters(), **flags)),
         "no communication": (alone, adamw(alone.parameters(), **flags)),
     }

@@ -37,7 +37,7 @@ def peer_train(config: dict[str, Any]) -> None:
     context = ray.train.get_context()
     rank = context.get_world_rank()
     log = Log(config["logs"], f"rank-{rank}-{os.getpid()}")
-    model = torch.nn.parallel.DistributedDataParallel(make_model())
+    model = torch.nn.parallel.DistributedDataParallel(make_model(), gradient_as_bucket_view=True)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
     step = 0
     checkpoint = ray.train.get_checkpoint()

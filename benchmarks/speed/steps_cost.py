@@ -230,7 +230,7 @@ def measure_throttled(rank: int, num_ranks: int, path: str, rounds: int) -> dict
     store = dist.FileStore(path + "-gloo", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     per_rank = THROTTLED_MICRO_BATCHES // num_ranks
-    model = TorchDDP(make_model("2M"))
+    model = TorchDDP(make_model("2M"), gradient_as_bucket_view=True)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batches = Rows(THROTTLED_BATCH * per_rank)._rows.split(THROTTLED_BATCH)
 

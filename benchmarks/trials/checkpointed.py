@@ -29,7 +29,7 @@ def train_from(
         module.load_state_dict(state["model"])
         optim.load_state_dict(state["optim"])
         step = state["step"]
-    model = torch.nn.parallel.DistributedDataParallel(module)
+    model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
     while step < workload.num_steps:
         first = step * workload.global_batch
         numbers = torch.arange(first, min(first + workload.global_batch, workload.num_samples))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import json
@@ -210,7 +211,7 @@ def test_a_training_without_an_ending_has_no_goodput_and_not_the_others_one(ende
         assert summed(trials, ended)["goodput"] == expected, trials
 
 
-def test_the_table_of_the_performance_page_has_rows_that_compared_prints() -> None:
+def test_the_table_of_the_performance_page_has_the_rows_that_compared_prints() -> None:
     section = (ROOT / "docs/performance.md").read_text().split("## Compared")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     rows = {
@@ -218,6 +219,7 @@ def test_the_table_of_the_performance_page_has_rows_that_compared_prints() -> No
     }
     by = {f"{row.title}, {row.unit}": compared.file_of(row.benchmark) for row in compared.ROWS}
     del rows[""]
+    assert set(by) <= set(rows), "rows with a small gain are left out"
     for title, cells in rows.items():
         printed_by = cells[-2]
         if title in by:
@@ -225,6 +227,24 @@ def test_the_table_of_the_performance_page_has_rows_that_compared_prints() -> No
         else:
             assert printed_by.startswith("tests/")
         assert (ROOT / printed_by).exists(), title
+
+
+@pytest.mark.fast
+def test_torch_as_a_peer_keeps_gradients_and_parameters_in_its_buckets() -> None:
+    """Its default copies both in each step: it is not what torch can do."""
+    made = {
+        "TorchDDP": "gradient_as_bucket_view",
+        "torch.nn.parallel.DistributedDataParallel": "gradient_as_bucket_view",
+        "TorchZero": "parameters_as_bucket_view",
+    }
+    calls = [
+        (str(path.relative_to(ROOT)), node.lineno, made[name], {key.arg for key in node.keywords})
+        for path in (ROOT / "benchmarks").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in made
+    ]
+    assert len(calls) >= 6
+    assert [call[:3] for call in calls if call[2] not in call[3]] == []
 
 
 def test_the_table_of_trials_names_each_system_and_what_prints_it() -> None:
