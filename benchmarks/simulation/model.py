@@ -8,7 +8,9 @@ is what carries them, and how long it takes:
 2. **Reports.** Every rank ends the generation for itself and tells the driver how far it is.
 3. **Decision.** When all have reported, the driver tells every rank how it continues, a call each.
 4. **Rendezvous.** Every rank uses the driver's store: it counts its attempt, looks whether that was
-   given up, posts the name of its backend, and gathers what the others have to know.
+   given up, posts the name of its backend, and gathers what the others have to know. Ranks of one
+   host do without the store since 61ef7406 (collectives/transports/host.py): this is how ranks of
+   different hosts meet.
 5. **Meeting.** The ranks connect, tell each other what they hold, and meet in a barrier.
 6. **A step** of all ranks.
 

@@ -6,7 +6,9 @@
 --measure measures the constants on this machine, in two minutes, and writes them to constants.json
 beside this file; without it they are read from there. --check kills the ranks of real runs, one
 after the other from 17 down to 2, and compares each change with the simulation of it: in it all
-processes share this machine's cores, with those of others that ran just then.
+processes share this machine's cores, with those of others that ran just then. The simulated ranks
+meet through the driver's store, as those of different hosts do; the real ones, of one host, without
+it since 61ef7406, so that the two are not the same protocol.
 
 docs/simulation.md explains the model and has the figures.
 """
@@ -89,7 +91,8 @@ def check(constants: Constants, sessions: int, seed: int) -> tuple[list[Compared
 
 def show_check(rows: list[Compared]) -> None:
     table(
-        "from SIGKILL to a step of all others, ms: real, and simulated",
+        "from SIGKILL to a step of all others, ms: real ranks of one host, and simulated ones that "
+        "meet through the store",
         (
             *("ranks left", "changes", "seen", "sim.", "decided", "sim."),
             *("met", "sim.", "step", "sim.", "error"),
