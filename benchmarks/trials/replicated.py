@@ -20,10 +20,11 @@ from .workload import Ledger, Workload
 _TIMEOUT = timedelta(seconds=5)
 LIGHTHOUSE = {
     "min_replicas": 1,
-    "join_timeout_ms": 1000,
+    "join_timeout_ms": 300,
     "quorum_tick_ms": 100,
-    "heartbeat_timeout_ms": 1000,
+    "heartbeat_timeout_ms": 300,
 }
+"""Short waits, as they are a part of every recovery; a step of the workload is shorter still."""
 
 
 def train_replica(workload: Workload, replica: int, lighthouse: str) -> None:

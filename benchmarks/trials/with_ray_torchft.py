@@ -9,6 +9,8 @@ from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+# How often Ray Train looks for lost workers: every 2 s by default, which is a part of a recovery.
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
 os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 from ray import cloudpickle
