@@ -121,6 +121,28 @@ def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
     return first, median, third
 
 
+def finished(rounds: Sequence[float]) -> list[float]:
+    """The rounds that have not failed (NaN), which no order of numbers has a place for."""
+    return [one for one in rounds if not math.isnan(one)]
+
+
+def median_of(rounds: Sequence[float]) -> float:
+    """Of the rounds that have not failed; NaN if all have."""
+    return statistics.median(finished(rounds) or [math.nan])
+
+
+def cell(rounds: Sequence[float], *beside: Callable[[list[float]], float]) -> str:
+    """The median of the rounds that have not failed, in brackets what else is asked of them, and
+    how many have failed."""
+    done = finished(rounds)
+    failed = f"failed {len(rounds) - len(done)} of {len(rounds)}"
+    if not done:
+        return failed
+    more = ", ".join(f"{one(done):.2f}" for one in beside)
+    text = f"{statistics.median(done):.2f}" + (f" ({more})" if more else "")
+    return text if len(done) == len(rounds) else f"{text}, {failed}"
+
+
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     rows = [[re.sub(r"\(nan, nan\)|\bnan\b", "failed", cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]

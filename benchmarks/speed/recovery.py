@@ -419,7 +419,7 @@ def main() -> None:
         peer_results: list[dict[str, float]] = []
         if args.peer_trials:
             given = (args.peer_trials, args.seed, args.every)
-            peer_results = attempt("Ray Train", lambda: peer(*given), [])
+            attempt("Ray Train", lambda: peer(*given, peer_results), None)
     finally:
         with contextlib.suppress(Exception):
             ray.shutdown()
@@ -428,15 +428,17 @@ def main() -> None:
     figures = {"ours": our_results, "Ray Train": peer_results}
     figures |= dict(zip(FULL_SIZE, full, strict=False)) | others
     for name, results in figures.items():
+        failed = args.peer_trials - len(results) if name == "Ray Train" else 0
+        note = f"failed {failed} of {args.peer_trials}" if failed else ""
         if not results:
-            if name == "Ray Train" and args.peer_trials:
-                rows.append((name, "failed", "", "", "", ""))
+            if note:
+                rows.append((name, note, "", "", "", ""))
             continue
         seconds, lost = summary(results, "seconds"), summary(results, "steps_lost")
         rows.append(
             (
                 name,
-                str(len(results)),
+                ", ".join(filter(None, (str(len(results)), note))),
                 f"{seconds['median']:.3f}",
                 f"{seconds['worst']:.3f}",
                 f"{lost['total']:.0f}",

@@ -72,11 +72,12 @@ def peer_train(config: dict[str, Any]) -> None:
             ray.train.report({"step": step}, checkpoint=kept)
 
 
-def peer(trials: int, seed: int, every: int) -> list[dict[str, float]]:
+def peer(trials: int, seed: int, every: int, results: list[dict[str, float]]) -> None:
+    """results: to which each trial is added when it is over."""
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    draw, results = random.Random(seed), []
+    draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         logs, stop = Path(folder) / "logs", Path(folder) / "stop"
         logs.mkdir()
@@ -142,4 +143,3 @@ def peer(trials: int, seed: int, every: int) -> list[dict[str, float]]:
             print(f"Ray Train {trial}: {again:.3f} s, back after {back:.3f} s", flush=True)
         stop.touch()
         thread.join(PATIENCE_S)
-    return results

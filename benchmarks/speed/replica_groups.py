@@ -22,7 +22,6 @@ import math
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,7 +43,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import chorusline as cl
-from benchmarks.alternation import as_installed, attempt, finish, parser, table
+from benchmarks.alternation import as_installed, attempt, cell, finish, median_of, parser, table
 from benchmarks.speed.recovery_training import PATIENCE_S, STEP_S, Log, batch_of, make_model
 from benchmarks.speed.startup import cluster
 from benchmarks.trials.replicated import LIGHTHOUSE
@@ -54,6 +53,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 RANKS, SIZE = 4, 2
 SETTLE_S = 6.0
 """After all ranks take steps again, until the next kill: a new spare worker has started by then."""
+
+FAILED = dict.fromkeys(("step_s", "all_s", "passes_again"), math.nan)
+"""Of a kill that torchft did not survive, and of those that would have followed it."""
 
 _TIMEOUT = timedelta(seconds=5)
 _PROGRAM = (sys.executable, "-m", "benchmarks.speed.replica_groups")
@@ -258,7 +260,8 @@ def passes_again(entries: list[Entry], since: float) -> int:
     return again
 
 
-def of_one_run(way: str, kills: int, seed: int) -> list[dict[str, float]]:
+def of_one_run(way: str, kills: int, seed: int, found: list[dict[str, float]]) -> None:
+    """found: to which each kill is added that the way has survived."""
     draw = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -270,7 +273,8 @@ def of_one_run(way: str, kills: int, seed: int) -> list[dict[str, float]]:
                 stderr=subprocess.STDOUT,
             )
         try:
-            return [strike(folder, process, draw) for _ in range(kills)]
+            for _ in range(kills):
+                found.append(strike(folder, process, draw))
         finally:
             (folder / "stop").touch()
             try:
@@ -292,23 +296,18 @@ def main() -> None:
     with cluster(RANKS + 1):
         for number in range(args.rounds):
             for way, of_way in found.items():
-                run = partial(of_one_run, way, args.kills, args.seed + number)
-                of_way += attempt(way, run, []) if way == "torchft" else run()
-    names = ("step_s", "all_s", "passes_again")
+                run = partial(of_one_run, way, args.kills, args.seed + number, of_way)
+                if way != "torchft":
+                    run()
+                    continue
+                attempt(way, run, None)
+                of_way += [FAILED] * (args.kills * (number + 1) - len(of_way))
     columns = {
-        way: {name: [one[name] for one in of_way] or [math.nan] for name in names}
+        way: {name: [one[name] for one in of_way] for name in FAILED}
         for way, of_way in found.items()
     }
-    middles = {
-        way: {name: statistics.median(values) for name, values in by_name.items()}
-        for way, by_name in columns.items()
-    }
     rows = [
-        [
-            way,
-            str(len(found[way])),
-            *(f"{middles[way][name]:.2f} ({max(columns[way][name]):.2f})" for name in names),
-        ]
+        [way, str(len(found[way])), *(cell(columns[way][name], max) for name in FAILED)]
         for way in WAYS
     ]
     table(
@@ -317,7 +316,7 @@ def main() -> None:
         rows,
     )
     ratios = {
-        f"{way}/{name}": middles[way][name] / middles["torchft"][name]
+        f"{way}/{name}": median_of(columns[way][name]) / median_of(columns["torchft"][name])
         for way in WAYS
         if way != "torchft"
         for name in ("step_s", "all_s")

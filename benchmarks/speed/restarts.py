@@ -15,20 +15,30 @@ import contextlib
 import math
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-from benchmarks.alternation import as_installed, attempt, finish, parser, table
+from benchmarks.alternation import (
+    as_installed,
+    attempt,
+    cell,
+    finish,
+    finished,
+    median_of,
+    parser,
+    table,
+)
 from benchmarks.speed.startup import cluster
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SCRIPTS = _ROOT / "tests/commands/plain_scripts"
 _RANKS, _VICTIM, _KILLED_AFTER, _STEPS, _PACE_S = 3, 2, 37, 300, 0.1
 _PATIENCE_S = 120.0
+_FAILED = (math.nan, math.nan, math.nan)
 
 _VARIABLES = {
     "OMP_NUM_THREADS": "1",
@@ -54,7 +64,7 @@ def taken(folder: Path, rank: int) -> list[tuple[int, float]]:
     return [(int(step), float(at)) for step, at in map(str.split, lines)]
 
 
-def killed(way: str, script: str) -> tuple[float, float, int]:
+def killed(way: str, script: str) -> tuple[float, float, float]:
     """Seconds to the next step and to the first new one, and the number of steps taken again."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as at_end:
         folder = Path(name)
@@ -107,30 +117,26 @@ def main() -> None:
     flags.add_argument("--rounds", type=int, default=3)
     args = flags.parse_args()
     as_installed()
-    found: dict[str, list[tuple[float, float, int]]] = {way: [] for way in WAYS}
+    found: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     with cluster(_RANKS + 1):
         for _ in range(args.rounds):
             for way, of_way in found.items():
-                failed = (math.nan, math.nan, 0)
-                of_way.append(attempt(way, lambda way=way: killed(way, args.script), failed))
+                run = partial(killed, way, args.script)
+                of_way.append(attempt(way, run, _FAILED) if way == "torchrun" else run())
     rows, figures = [], {}
     for way, of_way in found.items():
         columns = [list(column) for column in zip(*of_way, strict=True)]
         figures[way] = dict(zip(("step_s", "new_step_s", "taken_again"), columns, strict=True))
-        middles = [statistics.median(column) for column in columns[:2]]
-        spreads = [
-            f"{middle:.2f} ({min(c):.2f}, {max(c):.2f})"
-            for middle, c in zip(middles, columns, strict=False)
-        ]
-        rows.append([way, *spreads, ", ".join(map(str, columns[2]))])
+        spreads = [cell(column, min, max) for column in columns[:2]]
+        rows.append([way, *spreads, ", ".join(f"{again:g}" for again in finished(columns[2]))])
     table(
         f"{args.script}, {args.rounds} rounds: medians (least, most) from SIGKILL",
         ["", "s to a step", "s to a new step", "steps taken again"],
         rows,
     )
-    peer = statistics.median(figures["torchrun"]["new_step_s"])
+    peer = median_of(figures["torchrun"]["new_step_s"])
     ratios = {
-        way: statistics.median(of_way["new_step_s"]) / peer
+        way: median_of(of_way["new_step_s"]) / peer
         for way, of_way in figures.items()
         if way != "torchrun"
     }

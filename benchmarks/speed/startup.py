@@ -14,16 +14,14 @@ import contextlib
 import math
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from benchmarks.alternation import as_installed, attempt, finish, parser, table
+from benchmarks.alternation import as_installed, attempt, cell, finish, median_of, parser, table
 from benchmarks.trials.systems import SYSTEMS, WITHOUT_SPARES, System
 from benchmarks.trials.trial import Run
 from benchmarks.trials.workload import Workload
@@ -122,18 +120,17 @@ def main() -> None:
 
     rows, ratios, figures = [], {}, {}
     for case, by_name in seconds.items():
-        ours = statistics.median(next(iter(by_name.values())))
+        our_name = next(iter(by_name))
+        ours = median_of(by_name[our_name])
         for name, values in by_name.items():
-            done = [one for one in values if not math.isnan(one)] or [math.nan]
-            middle = statistics.median(done)
+            middle = median_of(values)
             figures[f"{case}/{name}"] = {"median_s": middle, "all_s": values}
-            if middle is not ours:
+            if name != our_name:
                 ratios[f"{case}/{name}"] = ours / middle
-            cells: list[Any] = [middle, min(done), max(done), ours / middle]
-            rows.append([case, name, *(f"{cell:.2f}" for cell in cells)])
+            rows.append([case, name, cell(values, min, max), f"{ours / middle:.2f}"])
     table(
         f"{args.workers} workers, {args.rounds} rounds: seconds to the first step of all ranks",
-        ["where", "program", "median", "least", "most", "ours / it"],
+        ["where", "program", "median (least, most)", "ours / it"],
         rows,
     )
     finish(args, ratios, figures)

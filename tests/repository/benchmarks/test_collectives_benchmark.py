@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from benchmarks.alternation import by_time, quartiles, table, timed
+from benchmarks.alternation import by_time, cell, median_of, quartiles, table, timed
 from benchmarks.speed import checkpoint, input as data_input
 from benchmarks.speed.collectives import copies_in_place, copies_moved
 from tests import ROOT
@@ -56,6 +57,17 @@ def test_copies_of_symmetric_tensors(operation: str, num_ranks: int, copies: flo
 
 def test_quartiles_are_of_all_times() -> None:
     assert quartiles([5.0, 1.0, 4.0, 2.0, 3.0]) == (2.0, 3.0, 4.0)
+
+
+@pytest.mark.fast
+def test_a_failed_round_is_shown_and_has_no_place_among_the_others() -> None:
+    rounds = [3.0, math.nan, 1.0, 2.0]
+    shown = {cell(order, min, max) for order in itertools.permutations(rounds)}
+    assert shown == {"2.00 (1.00, 3.00), failed 1 of 4"}
+    assert {median_of(order) for order in itertools.permutations(rounds)} == {2.0}
+    assert cell([math.nan, math.nan], max) == "failed 2 of 2"
+    assert math.isnan(median_of([math.nan]))
+    assert cell([2.0, 1.0]) == "1.50" and cell([2.0, 1.0], max) == "1.50 (2.00)"
 
 
 def test_a_peer_that_fails_is_called_no_more_and_its_cells_say_so(
