@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +40,16 @@ def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     return made
+
+
+def commit() -> str:
+    """Of this checkout, with "-dirty" where files differ from it."""
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"]
+    try:
+        printed = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        printed = ""
+    return printed.strip() or "unknown"
 
 
 def spawn(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:

@@ -24,7 +24,6 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ import torch
 from ray import cloudpickle
 
 import chorusline as cl
+from benchmarks.alternation import commit
 from benchmarks.faults.chaos_outside import actors
 
 LOSS_EVERY_S, LOOK_EVERY_S = 10.0, 5.0
@@ -300,18 +300,6 @@ def picture(soak: Soak, caption: str) -> str:
         f'<text class="small mid" x="{(_LEFT + _RIGHT) / 2}" y="{height - 14}">minutes</text>'
     )
     return "\n".join([*parts, "</svg>", ""])
-
-
-def commit() -> str:
-    root = Path(__file__).resolve().parents[2]
-    said = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return said.stdout.strip() or "unknown"
 
 
 def main() -> None:

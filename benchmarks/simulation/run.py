@@ -19,7 +19,6 @@ import contextlib
 import datetime
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +29,7 @@ os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
 
 import ray
 
-from benchmarks.alternation import finish, parser, table
+from benchmarks.alternation import commit, finish, parser, table
 from benchmarks.simulation.checking import Compared, compared
 from benchmarks.simulation.constants import HERE, Constants
 from benchmarks.simulation.kills import Change, changes
@@ -38,8 +37,6 @@ from benchmarks.simulation.measure import measured
 from benchmarks.simulation.outlook import Outlook, outlook
 from benchmarks.simulation.picture import draw
 from benchmarks.simulation.published import known
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 _MOST = 16
 _MOST_TO_MEASURE = 8
@@ -56,12 +53,9 @@ def _ray() -> Iterator[None]:
 
 
 def _circumstances() -> dict[str, Any]:
-    said = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=_ROOT
-    )
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": said.stdout.strip(),
+        "commit": commit(),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
     }

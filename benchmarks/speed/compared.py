@@ -19,12 +19,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.alternation import finish, parser
-
-_ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.alternation import commit, finish, parser
 
 COMMANDS = {
     "collectives": (
@@ -206,19 +203,14 @@ def main() -> None:
         for row in ROWS
         if row.benchmark in chosen
     ]
-    commit = subprocess.run(
-        ["git", "-C", str(_ROOT), "describe", "--always", "--dirty"],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    made = commit()
     if rows:
         print(markdown(rows))
     if trials:
         shown = [(row, trials[row.benchmark]) for row in TRIALS_ROWS if row.benchmark in trials]
         print(f"\n{markdown_of_trials(shown)}")
     print(
-        f"\ncommit {commit or 'unknown'}; {args.runs} runs of "
+        f"\ncommit {made}; {args.runs} runs of "
         "`python -m benchmarks.speed.compared`; load before each benchmark "
         f"{', '.join(f'{load:.1f}' for load in loads)}"
     )
@@ -227,7 +219,7 @@ def main() -> None:
     }
     by_run = {row.title: runs for row, runs in rows}
     finish(
-        args, ratios, {"seconds_by_run": by_run, "trials": trials, "commit": commit, "loads": loads}
+        args, ratios, {"seconds_by_run": by_run, "trials": trials, "commit": made, "loads": loads}
     )
 
 

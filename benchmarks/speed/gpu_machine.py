@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.alternation import commit
 from chorusline.collectives.transports.nccl import load_nccl
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +63,7 @@ def seen() -> dict[str, Any]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     properties = [torch.cuda.get_device_properties(index) for index in range(count)]
     return {
-        "commit": _line_of("git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD"),
+        "commit": commit(),
         "driver": _driver(),
         "devices": [
             {"name": one.name, "memory_gib": round(one.total_memory / 2**30, 1)}
@@ -104,13 +105,6 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def _line_of(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
-    except OSError:
         return ""
 
 
