@@ -11,9 +11,8 @@ Two ways to continue after a failure:
 Failures are a Poisson process: `mtbf_s` between two of them, for the whole job. They strike while
 it restarts, too.
 
-Source: Young, A First Order Approximation to the Optimum Checkpoint Interval, CACM 17(9), 1974;
-Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3),
-2006.
+Source: Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS
+22(3), 2006.
 """
 
 from __future__ import annotations
@@ -54,13 +53,8 @@ class InPlace:
             raise ValueError("where some failures are fatal, say what follows them: fallback=...")
 
 
-def young_s(save_s: float, mtbf_s: float) -> float:
-    """The interval of computing between two saves, to first order."""
-    return math.sqrt(2 * save_s * mtbf_s)
-
-
 def daly_s(save_s: float, mtbf_s: float) -> float:
-    """The same to higher order; equation 37 of Daly."""
+    """The best interval of computing between two saves; equation 37 of Daly."""
     if save_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = save_s / (2 * mtbf_s)

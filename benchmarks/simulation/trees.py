@@ -1,4 +1,4 @@
-"""Telling many workers by a tree of messages: how long it takes, in closed form and step by step.
+"""Telling many workers by a tree of messages: how long it takes.
 
 Node 0 is the driver. Each node hands a message on to up to `fan_out` nodes, one after the other, as
 `send_s` of its time each; a message travels for `hop_s`, and its receiver takes `receive_s`. The
@@ -39,12 +39,6 @@ def down_s(count: int, fan_out: int, send_s: float, hop_s: float, receive_s: flo
         for place, child in enumerate(children(node, fan_out, count)):
             told[child] = told[node] + (place + 1) * send_s + hop_s + receive_s
     return max(told)
-
-
-def full_down_s(levels: int, fan_out: int, send_s: float, hop_s: float, receive_s: float) -> float:
-    """The same for a full tree of `levels`, in closed form: every level costs its node all sends,
-    and one hop."""
-    return levels * (fan_out * send_s + hop_s + receive_s)
 
 
 def up_s(count: int, fan_out: int, send_s: float, hop_s: float, receive_s: float) -> float:
