@@ -13,15 +13,16 @@ before each benchmark. Two hours on two cores: recovery half an hour, the storm 
 from __future__ import annotations
 
 import json
+import math
 import os
-import statistics
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from benchmarks.alternation import commit, finish, parser
+from benchmarks.alternation import commit, finish, median_of, parser
 
 COMMANDS = {
     "collectives": (
@@ -47,7 +48,8 @@ Figures: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """seconds: ours and the peer's, out of a benchmark's figures. unit: what they are shown in."""
+    """seconds: ours and the peer's (NaN if it has failed), out of a benchmark's figures. unit: what
+    they are shown in."""
 
     title: str
     benchmark: str
@@ -57,24 +59,25 @@ class Row:
 
 def all_reduce(size: str) -> Callable[[Figures], tuple[float, float]]:
     def seconds(figures: Figures) -> tuple[float, float]:
-        medians = figures["medians_s"][f"all_reduce/2/{size}"]
-        return medians["ours"], medians["gloo"]
+        return _pair(figures["medians_s"][f"all_reduce/2/{size}"], "ours", "gloo")
 
     return seconds
 
 
 def of_ways(case: str, ours: str, peer: str) -> Callable[[Figures], tuple[float, float]]:
     def seconds(figures: Figures) -> tuple[float, float]:
-        medians = figures[case]["medians_s"]
-        return medians[ours], medians[peer]
+        return _pair(figures[case]["medians_s"], ours, peer)
 
     return seconds
 
 
+def _pair(medians: Figures, ours: str, peer: str) -> tuple[float, float]:
+    return medians[ours], math.nan if medians[peer] is None else medians[peer]
+
+
 def recovery(figures: Figures) -> tuple[float, float]:
     ours, peer = (
-        statistics.median(trial["seconds"] for trial in figures[who])
-        for who in ("ours", "Ray Train")
+        median_of([trial["seconds"] for trial in figures[who]]) for who in ("ours", "Ray Train")
     )
     return ours, peer
 
@@ -142,13 +145,14 @@ def markdown(rows: list[tuple[Row, list[tuple[float, float]]]]) -> str:
     lines = ["| | Chorusline | peer | ratio (each run) | measured by |", "|---|---|---|---|---|"]
     for row, runs in rows:
         factor = _PER_SECOND[row.unit]
-        ours, peer = (statistics.median(column) * factor for column in zip(*runs, strict=True))
+        ours, peer = (median_of(column) * factor for column in zip(*runs, strict=True))
         ratios = [ours_s / peer_s for ours_s, peer_s in runs]
         each = ", ".join(f"{ratio:.2g}" for ratio in ratios)
-        lines.append(
+        line = (
             f"| {row.title}, {row.unit} | {ours:.3g} | {peer:.3g} | "
-            f"{statistics.median(ratios):.2g} ({each}) | {file_of(row.benchmark)} |"
+            f"{median_of(ratios):.2g} ({each}) | {file_of(row.benchmark)} |"
         )
+        lines.append(re.sub(r"\bnan\b", "failed", line))
     return "\n".join(lines)
 
 
@@ -214,9 +218,7 @@ def main() -> None:
         "`python -m benchmarks.speed.compared`; load before each benchmark "
         f"{', '.join(f'{load:.1f}' for load in loads)}"
     )
-    ratios = {
-        row.title: statistics.median(ours / peer for ours, peer in runs) for row, runs in rows
-    }
+    ratios = {row.title: median_of([ours / peer for ours, peer in runs]) for row, runs in rows}
     by_run = {row.title: runs for row, runs in rows}
     finish(
         args, ratios, {"seconds_by_run": by_run, "trials": trials, "commit": made, "loads": loads}

@@ -230,6 +230,19 @@ def test_the_table_of_the_performance_page_has_the_rows_that_compared_prints() -
 
 
 @pytest.mark.fast
+def test_a_peer_that_failed_in_a_run_costs_no_row_of_the_compared_ones() -> None:
+    recovery, step = (
+        next(row for row in compared.ROWS if row.benchmark == name) for name in ("recovery", "step")
+    )
+    failed = recovery.seconds({"ours": [{"seconds": 0.5}], "Ray Train": []})
+    done = recovery.seconds({"ours": [{"seconds": 0.5}], "Ray Train": [{"seconds": 5.0}]})
+    steps = step.seconds({"2M": {"medians_s": {"ddp": 0.02, "torch ddp": None}}})
+    shown = compared.markdown([(recovery, [failed, done]), (step, [steps])]).splitlines()
+    assert f"| {recovery.title}, s | 0.5 | 5 | 0.1 (failed, 0.1) |" in shown[2]
+    assert f"| {step.title}, ms | 20 | failed | failed (failed) |" in shown[3]
+
+
+@pytest.mark.fast
 def test_torch_as_a_peer_keeps_gradients_and_parameters_in_its_buckets() -> None:
     """Its default copies both in each step: it is not what torch can do."""
     made = {
