@@ -181,12 +181,15 @@ def measure_cost(
                 model, torch.optim.AdamW, lr=1e-4, replicas=2, check_every=check_every
             )
             ways[name] = steps_of(model, optimizer, nullcontext, batch, num_steps)
-        digests = optimizer_engine_of(optimizer)._digests
+        engine = optimizer_engine_of(optimizer)
+        digests, portions = engine._digests, engine.shard.portions
 
         def alone() -> None:
+            number = optimizer.num_steps
             for _ in range(num_steps):
-                digests.vote(optimizer.num_steps)
-                digests.note(optimizer.num_steps)
+                digests.vote(number)
+                read = [digests.read_written(number, portion) for portion in portions]
+                digests.note(number, [one for written in read for one in written])
 
         ways["digests alone"] = alone
         medians = alternate(ways, rounds=rounds, calls=1)

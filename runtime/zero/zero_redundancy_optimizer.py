@@ -1310,12 +1310,14 @@ class OptimizerEngine:
         # In one factor, so that each gradient is read and written once.
         coefficient = self._clip_coefficient() / scale
         gathers: list[Gather] = []
+        written: list[torch.Tensor] = []
         failure: CollectiveError | None = None
         for portion in self.shard.portions:
             self.faults.reach(Instant.APPLY)
             self.shard.apply(
                 portion, self.optimizer.param_groups, agreement.used, divisor, coefficient
             )
+            written += self._digests.read_written(self.optimizer.num_steps + 1, portion)
             self.faults.reach(Instant.APPLIED)
             try:
                 if failure is None:
@@ -1329,7 +1331,7 @@ class OptimizerEngine:
         # forward pass from before the step, as after a step of torch's optimizers.
         stepped = [*compress(self.shard.parameters, agreement.used)]
         torch.autograd.graph.increment_version(stepped)
-        self._digests.note(self.optimizer.num_steps)
+        self._digests.note(self.optimizer.num_steps, written)
         if failure is not None:
             raise failure
         return gathers

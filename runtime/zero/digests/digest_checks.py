@@ -5,7 +5,8 @@ parameters. Memory or a processor that flips a bit breaks this, and no exception
 `check_every` the digests (digests.py) ride in the ballot:
 
     (a) After an update each rank notes the digests of the state that it has written, of its own
-        shard and its replicas, and of their parameters.
+        shard and its replicas, and of their parameters: of these before they are gathered, which
+        gives the replicas what the owners have.
     (b) With its next vote it sends these of the parameters; and the digests, as its memory is now,
         of all parameters, of the state, and of the reduced gradients that are about to be applied.
     (c) All ranks read the same digests and come to the same verdicts (digest_verdicts.py),
@@ -112,13 +113,18 @@ class DigestChecks:
     def _is_due(self, num_steps: int) -> bool:
         return self.every is not None and num_steps % self.every == 0
 
-    def note(self, num_steps: int) -> None:
-        """(a) A step has been applied, the `num_steps`th."""
+    def read_written(self, num_steps: int, portion: Sequence[int]) -> list[torch.Tensor]:
+        """(a) Of the `num_steps`th step, these buckets have been applied, and are not yet gathered.
+        Returns what `note` takes of them."""
+        return [written_digests(self._shard, portion)] if self._is_due(num_steps) else []
+
+    def note(self, num_steps: int, written: Sequence[torch.Tensor]) -> None:
+        """(a) A step has been applied, the `num_steps`th. written: of all portions."""
         shard = self._shard
         self._noted = None
         if self._is_due(num_steps):
-            state, written = self._state.of(shard), written_digests(shard)
-            self._noted = shard.num_rewritten, torch.stack(state), torch.stack(written)
+            state = torch.stack(self._state.of(shard))
+            self._noted = shard.num_rewritten, state, sum(written, torch.zeros_like(state))
             self._written = [one._version for one in shard.parameters]
 
     def vote(self, num_steps: int) -> torch.Tensor | None:

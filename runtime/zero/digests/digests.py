@@ -11,7 +11,7 @@ are told apart by an odd factor of each name. The optimizer's state is in state_
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -65,15 +65,16 @@ def ordered_digest(shard: ParameterShard) -> torch.Tensor:
     return total(each, shard.group.device)
 
 
-def written_digests(shard: ParameterShard) -> list[torch.Tensor]:
-    """The digests of the parameters that this rank steps: of its own shard, then of replicas."""
+def written_digests(shard: ParameterShard, portion: Iterable[int]) -> torch.Tensor:
+    """The digests of the parameters that this rank steps in the buckets of these numbers: of its
+    own shard, then of replicas."""
     by_distance: list[list[torch.Tensor]] = [[] for _ in range(num_copies(shard))]
-    for bucket in shard.buckets:
+    for bucket in (shard.buckets[number] for number in portion):
         for distance, kept in enumerate(bucket.ranges):
             length = kept.values.numel()
             content = max(0, min(length, bucket.plan.content - kept.owner * length))
             by_distance[distance].append(digest(kept.values[:content]))
-    return [total(digests, shard.group.device) for digests in by_distance]
+    return torch.stack([total(digests, shard.group.device) for digests in by_distance])
 
 
 def gradient_digests(shard: ParameterShard) -> list[torch.Tensor]:

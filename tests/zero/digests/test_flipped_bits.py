@@ -213,6 +213,43 @@ def test_two_copies_that_were_stepped_otherwise_are_an_error_and_three_decide(ra
         assert found == [(3, 1, "optimizer state", 0)]
 
 
+def wrong_values_of_an_owner(group):
+    """A bit flips in what rank 0 has stepped, before that is gathered; other buckets are stepped
+    when it has come to all."""
+    model = cl.DistributedDataParallel(make_model(torch.float32), group, bucket_cap_mb=0.0002)
+    optimizer = cl.ZeroRedundancyOptimizer(
+        model, torch.optim.AdamW, lr=0.05, replicas=group.size, check_every=1
+    )
+    shard = optimizer_engine_of(optimizer).shard
+    apply, start_gather = shard.apply, shard.start_gather
+
+    def apply_then_flip(portion, *args):
+        apply(portion, *args)
+        if group.rank == 0 and optimizer.num_steps == 2 and portion == [0]:
+            flip(shard.buckets[0].own.values[:1], random.Random(1))
+
+    def gather_to_the_end(portion):
+        gathers = start_gather(portion)
+        for gather in gathers:
+            gather.work.wait_on_host()
+        return gathers
+
+    shard.apply, shard.start_gather = apply_then_flip, gather_to_the_end
+    with pytest.raises(cl.CollectiveMismatch) as caught:
+        for batch in batches_of(group.rank, STEPS, torch.float32):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return len(shard.buckets), optimizer.num_steps, str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_other_parameters_than_the_copies_have_written_are_an_error_on_all_ranks(ranks_of, size):
+    for num_buckets, num_steps, text in ranks_of(size).run(wrong_values_of_an_owner):
+        assert num_buckets > 1 and num_steps == 3
+        assert "they wrote other parameters of rank 0's shard in the last step" in text
+
+
 def changed_by_the_program(group):
     """All ranks change parameters and load state between steps."""
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
