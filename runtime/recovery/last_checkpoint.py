@@ -43,7 +43,7 @@ from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..partition.resharding import RangesLost, plan_transfers
 from ..process.registry import Registry
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from .restart import RestartState, Summary, leader_of, up_to_date
+from .restart import RestartState, Summary, dropped, leader_of, up_to_date
 
 _CHECKPOINT = -1
 """Target of the transfers that are writes: it is no rank."""
@@ -139,6 +139,8 @@ def save(
                 plan = plan_transfers(held, {_CHECKPOINT: saved.layout.everything()})  # (b)
             except RangesLost as lost:
                 raise StateLost(group.generation, 1, str(lost)) from None
+            for parameter in dropped(name, [one.summary for one in summaries], group):
+                mine.held.described.pop(parameter, None)
             ranges = [one.range for one in plan if one.source == group.rank]
             saved.collect(mine.held, ranges, found)
             if group.rank == leader:

@@ -40,6 +40,7 @@ from ..process.between_runs import between_runs
 from ..process.option_numbers import copied_options
 from ..process.registry import Registered, Registry
 from ..zero.shards.shard_state import Inventory, Layout, ShardState
+from ..zero.state_changes import Changes, dropped_by_some
 from ..zero.zero_redundancy_optimizer import (
     Additions,
     ZeroRedundancyOptimizer,
@@ -84,10 +85,12 @@ class OptimizerOptions:
 
 @dataclass(frozen=True, slots=True)
 class RetainedOptimizer:
-    """The kept state of a sharded optimizer. held: this rank's part of the state. The rest is equal
-    on all ranks; but of ranks that were left while they laid out parameters some may have more."""
+    """The kept state of a sharded optimizer. held: this rank's part of the state. changes: what the
+    program has done to it on this rank since the last step. The rest is equal on all ranks; but of
+    ranks that were left while they laid out parameters some may have more."""
 
     held: ShardState
+    changes: Changes
     progress: OptimizerProgress
     layout: Layout
     options: OptimizerOptions
@@ -104,6 +107,7 @@ class Summary:
     data: position of the rank in its data (FunctionCall.data_state).
     shard: number of the shard of fully_shard's models that the rank has kept (fully_sharded.py).
     laid_out: by name of a sharded optimizer, how often its additions have laid out parameters.
+    changes: by name of a sharded optimizer, as in RetainedOptimizer.
     """
 
     was_there: bool
@@ -113,6 +117,7 @@ class Summary:
     data: Any
     shard: int = 0
     laid_out: Mapping[str, int] = field(default_factory=dict)
+    changes: Mapping[str, Changes] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -167,6 +172,8 @@ class RestartState:
                 held = on_the_way.get(id(sharded)) or sharded.shard.held(takes_parameters=True)
                 retained.optimizers[entry.name] = RetainedOptimizer(
                     sharded.shard.apart(held),
+                    # What comes before the first step comes again when the function does.
+                    sharded.state_changes.own if sharded.progress.ballots else Changes(),
                     sharded.progress,
                     sharded.shard.layout,
                     OptimizerOptions.of(made),
@@ -190,8 +197,9 @@ class RestartState:
     def summary(self, was_there: bool, data: Any) -> Summary:
         held = {name: one.held.inventory for name, one in self.optimizers.items()}
         laid_out = {n: len(one.options.additions.laid_out) for n, one in self.optimizers.items()}
-        steps_taken = self.steps_taken or 0
-        return Summary(was_there, self.place, steps_taken, held, data, self.shard, laid_out)
+        changes = {name: one.changes for name, one in self.optimizers.items()}
+        taken = self.steps_taken or 0
+        return Summary(was_there, self.place, taken, held, data, self.shard, laid_out, changes)
 
     def restore(
         self,
@@ -282,7 +290,9 @@ class RestartState:
         # A copy: a loss while it moves begins all of this again, from what was kept.
         held = ShardState() if mine is None else mine.held.copy()
         inventories = [one.held.get(name, Inventory()) for one in summaries]
-        return engine.take_over(held, inventories, progress)
+        sent_bytes = engine.take_over(held, inventories, progress)
+        engine.shard.drop_state(dropped(name, summaries, group))
+        return sent_bytes
 
 
 class _WithoutGraphs(TorchFunctionMode):
@@ -313,6 +323,12 @@ def leader_of(summaries: Sequence[Summary]) -> int:
     """The rank that leads: the furthest rank that is not a newcomer; of equal ones the lowest."""
     there = [rank for rank, one in enumerate(summaries) if one.was_there]
     return max(there, key=lambda rank: (summaries[rank].place, -rank))
+
+
+def dropped(name: str, summaries: Sequence[Summary], group: Group) -> frozenset[int]:
+    """The parameters whose state is gone, of the sharded optimizer of this name."""
+    changes = {rank: one.changes[name] for rank, one in enumerate(summaries) if name in one.changes}
+    return dropped_by_some(changes, group)
 
 
 def up_to_date(summaries: Sequence[Summary]) -> list[Summary]:

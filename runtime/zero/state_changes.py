@@ -8,7 +8,7 @@ ranks vote on that step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,27 @@ class StateChanges:
             "state. Ranks that have run out of data drop what the others drop, but they have "
             "nothing to load: call load_state_dict() before or after the Join.",
         )
+
+
+def dropped_by_some(by_rank: Mapping[int, Changes], group: Group) -> frozenset[int]:
+    """The parameters whose state is gone for ranks that have left their functions. Some may have
+    come to a change to which others had not come, and the functions do not come there again.
+
+    by_rank: the changes of the ranks that have state.
+
+    Raises CollectiveMismatch, on all ranks, if some of them have loaded a state.
+    """
+    if len({one.num_loads for one in by_rank.values()}) > 1:
+        each = ", ".join(f"{one} on rank {rank}" for rank, one in by_rank.items())
+        raise CollectiveMismatch(
+            "ctx.register()",
+            group.generation,
+            [*by_rank],
+            "a worker was lost while some ranks had loaded a state of the optimizer, and others "
+            f"had not: {each}",
+            "Resume from the last checkpoint.",
+        )
+    return frozenset[int]().union(*(one.dropped for one in by_rank.values()))
 
 
 class StateOfParameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,14 @@ import torch
 import chorusline as cl
 from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
 from chorusline.runtime.checkpoint.format.pieces import Contents
+from chorusline.runtime.checkpoint.format.reader import CheckpointReader
+from chorusline.runtime.checkpoint.format.storage import Folder
 from chorusline.runtime.checkpoint.sharded_state import SavedOptimizer
 from chorusline.runtime.partition.resharding import plan_transfers
-from chorusline.runtime.recovery.restart import OptimizerOptions
+from chorusline.runtime.process.registry import Registry
+from chorusline.runtime.recovery import last_checkpoint
+from chorusline.runtime.recovery.last_checkpoint import Saveable
+from chorusline.runtime.recovery.restart import OptimizerOptions, RestartState
 from chorusline.runtime.zero.shards.shard_state import ShardState
 from chorusline.runtime.zero.zero_redundancy_optimizer import Additions, optimizer_engine_of
 from tests.references.sharded_training import assert_same_state
@@ -160,3 +166,55 @@ def test_a_rank_that_has_ended_the_step_keeps_what_the_program_has_written_since
     for one, other, theirs in zip(before, after, results[waits][1], strict=True):
         assert torch.equal(one, other)
         assert torch.equal(one, theirs.clamp(-0.05, 0.05))
+
+
+def restarted_after(group: cl.Group, change: str, num_steps: int, folder: Path) -> Any:
+    """Rank 0 changes the state after some steps, and all begin anew before rank 1 does it. The
+    whole state before, that of each rank then, and what a last checkpoint has of it; or the
+    error."""
+    dtype = torch.float32
+    model, optimizer = make(group, dtype)
+    take_steps(model, optimizer, group.rank, range(num_steps), dtype)
+    before = whole(optimizer, group)
+    if group.rank == 0 and change == "clear":
+        optimizer.state.clear()
+    elif group.rank == 0:
+        optimizer.load_state_dict(before)
+    registry = Registry()
+    registry.add("optimizer", optimizer)
+    kept = RestartState.of(registry, (num_steps, 0), {})
+    summaries = all_gather_object(group, kept.summary(True, None))
+    again = Registry().add("optimizer", make(group, dtype)[1])
+    try:
+        kept.restore(again, summaries, group)
+    except cl.CollectiveMismatch as error:
+        return str(error)
+    states = all_gather_object(
+        group, [*optimizer_engine_of(again.object).shard.optimizer.state.values()]
+    )
+    data = {"boundaries": 1, "data": None, "origin": "", "steps_before": 0}
+    saveable, config = Saveable.of(registry, kept, num_steps), cl.CheckpointConfig(folder)
+    path = last_checkpoint.save(saveable, kept, True, data, group, config)
+    saved = CheckpointReader(Folder(path), "").below("optimizer", "state")
+    return before["state"], states, [*saved]
+
+
+def test_state_that_one_rank_has_cleared_is_cleared_on_all_that_run_again(
+    ranks_of: Any, tmp_path: Path
+) -> None:
+    for before, states, saved in ranks_of(2).run(restarted_after, "clear", 3, tmp_path):
+        assert before and states == [[], []] and not saved
+
+
+def test_state_that_one_rank_has_loaded_is_refused_where_all_run_again(
+    ranks_of: Any, tmp_path: Path
+) -> None:
+    for text in ranks_of(2).run(restarted_after, "load", 3, tmp_path):
+        assert "0 dropped, 1 loaded on rank 0, 0 dropped, 0 loaded on rank 1" in text
+        assert "Resume from the last checkpoint" in text
+
+
+def test_state_that_is_loaded_before_the_first_step_is_loaded_again(
+    ranks_of: Any, tmp_path: Path
+) -> None:
+    assert ranks_of(2).run(restarted_after, "load", 0, tmp_path) == [({}, [[], []], [])] * 2
