@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions, BroadcastOptions
 
 from ..contract.arithmetic import reduce_into
 from ..contract.communicator import Communicator
-from ..contract.errors import CollectiveError, GroupClosed, StoreTimeout
+from ..contract.errors import ChoruslineError, CollectiveError, GroupClosed, StoreTimeout
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import STARTED, Operation, ReduceOp
 from ..contract.work import Work
@@ -122,7 +122,11 @@ class GlooCommunicator(Communicator):
             self._gloo = dist.ProcessGroupGloo(
                 self._torch_store, self.rank, self.size, timedelta(seconds=store.timeout_s)
             )
-        except Exception as error:
+        # Gloo's own, or torch's. All else is of the store, which ends the wait: a secret that is
+        # another one, or ranks that have given up and come again.
+        except ChoruslineError:
+            raise
+        except RuntimeError as error:
             # The store knows which ranks are missing; Gloo only that its wait is over.
             if isinstance(error.__cause__, StoreTimeout):  # Ranks are late, perhaps not lost.
                 raise error.__cause__ from None

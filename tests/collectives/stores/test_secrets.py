@@ -30,7 +30,7 @@ from chorusline.collectives.stores.store import (
     encoded_keys,
 )
 from tests import ROOT
-from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks
+from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks, transports
 
 SECRET = "a secret of the tests, 32 bytes."
 
@@ -144,6 +144,15 @@ def in_two_groups(body: Callable[[Group], Any], *stores: Store, backend: str) ->
             return body(group)
 
     return in_threads(lambda: rank(0), lambda: rank(1))
+
+
+@transports
+@pytest.mark.parametrize("theirs", [None, SECRET + "!"])
+def test_ranks_with_different_secrets_are_told_so(theirs: str | None, transport: str) -> None:
+    below = HashStore()
+    stores = signed(below, SECRET), signed(below, theirs)
+    for error in in_two_groups(lambda group: group.rank, *stores, backend=transport):
+        assert isinstance(error, SecretMismatch), repr(error)
 
 
 OBJECTS: dict[str, Callable[[Group, Any], Any]] = {
