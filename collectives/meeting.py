@@ -145,8 +145,13 @@ def meet(
         own = own_part(store, name, generation, number, timeout_s)
         seal = None
         if store.secret is not None and size > 1 and communicator.backend != "shared-memory":
-            # Every rank has connected, so every rank has posted its number.
-            numbers = own.multi_get([f"nonce/{other}" for other in range(size)])
+            try:
+                # Every rank has connected, so every rank has posted its number.
+                numbers = own.multi_get([f"nonce/{other}" for other in range(size)])
+            # The others have their group by now, and would wait for this rank.
+            except BaseException:
+                communicator.close()
+                raise
             # The store may return the signed numbers of an earlier run, whose objects somebody
             # could then send again. This rank's own number is new in any case.
             numbers[rank] = nonce

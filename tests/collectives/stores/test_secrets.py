@@ -29,6 +29,7 @@ from chorusline.collectives.stores.store import (
     Store,
     encoded_keys,
 )
+from chorusline.collectives.transports import gloo
 from tests import ROOT
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, run_ranks, transports
 
@@ -153,6 +154,26 @@ def test_ranks_with_different_secrets_are_told_so(theirs: str | None, transport:
     stores = signed(below, SECRET), signed(below, theirs)
     for error in in_two_groups(lambda group: group.rank, *stores, backend=transport):
         assert isinstance(error, SecretMismatch), repr(error)
+
+
+class StoreWithoutNumbers(SignedStore):
+    """A store that is lost when the ranks have connected."""
+
+    def multi_get(self, keys: Sequence[Data], timeout_s: Seconds | None = None) -> list[bytes]:
+        if any(b"/nonce/" in key for key in encoded_keys(keys)):
+            raise cl.StoreLost("multi_get", "the server is gone")
+        return super().multi_get(keys, timeout_s)
+
+
+def test_a_rank_that_cannot_read_the_others_numbers_leaves_the_group() -> None:
+    before = set(gloo._open)
+    below = HashStore()
+    stores = signed(below, SECRET), StoreWithoutNumbers(below, SECRET)
+    left, lost = in_two_groups(lambda group: group.barrier().wait(), *stores, backend="gloo")
+    assert isinstance(lost, cl.StoreLost)
+    assert isinstance(left, cl.PeerLost), repr(left)
+    assert left.ranks == [1]
+    assert set(gloo._open) <= before
 
 
 OBJECTS: dict[str, Callable[[Group, Any], Any]] = {
