@@ -61,29 +61,18 @@ def narrowed_by(runtime_env: Mapping[str, Any]) -> str | None:
     )
 
 
-def choose_gpu(
-    assigned: Sequence[int | str], share: float, environment: Mapping[str, str], num_visible: int
-) -> Gpu:
-    """The GPU of a worker. Raises NoGpu.
+def choose_gpu(assigned: Sequence[int | str], share: float, environment: Mapping[str, str]) -> Gpu:
+    """The GPU of a worker. Raises NoGpu; so may `check_gpu`, once its variables are set.
 
     assigned: as `ray.get_gpu_ids()` has them: numbers of the node's GPUs, or entries of the
         node's CUDA_VISIBLE_DEVICES. share: how much of GPUs Ray has assigned; of several it is the
-        first. environment: of this process. num_visible: how many GPUs torch sees in it.
+        first. environment: of this process.
     """
-    visible = environment.get(VISIBLE)
-    says = f"{VISIBLE} is {visible!r}" if visible is not None else f"{VISIBLE} is not set"
-    # The order of the checks is that of the causes: no GPU from Ray, none seen, another list, a
-    # number that is not there.
+    visible, says = environment.get(VISIBLE), _says(environment)
     if not assigned:
         raise NoGpu(
             "Ray has assigned this worker no GPU; ask for one with use_gpu=True, or for a part of "
             "one with resources_per_worker={'GPU': 0.5}"
-        )
-    if num_visible == 0:
-        raise NoGpu(
-            f"Ray has assigned GPU {_names(assigned)} to this worker, and torch sees no CUDA "
-            f"device ({says}). Install a CUDA build of torch on the node, check that `nvidia-smi` "
-            "works there, and run `chorusline doctor` on it"
         )
     wanted = max(1, math.ceil(share))
     # By another list than the node's, Ray's numbers would name other GPUs.
@@ -114,15 +103,33 @@ def choose_gpu(
     if hidden:
         return Gpu(0, {VISIBLE: ",".join(hidden), **shares})
     # Of several, CUDA's first; `own` has the same order.
-    index = min(places)
-    if index >= num_visible:
+    return Gpu(min(places), shares)
+
+
+def check_gpu(
+    gpu: Gpu, assigned: Sequence[int | str], environment: Mapping[str, str], num_visible: int
+) -> None:
+    """Raise NoGpu if `gpu` is not there. environment: with that of `gpu`. num_visible: how many
+    GPUs torch sees in it."""
+    says = _says(environment)
+    if num_visible == 0:
+        raise NoGpu(
+            f"Ray has assigned GPU {_names(assigned)} to this worker, and torch sees no CUDA "
+            f"device ({says}). Install a CUDA build of torch on the node, check that `nvidia-smi` "
+            "works there, and run `chorusline doctor` on it"
+        )
+    if gpu.index >= num_visible:
         raise NoGpu(
             f"Ray has assigned GPU {_names(assigned)} to this worker, which would be number "
-            f"{index} here, and torch sees only {num_visible} ({says}). Start the node with `ray "
-            "start --num-gpus` and the number that it has (`nvidia-smi -L` lists them); parts of "
-            f"a GPU (MIG) must be listed in {VISIBLE} before `ray start`"
+            f"{gpu.index} here, and torch sees only {num_visible} ({says}). Start the node with "
+            "`ray start --num-gpus` and the number that it has (`nvidia-smi -L` lists them); parts "
+            f"of a GPU (MIG) must be listed in {VISIBLE} before `ray start`"
         )
-    return Gpu(index, shares)
+
+
+def _says(environment: Mapping[str, str]) -> str:
+    visible = environment.get(VISIBLE)
+    return f"{VISIBLE} is {visible!r}" if visible is not None else f"{VISIBLE} is not set"
 
 
 def _names(assigned: Sequence[int | str]) -> str:

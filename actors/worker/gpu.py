@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from .devices import NoGpu, choose_gpu, narrowed_by
+from .devices import NoGpu, check_gpu, choose_gpu, narrowed_by
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,10 @@ def own_gpu() -> torch.device:
     if narrowed is not None:
         raise NoGpu(narrowed)
     share = float(context.get_assigned_resources().get("GPU", 0))
-    gpu = choose_gpu(ray.get_gpu_ids(), share, os.environ, torch.cuda.device_count())
+    assigned = ray.get_gpu_ids()
+    gpu = choose_gpu(assigned, share, os.environ)
+    # Before anything counts: with parts of a GPU (MIG), or without NVML, torch asks CUDA, which
+    # reads the list once.
     os.environ.update(gpu.environment)
+    check_gpu(gpu, assigned, os.environ, torch.cuda.device_count())
     return torch.device("cuda", gpu.index)

@@ -10,18 +10,23 @@ import itertools
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import ray
+import torch
 
 from chorusline.actors.worker.devices import (
     RAY_HIDES_NONE,
     VISIBLE,
     Gpu,
     NoGpu,
+    check_gpu,
     choose_gpu,
     environment_of_workers,
     narrowed_by,
 )
+from chorusline.actors.worker.gpu import own_gpu
 from chorusline.collectives.transports.shared_gpus import MAY_SHARE
 from tests import ROOT
 
@@ -33,22 +38,31 @@ def seen(text: str) -> dict[str, str]:
     return {VISIBLE: text}
 
 
+def chosen(
+    assigned: list[int | str], share: float, environment: dict[str, str], num_visible: int
+) -> Gpu:
+    """num_visible: how many GPUs torch sees with the variables of the choice."""
+    gpu = choose_gpu(assigned, share, environment)
+    check_gpu(gpu, assigned, {**environment, **gpu.environment}, num_visible)
+    return gpu
+
+
 @pytest.mark.parametrize("num_visible", range(1, 9))
 @pytest.mark.parametrize("assigned", range(8))
 def test_with_all_gpus_visible_a_worker_takes_the_one_of_its_number(
     assigned: int, num_visible: int
 ) -> None:
     if assigned < num_visible:
-        assert choose_gpu([assigned], 1, ALL, num_visible) == Gpu(assigned)
+        assert chosen([assigned], 1, ALL, num_visible) == Gpu(assigned)
         return
     with pytest.raises(NoGpu, match=rf"assigned GPU {assigned} .*torch sees only {num_visible} "):
-        choose_gpu([assigned], 1, ALL, num_visible)
+        chosen([assigned], 1, ALL, num_visible)
 
 
 def test_among_those_that_are_listed_a_worker_takes_the_place_of_its_own() -> None:
     for listed in itertools.permutations(["4", "5", "GPU-8f2a"]):
         for own in listed:
-            found = choose_gpu([own], 1, seen(",".join(listed)), 3)
+            found = chosen([own], 1, seen(",".join(listed)), 3)
             assert found == Gpu(listed.index(own))
 
 
@@ -77,7 +91,7 @@ def test_what_ray_assigns_and_what_cuda_shows_make_one_gpu(
     num_visible: int,
     gpu: Gpu,
 ) -> None:
-    assert choose_gpu(assigned, share, environment, num_visible) == gpu
+    assert chosen(assigned, share, environment, num_visible) == gpu
 
 
 @pytest.mark.parametrize(
@@ -85,7 +99,8 @@ def test_what_ray_assigns_and_what_cuda_shows_make_one_gpu(
     [
         ([], 0, ALL, 8, "no GPU; ask for one with use_gpu=True"),
         ([0], 1, ALL, 0, r"sees no CUDA device \(CUDA_VISIBLE_DEVICES is not set\)"),
-        ([0], 1, seen(""), 0, r"no CUDA device \(CUDA_VISIBLE_DEVICES is ''\)"),
+        (["MIG-a"], 1, seen("MIG-a,MIG-b"), 0, r"no CUDA device \(.* is 'MIG-a'\)"),
+        ([0], 1, seen(""), 0, "is '' in it, which does not contain that GPU"),
         ([0], 1, seen("NoDevFiles"), 0, "is 'NoDevFiles'"),
         ([3], 1, seen("0,1"), 2, "assigned GPU 3 .*'0,1' in it, which does not contain that GPU"),
         (["GPU-b"], 1, seen("GPU-a"), 1, "assigned GPU GPU-b .*does not contain that GPU. Set it"),
@@ -108,7 +123,7 @@ def test_what_fits_no_gpu_is_told_in_a_sentence(
     says: str,
 ) -> None:
     with pytest.raises(NoGpu, match=says.replace("Set it", "Set CUDA_VISIBLE_DEVICES where")):
-        choose_gpu(assigned, share, environment, num_visible)
+        chosen(assigned, share, environment, num_visible)
 
 
 def test_no_two_workers_of_a_node_get_one_gpu_however_it_is_listed() -> None:
@@ -119,8 +134,35 @@ def test_no_two_workers_of_a_node_get_one_gpu_however_it_is_listed() -> None:
         (seen("6,2,4,0"), ["6", "2", "4", "0"]),
         (seen(",".join(uuids)), uuids),
     ):
-        taken = [choose_gpu([name], 1, environment, 4).index for name in names]
+        taken = [chosen([name], 1, environment, 4).index for name in names]
         assert taken == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("variables", "assigned", "shown"),
+    [
+        (seen("MIG-a,MIG-b"), ["MIG-b"], "MIG-b"),
+        ({RAY_HIDES_NONE: "0", **seen("0,1")}, ["1"], "1"),
+    ],
+)
+def test_a_list_that_a_worker_narrows_is_counted_afterwards_only(
+    variables: dict[str, str], assigned: list[str], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch may ask CUDA for the number, and CUDA reads the list once."""
+    counted: list[str | None] = []
+
+    def device_count() -> int:
+        counted.append(os.environ.get(VISIBLE))
+        return 1
+
+    context = SimpleNamespace(runtime_env={}, get_assigned_resources=lambda: {"GPU": 1})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: assigned)
+    monkeypatch.setattr(torch.cuda, "device_count", device_count)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert own_gpu() == torch.device("cuda:0")
+    assert {*counted} == {shown}
 
 
 def test_workers_on_gpus_see_all_of_them_unless_the_user_says_otherwise() -> None:
@@ -151,10 +193,8 @@ ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_t
 class Actor:
     def found(self):
         share = ray.get_runtime_context().get_assigned_resources()["GPU"]
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        seen = 4 if shown is None else len(shown.split(","))
-        gpu = choose_gpu(ray.get_gpu_ids(), share, os.environ, seen)
-        return gpu.index, shown
+        gpu = choose_gpu(ray.get_gpu_ids(), share, os.environ)
+        return gpu.index, os.environ.get("CUDA_VISIBLE_DEVICES")
 
     def own(self):
         try:
