@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .callback_thread import CallbackThread, report_uncaught
 from .errors import CollectiveError, fresh_copy
 from .operation import Operation
 from .torch_hints import instead_of_attribute
@@ -157,17 +158,28 @@ class Work(ABC):
         """A future of what `result()` returns; tensors are always in a list, as in torch.
 
         The future is complete, or has the work's error, before `wait()` returns. Callbacks run in
-        the thread that ends the work, and return tensors of the work's GPU or of the CPU, as in
-        torch. On CUDA, `wait()` blocks the host once a future was made.
+        the thread that ends the work, on CUDA in one of their own, or in that which waits. They
+        return tensors of the work's GPU or of the CPU, as in torch. On CUDA, `wait()` blocks the
+        host once a future was made.
         """
+        thread, devices = self._callback_thread(), self._cuda_devices()
         with _futures:
             made = self._future is None
             if self._future is None:
-                self._future = torch.futures.Future(devices=list(self._cuda_devices()))
+                self._future = torch.futures.Future(devices=list(devices))
             future = self._future
         # Outside the lock: a work that has ended calls back at once, and takes it.
         if made:
-            self.add_done_callback(self._settle_future)
+            if thread is None or self.is_completed():
+                self.add_done_callback(self._settle_future)
+            else:
+
+                def settle() -> None:
+                    # The program's stream may wait for later works.
+                    with thread.streams(devices):
+                        self._settle_future()
+
+                self.add_done_callback(lambda: thread.add(settle))
         return future
 
     def cancel(self) -> bool:
@@ -240,6 +252,10 @@ class Work(ABC):
         making, and opens a context on each that was when it has a callback."""
         tensors = self._output if isinstance(self._output, list) else [self._output]
         return [one.device for one in tensors if isinstance(one, torch.Tensor) and one.is_cuda]
+
+    def _callback_thread(self) -> CallbackThread | None:
+        """That completes the future; None: the thread that ends the work does."""
+        return None
 
     # -- implemented by a transport ---------------------------------------------------------------
 
@@ -333,12 +349,6 @@ class SettledWork(Work):
         """The last line of `_block` in subclasses."""
         if self.failure is not None:
             raise fresh_copy(self.failure)
-
-
-def report_uncaught(error: BaseException) -> None:
-    """Hand an error of a callback, which nobody else will raise, to threading.excepthook."""
-    frames, thread = error.__traceback__, threading.current_thread()
-    threading.excepthook(threading.ExceptHookArgs((type(error), error, frames, thread)))
 
 
 def every_cuda_device() -> list[torch.device]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from ..contract.callback_thread import CallbackThread
 from ..contract.errors import CollectiveTimeout
 from ..contract.operation import Operation
 from ..contract.work import Work
@@ -74,6 +75,9 @@ class Coalesced(Work):
     def _cuda_devices(self) -> list[torch.device]:
         return [device for work in self._works for device in work._cuda_devices()]
 
+    def _callback_thread(self) -> CallbackThread | None:
+        return self._works[0]._callback_thread() if self._works else None
+
     def _end_generation(self, reason: str) -> None:
         for work in self._works:
             if not work.is_completed():
@@ -135,6 +139,9 @@ class MonitoredBarrier(Work):
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         self._barrier.add_done_callback(callback)
+
+    def _callback_thread(self) -> CallbackThread | None:
+        return self._barrier._callback_thread()
 
     def _end_generation(self, reason: str) -> None:
         self._barrier._end_generation(reason)

@@ -9,15 +9,15 @@ tasks of one queue, in the order in which they were added.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
-from ..contract.work import report_uncaught
+from ..contract.callback_thread import CallbackThread, report_uncaught
 
 _here = threading.local()
 
@@ -26,45 +26,6 @@ def current_depth() -> int:
     """0 in the program, 1 in a callback, 2 in a callback of an operation that a callback issued."""
     depth: int = getattr(_here, "depth", 0)
     return depth
-
-
-class CallbackThread:
-    """Completes the futures of one depth and runs their callbacks, in order. It never ends."""
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._thread = threading.Thread(
-            target=self._run, name=f"chorusline-torch-callbacks-{depth}", daemon=True
-        )
-        self._thread.start()
-
-    def add(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
-
-    def is_here(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    def _run(self) -> None:
-        _here.depth = self.depth + 1
-        while True:
-            task = self._tasks.get()
-            try:
-                task()
-            except Exception as error:  # Later futures need this thread.
-                report_uncaught(error)
-            del task  # An idle thread must not keep tensors alive.
-
-    @contextlib.contextmanager
-    def streams(self, devices: list[torch.device]) -> Iterator[None]:
-        """Use this thread's own streams on GPUs, because the program uses the default stream."""
-        with contextlib.ExitStack() as stack:
-            for device in devices:
-                if device not in self._streams:
-                    self._streams[device] = torch.cuda.Stream(device)
-                stack.enter_context(torch.cuda.stream(self._streams[device]))
-            yield
 
 
 _threads: list[CallbackThread] = []
@@ -85,7 +46,9 @@ def callback_thread(depth: int) -> CallbackThread:
     """The thread for operations issued at `depth`, for all process groups; made when needed."""
     with _making:
         while len(_threads) <= depth:
-            _threads.append(CallbackThread(len(_threads)))
+            made = CallbackThread(f"chorusline-torch-callbacks-{len(_threads)}")
+            made.add(functools.partial(setattr, _here, "depth", len(_threads) + 1))
+            _threads.append(made)
         return _threads[depth]
 
 

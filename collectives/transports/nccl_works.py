@@ -25,12 +25,14 @@ fail tell no aborts; then the votes of a step are counted (agreement.py of the r
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from ..contract.callback_thread import CallbackThread
 from ..contract.errors import CollectiveError, GroupAborted
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import STARTED, Kind, Operation
@@ -43,6 +45,12 @@ FIRST_PAUSE_S = 0.00005  # between two queries of an event, if somebody waits; i
 LONGEST_PAUSE_S = 0.001
 YIELD_S = 0.0002  # in which a thread that waits only yields: shorter than a sleep comes back
 ANSWER_S = 2.5  # for a live rank to answer a roll call: several reads of the store
+
+
+@functools.cache
+def _callback_thread() -> CallbackThread:
+    """Of this process, made when a future is asked for."""
+    return CallbackThread("chorusline-nccl-callbacks")
 
 
 class NcclWork(PendingWork):
@@ -87,6 +95,9 @@ class NcclWork(PendingWork):
 
     def _cuda_devices(self) -> list[torch.device]:
         return [self.device]  # Also without a result: what its callbacks return is there.
+
+    def _callback_thread(self) -> CallbackThread:
+        return _callback_thread()  # A callback that reads a tensor may wait for a later work.
 
     def settle(self, failure: CollectiveError | None) -> None:
         for operation in self.before:

@@ -7,6 +7,7 @@ likes; the first message between two ranks blocks the thread that launches it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import os
@@ -202,6 +203,43 @@ def test_the_deadline_holds_for_a_launch_that_connects() -> None:
     with StandInRanks(2) as ranks:
         took_s, _ = ranks.run(send_to_nobody)
     assert took_s < 12, "1 s, the looks at the store, and a second for the launch to return"
+
+
+def read_in_a_callback(rank: Rank, coalesces: bool) -> list[float]:
+    """The program's stream waits for an operation that rank 1 never issues."""
+    with rank.group() as group:
+        tensor = torch.ones(3, device=group.device)
+        group.barrier().wait_on_host()
+        raised, read = threading.Event(), threading.Event()
+        sums: list[float] = []
+
+        def look(future: torch.futures.Future[list[torch.Tensor]]) -> None:
+            sums.append(tensor.sum().item())
+            read.set()
+            assert raised.wait(20)
+
+        streams.launch(lambda: time.sleep(0.2))  # The sum ends after the next lines.
+        with group.coalesce() if coalesces else contextlib.nullcontext() as block:
+            work = group.all_reduce(tensor)
+        chained = (block or work).get_future().then(look)
+        if rank.rank == 0:
+            late = group.all_reduce(torch.ones(3, device=group.device), timeout_s=2)
+            late.wait()
+            with pytest.raises(CollectiveTimeout, match=r"all_reduce #2 .*within 2 s"):
+                late.wait_on_host()
+            rank.say("raised")
+        rank.store.wait(["said/raised/0"], 30)
+        assert read.wait(20)
+        raised.set()
+        chained.wait()
+        return sums
+
+
+@needs_stand_in
+@pytest.mark.parametrize("coalesces", [False, True])
+def test_a_futures_callback_that_reads_a_tensor_keeps_no_deadline(coalesces: bool) -> None:
+    with StandInRanks(2) as ranks:
+        assert ranks.run(read_in_a_callback, coalesces) == [[6.0]] * 2
 
 
 def issue_after_abort(rank: Rank) -> float:

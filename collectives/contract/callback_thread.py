@@ -1,0 +1,52 @@
+"""A thread for the callbacks of a program: they may block, and nothing else depends on it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import torch
+
+
+class CallbackThread:
+    """Completes futures and runs their callbacks, in order: a thread on which no transfer depends,
+    so they may block. It never ends."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, task: Callable[[], object]) -> None:
+        self._tasks.put(task)
+
+    def is_here(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _run(self) -> None:
+        while True:
+            task = self._tasks.get()
+            try:
+                task()
+            except Exception as error:  # Later futures need this thread.
+                report_uncaught(error)
+            del task  # An idle thread must not keep tensors alive.
+
+    @contextlib.contextmanager
+    def streams(self, devices: list[torch.device]) -> Iterator[None]:
+        """Use this thread's own streams on GPUs, because the program uses the default stream."""
+        with contextlib.ExitStack() as stack:
+            for device in devices:
+                if device not in self._streams:
+                    self._streams[device] = torch.cuda.Stream(device)
+                stack.enter_context(torch.cuda.stream(self._streams[device]))
+            yield
+
+
+def report_uncaught(error: BaseException) -> None:
+    """Hand an error of a callback, which nobody else will raise, to threading.excepthook."""
+    frames, thread = error.__traceback__, threading.current_thread()
+    threading.excepthook(threading.ExceptHookArgs((type(error), error, frames, thread)))
