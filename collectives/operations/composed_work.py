@@ -40,7 +40,8 @@ class Coalesced(Work):
         """Block until all works are done; raises the first of their errors."""
         self._check_ended()
         for work in self._works:
-            work.wait()
+            # The future must be complete when wait() returns.
+            work.wait() if self._future is None else work.wait_on_host()
 
     def _block_host(self) -> None:
         self._check_ended()

@@ -36,6 +36,14 @@ def check_results_and_futures(group: Group) -> None:
     late = work.get_future()
     assert late.done()
 
+    with group.coalesce() as block:
+        group.all_reduce(tensor)
+        group.all_reduce(torch.ones(300_000, device=group.device))
+    future = block.get_future()
+    block.wait()
+    assert future.done() and future.value() is None
+    assert tensor.tolist() == [group.size**2] * 5
+
     part = torch.empty(2, device=group.device)
     scattered = group.reduce_scatter(part, torch.ones(2 * group.size, device=group.device))
     gathered = torch.empty(2 * group.size, device=group.device)

@@ -86,6 +86,7 @@ WAITS: dict[tuple[str, str], Callable[[cl.Group], object] | str] = {
     ("collectives/objects/blocking.py", "scatter_bytes"): "between CPUs only",
     ("collectives/objects/messages.py", "step"): "asks is_completed() before it reads",
     ("collectives/objects/messages.py", "script"): "before the header is read",
+    ("collectives/operations/composed_work.py", "_block"): "before a future is completed",
     ("collectives/operations/composed_work.py", "_block_host"): "hands on a wait on the host",
     ("collectives/operations/host_reads.py", "tolist"): step_and_gather_state,
     ("runtime/commands/bench.py", "_row"): measure,
