@@ -242,6 +242,24 @@ def test_a_futures_callback_that_reads_a_tensor_keeps_no_deadline(coalesces: boo
         assert ranks.run(read_in_a_callback, coalesces) == [[6.0]] * 2
 
 
+def block_with_nobody(rank: Rank) -> None:
+    with rank.group() as group:
+        if rank.rank == 0:
+            with group.coalesce() as work:
+                group.all_reduce(torch.ones(3, device=group.device), timeout_s=2)
+                group.all_reduce(torch.ones(5, device=group.device))
+            with pytest.raises(CollectiveTimeout, match="within 2 s"):
+                work.wait_on_host()
+            rank.say("raised")
+        rank.store.wait(["said/raised/0"], 30)
+
+
+@needs_stand_in
+def test_each_deadline_in_a_coalesced_block_holds() -> None:
+    with StandInRanks(2) as ranks:
+        ranks.run(block_with_nobody)
+
+
 def issue_after_abort(rank: Rank) -> float:
     nccl.settings.abort_s = 8
     group = rank.group()
