@@ -154,6 +154,13 @@ def apart_in(module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, one) for name, one in trained if is_apart or one in averaged]
 
 
+def loads_itself(part: torch.nn.Module) -> bool:
+    """Whether a module does more with its part of a state dictionary than torch's layers, which
+    copy it: it may give its buffers other shapes."""
+    load = type(part)._load_from_state_dict
+    return bool(part._load_state_dict_pre_hooks) or not load.__module__.startswith("torch.nn.")
+
+
 def without_functions(state: Any) -> Any:
     """The state of a schedule, and of those in it, without functions. SWALR has one, of its class:
     the schedule that the state is loaded into has it, too."""

@@ -17,7 +17,15 @@ from ..process.registry import Registered
 from ..zero.shards.parameter_bucket import in_format_of
 from ..zero.shards.shard_state import MASTER
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
-from .contents import PER_RANK, ZERO, classes_of, is_dense, optimizers_within, tree_of
+from .contents import (
+    PER_RANK,
+    ZERO,
+    classes_of,
+    is_dense,
+    loads_itself,
+    optimizers_within,
+    tree_of,
+)
 from .format.errors import CheckpointCorrupted, CheckpointMismatch
 from .format.manifest import ManifestEntry, dtype_name, name_of
 from .format.reader import CheckpointReader
@@ -172,7 +180,7 @@ def _check_same_tensors(name: str, module: torch.nn.Module, reader: CheckpointRe
         owner = key.rpartition(".")[0]
         while owner not in parts:
             owner = owner.rpartition(".")[0]
-        return key in parameters or not (key.endswith(EXTRA_STATE) or _loads_itself(parts[owner]))
+        return key in parameters or not (key.endswith(EXTRA_STATE) or loads_itself(parts[owner]))
 
     here = {
         key: value
@@ -191,12 +199,6 @@ def _check_same_tensors(name: str, module: torch.nn.Module, reader: CheckpointRe
                 f"{name}.{key} is {entry or 'missing'} in it, and {_text(tensor)} here"
             )
     _raise_differences(reader, differences, "the models differ")
-
-
-def _loads_itself(part: torch.nn.Module) -> bool:
-    """Whether a module does more with a saved state than torch's own layers, which copy it."""
-    load = type(part)._load_from_state_dict
-    return bool(part._load_state_dict_pre_hooks) or not load.__module__.startswith("torch.nn.")
 
 
 def _text(tensor: torch.Tensor | None) -> str:

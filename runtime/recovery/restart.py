@@ -27,7 +27,7 @@ from chorusline.actors.parcels.pickling import pickled
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
-from ..checkpoint.contents import is_dense
+from ..checkpoint.contents import is_dense, loads_itself
 from ..data_parallel.distributed_data_parallel import (
     DistributedDataParallel,
     engine_of,
@@ -181,7 +181,9 @@ class RestartState:
             elif fully_sharded.is_sharded(made):
                 retained.states[entry.name] = fully_sharded.kept(made)
             elif isinstance(made, torch.nn.Module):
-                retained.tensors[entry.name] = _tensors_of(made, committed=True)
+                tensors = retained.tensors[entry.name] = _tensors_of(made, committed=True)
+                beside = retained.beside[entry.name]
+                beside.update({key: tensors[key] for key in beside.keys() & tensors.keys()})
                 if isinstance(made, DistributedDataParallel):
                     engine = engine_of(made)
                     retained.synced[entry.name] = engine.buffers.synced_step
@@ -222,9 +224,9 @@ class RestartState:
             kept = fully_sharded.shard_for(group, holders, replica_size, mine, entry.name)
             if kept is None:
                 return None
-            fully_sharded.load(made, kept)
             if isinstance(made, torch.nn.Module):
                 self._restore_beside(entry, made, leader, group)
+            fully_sharded.load(made, kept)
             return 0
         if isinstance(made, ZeroRedundancyOptimizer):
             # Any rank may hold a part of it: the leader has only its own shards and replicas.
@@ -232,6 +234,8 @@ class RestartState:
                 return None
             return self._restore_optimizer(entry.name, made, summaries, group)
         if isinstance(made, torch.nn.Module):
+            # First: it may give buffers another shape.
+            self._restore_beside(entry, made, leader, group)
             here, own = _tensors_of(made, committed=False), _own_names(made, entry.per_rank)
             kept = self.tensors.get(entry.name, {})
             for name, tensor in here.items():
@@ -240,7 +244,6 @@ class RestartState:
                     tensor.copy_(kept[name])
             alike = [tensor for name, tensor in here.items() if name not in own]
             broadcast_tensors(alike, leader, group)
-            self._restore_beside(entry, made, leader, group)
             if isinstance(made, DistributedDataParallel):
                 # A rank without data takes part in the first steps as the others do.
                 patterns = broadcast_object(group, self.patterns.get(entry.name), leader)
@@ -339,12 +342,20 @@ def up_to_date(summaries: Sequence[Summary]) -> list[Summary]:
 
 def state_beside(module: torch.nn.Module) -> dict[str, Any]:
     """What a module's state_dict() has beside its parameters and buffers, by key: what
-    get_extra_state() gives, and what a class adds itself, as metrics of torchmetrics do."""
+    get_extra_state() gives, and what a class adds itself, as metrics of torchmetrics do. And the
+    buffers of parts that load them in their own way, which may have another shape by now."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
+    reshaped = {
+        id(b) for part in inner.modules() if loads_itself(part) for b in part.buffers(False)
+    }
+    named: list[tuple[str, torch.Tensor]] = [*inner.named_parameters(remove_duplicate=False)]
+    named += [
+        (name, buffer)
+        for name, buffer in inner.named_buffers(remove_duplicate=False)
+        if id(buffer) not in reshaped
+    ]
     # By memory: a hook of the module may have given its tensors other names there.
-    own = {tensor.data_ptr() for tensor in (*inner.parameters(), *inner.buffers())}
-    names = {name for name, _ in inner.named_parameters(remove_duplicate=False)}
-    names |= {name for name, _ in inner.named_buffers(remove_duplicate=False)}
+    names, own = {name for name, _ in named}, {tensor.data_ptr() for _, tensor in named}
     return {
         key: value
         for key, value in inner.state_dict().items()
@@ -353,7 +364,7 @@ def state_beside(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def load_beside(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Load what `state_beside` has given; the tensors stay."""
+    """Load what `state_beside` has given; all other tensors stay."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     # Copies: set_extra_state() may keep what it is given, and a loss begins all of this again.
     if state:

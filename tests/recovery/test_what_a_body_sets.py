@@ -171,7 +171,19 @@ def made(max_norm: float | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     model = cl.DistributedDataParallel(Cooling())
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=max_norm)
-    return {"model": model, "optim": optim, "metric": Metric()}
+    return {"model": model, "optim": optim, "metric": Metric(), "quantized": per_channel()}
+
+
+def per_channel() -> torch.nn.Module:
+    """The first batch gives its buffers an element for each channel."""
+    return torch.ao.quantization.FakeQuantize(
+        torch.ao.quantization.MovingAveragePerChannelMinMaxObserver,
+        quant_min=-128,
+        quant_max=127,
+        dtype=torch.qint8,
+        qscheme=torch.per_channel_symmetric,
+        ch_axis=1,
+    )
 
 
 class Meter:
@@ -225,6 +237,7 @@ def begin_again(ctx: cl.Context) -> dict[str, Any]:
         optim.max_norm = 0.25
         model.module.seen["batches"] = 7
         first["metric"].total += 3.0
+        first["quantized"](torch.tensor([[0.0, 127.5, 255.0]]))
     call = call_of(ctx)
     kept = RestartState.of(call.registry, (0, 0), {})
     summaries = all_gather_object(ctx.group, kept.summary(True, None))
@@ -236,6 +249,7 @@ def begin_again(ctx: cl.Context) -> dict[str, Any]:
         "max_norm": again["optim"].max_norm,
         "seen": again["model"].module.seen["batches"],
         "metric": float(again["metric"].total),
+        "maxima": again["quantized"].activation_post_process.max_val.tolist(),
     }
 
 
@@ -245,7 +259,8 @@ def _begins_again(group: Any) -> Any:
 
 def test_objects_that_are_made_again_have_what_the_body_has_set(ranks_of: Any) -> None:
     for one in ranks_of(2).run(_begins_again):
-        assert one == {"max_norm": 0.25, "seen": 7, "metric": 3.0}
+        maxima = [0.0, 127.5, 255.0]
+        assert one == {"max_norm": 0.25, "seen": 7, "metric": 3.0, "maxima": maxima}
 
 
 def begin_again_per_rank(ctx: cl.Context) -> tuple[float, float, float]:
@@ -368,6 +383,7 @@ def transfer(ctx: cl.Context) -> dict[str, Any]:
     optim = ctx.register(
         "optim", cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, replicas=2)
     )
+    quantized: Any = ctx.register("quantized", per_channel())
     own = ctx.register("own", torch.nn.BatchNorm1d(2), per_rank=True)
     torch.nn.init.constant_(own.weight, ctx.rank)
     torch.nn.init.constant_(own.running_mean, ctx.rank)
@@ -383,6 +399,7 @@ def transfer(ctx: cl.Context) -> dict[str, Any]:
                 module.temperature.mul_(0.5)
                 optim.max_norm = 0.25
                 module.seen["batches"] = 7
+                quantized(torch.tensor([[0.0, 127.5, 255.0]]))
                 module.norm.eval()
                 module.linear.bias.requires_grad_(False)
             if step.number == 1:
@@ -394,6 +411,7 @@ def transfer(ctx: cl.Context) -> dict[str, Any]:
         "temperature": float(module.temperature),
         "max_norm": optim.max_norm,
         "seen": module.seen["batches"],
+        "maxima": quantized.activation_post_process.max_val.tolist(),
         "training": [module.training, module.norm.training],
         "trained": [name for name, p in module.named_parameters() if p.requires_grad],
     }
@@ -409,6 +427,7 @@ def test_a_worker_that_comes_has_what_the_body_of_the_others_has_set(ranks_of: A
             "temperature": 0.5,
             "max_norm": 0.25,
             "seen": 7,
+            "maxima": [0.0, 127.5, 255.0],
             "training": [True, False],
             "trained": ["norm.weight", "norm.bias", "linear.weight"],
         }
