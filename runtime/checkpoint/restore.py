@@ -22,6 +22,7 @@ from .contents import (
     ZERO,
     classes_of,
     is_dense,
+    kind_of,
     loads_itself,
     optimizers_within,
     tree_of,
@@ -48,6 +49,13 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
             f"it has nothing that was registered as {entry.name!r}, only "
             f"{', '.join(map(repr, reader.names())) or 'nothing'}; register the object under the "
             "name that was saved, or pass required=False for a new object",
+        )
+    # Each rank would load its own, and the ranks would differ without a word.
+    if kind == PER_RANK != kind_of(entry):
+        raise CheckpointMismatch(
+            reader.path,
+            f"{entry.name!r} was saved with per_rank=True, and here all ranks have the same state; "
+            "register it with per_rank=True, or under another name with required=False",
         )
     stateful = entry.object
     # Sharded optimizers and those of torch read each other's state.

@@ -795,3 +795,23 @@ def test_a_buffer_without_elements_is_not_called_missing(alone, tmp_path):
     with pytest.raises(cl.CheckpointMismatch) as raised:
         in_run(alone, _save_buffer, config, length=0)
     assert "model.seen is (3,) float32 in it, and (0,) float32 here" in str(raised.value)
+
+
+@pytest.mark.parametrize("what", ["module", "optimizer", "sharded optimizer", "object"])
+def test_a_state_of_each_rank_does_not_become_one_that_all_ranks_have(alone, tmp_path, what):
+    def train(ctx: cl.Context, per_rank: bool) -> None:
+        model = cl.DistributedDataParallel(torch.nn.Linear(2, 2))
+        made: dict[str, Any] = {
+            "module": model,
+            "optimizer": torch.optim.Adam(model.parameters()),
+            "object": Ballast(),
+        }
+        if not per_rank:
+            made["sharded optimizer"] = cl.ZeroRedundancyOptimizer(model, torch.optim.Adam)
+        ctx.register("x", made.get(what, made["optimizer"]), per_rank=per_rank)
+        ctx.save().wait()
+
+    config = cl.CheckpointConfig(tmp_path)
+    in_run(alone, train, config, per_rank=True)
+    with pytest.raises(cl.CheckpointMismatch, match="'x' was saved with per_rank=True, and here"):
+        in_run(alone, train, config, per_rank=False)
