@@ -8,9 +8,11 @@ renamed. Most object stores show only complete objects; elsewhere the checksum f
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -88,7 +90,11 @@ class Folder(Storage):
             raise
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        with (self._root / name).open("rb") as file:
+        path = self._root / name
+        # To open a pipe would wait for its writer, and a device has no end.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise FileNotFoundError(errno.ENOENT, "No regular file", str(path))
+        with path.open("rb") as file:
             file.seek(start)
             return file.read(-1 if length is None else length)
 

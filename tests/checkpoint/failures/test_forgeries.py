@@ -10,6 +10,7 @@ import functools
 import hashlib
 import io
 import json
+import os
 import re
 import resource
 import shutil
@@ -512,6 +513,41 @@ def test_a_run_resumes_from_the_one_before_a_forged_one(ranks_of, tmp_path):
         )
     assert (step, other_step) == (2, 2)
     assert "time is 'noon'" in word and "The checkpoint before it is used" in word
+
+
+def test_a_length_beyond_all_memory_hides_no_other_from_any_rank(ranks_of, tmp_path):
+    write_two(ranks_of, tmp_path)
+    (bad,) = tmp_path.glob("step-00000004-*")
+    size = 1 << 62
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["files"]["rank-1.distcp"] = size
+        items = [one for entry in manifest["entries"] for one in entry["items"]]
+        last = max(one["at"] + one["length"] for one in items if one["file"] == "rank-1.distcp")
+        # Rank 0 reads the first piece, and rank 1 looks at the size of this file.
+        manifest["entries"].sort(key=lambda entry: entry["path"] != ["schedule"])
+        _item(manifest, "schedule").update(file="rank-1.distcp", at=last, length=size - last)
+
+    _rewrite(bad, change)
+    told = ranks_of(2).run(resume_and_listen, cl.CheckpointConfig(tmp_path))
+    assert [step for step, _ in told] == [2, 2]
+    with pytest.raises(cl.CheckpointCorrupted, match=r"rank-1\.distcp.* bytes are too many"):
+        plain_states(CheckpointReader(Folder(tmp_path), bad.name))
+
+
+@pytest.mark.parametrize("name", ["chorusline.json", "rank-0.distcp"])
+def test_a_pipe_is_not_read(tmp_path, name):
+    folder = _write(tmp_path)
+    data = (folder / name).read_bytes()
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises((FileNotFoundError, cl.CheckpointCorrupted)):
+        plain_states(CheckpointReader(Folder(tmp_path), folder.name))
+    # A link is followed: a file may lie on another disk.
+    (folder / name).unlink()
+    (tmp_path / "elsewhere").write_bytes(data)
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    assert plain_states(CheckpointReader(Folder(tmp_path), folder.name)).keys()
 
 
 GARBAGE = [5, None, [5], [{}], [{"params": 5}], [{"params": [[]]}], {"params": []}]
