@@ -345,3 +345,13 @@ def test_one_whose_deletion_was_killed_is_deleted_by_the_next_save(alone, tmp_pa
     assert sweep(open_storage(tmp_path)) == []  # None of which a run would warn.
     assert prune(open_storage(tmp_path), 1, newest.name)
     assert steps_in(tmp_path) == [2]
+
+
+def test_of_a_link_to_a_checkpoint_elsewhere_only_the_link_is_deleted(alone, tmp_path):
+    place, elsewhere = tmp_path / "place", tmp_path / "elsewhere"
+    old = _saved(alone, cl.CheckpointConfig(elsewhere), 32 * "a", 1)
+    place.mkdir()
+    (place / old.name).symlink_to(old)
+    _saved(alone, cl.CheckpointConfig(place, num_to_keep=1), 32 * "b", 2)
+    assert steps_in(place) == [2]
+    assert newest_whole(open_storage(elsewhere)).manifest.step == 1

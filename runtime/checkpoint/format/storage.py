@@ -119,8 +119,11 @@ class Folder(Storage):
 
     def delete(self, name: str) -> None:
         path = self._root / name
+        # What a link in the place leads to is not in the place: only the link is deleted.
+        if "/" in name and path.parent.is_symlink():
+            return
         # Several ranks, or another run, may delete the same folder.
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
