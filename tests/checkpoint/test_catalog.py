@@ -355,3 +355,13 @@ def test_of_a_link_to_a_checkpoint_elsewhere_only_the_link_is_deleted(alone, tmp
     _saved(alone, cl.CheckpointConfig(place, num_to_keep=1), 32 * "b", 2)
     assert steps_in(place) == [2]
     assert newest_whole(open_storage(elsewhere)).manifest.step == 1
+
+
+def test_a_save_deletes_nothing_that_is_newer(alone, tmp_path):
+    """Another run may have saved since this one has written its manifest."""
+    first, second, third = (
+        _saved(alone, cl.CheckpointConfig(tmp_path), 32 * run, step)
+        for step, run in enumerate("abc", 1)
+    )
+    assert prune(open_storage(tmp_path), 1, second.name)
+    assert [path.exists() for path in (first, second, third)] == [False, True, True]

@@ -89,7 +89,8 @@ def listing(storage: Storage, only: str = "") -> Listing:
 
 
 def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection[str] = ()) -> bool:
-    """Delete old checkpoints now that `newest` is written: all after the `keep` newest whole ones.
+    """Delete old checkpoints now that `newest` is written: of those that are older, all after the
+    `keep` newest whole ones.
     Torn ones stay until the next run begins (`sweep`): ranks that have given `newest` up may be
     writing the next one. Returns whether `newest` is whole; if it is not, nothing is deleted.
     Raises OSError if it cannot be read now.
@@ -105,17 +106,16 @@ def prune(storage: Storage, keep: int | None, newest: str, corrupted: Collection
     # Another run that began here may have deleted its data while the manifest was written.
     if newest not in listed.written or newest in listed.damaged:
         return False
+    if keep is None:
+        return True
     num_whole = 1
-    for name in listed.written:
-        if name == newest or keep is None:
-            continue
+    for name in listed.written[listed.written.index(newest) + 1 :]:
         if num_whole >= keep:
             remove(storage, name)
         elif name not in listed.damaged and name not in corrupted:
             num_whole += 1
-    if keep is not None and num_whole >= keep:  # When they were written is not known.
-        for name in listed.broken:
-            remove(storage, name)
+    for name in listed.broken if num_whole >= keep else ():  # Of an age that is not known.
+        remove(storage, name)
     return True
 
 
