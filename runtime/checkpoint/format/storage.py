@@ -161,9 +161,12 @@ class Remote(Storage):
             try:
                 yield file
             except BaseException:
-                # Closing the file would publish an incomplete object.
+                # Closing the file would publish an incomplete object, and a file of fsspec that is
+                # not closed closes itself when it is collected.
                 with contextlib.suppress(Exception):
                     file.discard()
+                with contextlib.suppress(AttributeError):  # Of some files it is only to be read.
+                    file.closed = True
                 raise
             file.close()
 

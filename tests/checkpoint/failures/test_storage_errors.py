@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import time
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 import chorusline as cl
 from chorusline.runtime.checkpoint import opening
@@ -24,7 +26,7 @@ from chorusline.runtime.checkpoint.format.errors import (
     CheckpointPlaceUnusable,
 )
 from chorusline.runtime.checkpoint.format.reader import CheckpointReader
-from chorusline.runtime.checkpoint.format.storage import Folder, Storage, open_storage
+from chorusline.runtime.checkpoint.format.storage import Folder, Remote, Storage, open_storage
 from tests.harness.combinations import combinations
 from tests.references.checkpoint_places import resume_and_listen, write_two
 from tests.references.checkpoint_runs import Parts, in_run
@@ -299,6 +301,44 @@ def test_every_error_of_a_backend_of_fsspec_is_an_os_error_that_names_it(remote,
     with pytest.raises(OSError, match=r"failing://bucket/run/step.*: HttpError: 503 in ") as raised:
         CALLS[method](remote)
     assert isinstance(raised.value.__cause__, HttpError)
+
+
+class _Upload(AbstractBufferedFile):  # type: ignore[misc]
+    """As those of object stores: it uploads what it has when it is closed."""
+
+    def _initiate_upload(self) -> None:
+        pass
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        if final:
+            self.fs.uploaded[self.path] = self.buffer.getvalue()
+        return final
+
+
+class _Uploading(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    uploaded: dict[str, bytes] = {}  # noqa: RUF012
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        pass
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> _Upload:
+        return _Upload(self, path, mode)
+
+
+def test_an_object_whose_write_has_failed_does_not_come_later() -> None:
+    storage = Remote(_Uploading(), "bucket/run", "uploading://bucket/run")
+
+    def write(name: str, fails: bool) -> None:
+        with storage.create(name) as file:
+            file.write(b"a part")
+            if fails:
+                raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        write("half", fails=True)
+    write("whole", fails=False)
+    gc.collect()
+    assert _Uploading.uploaded == {"bucket/run/whole": b"a part"}
 
 
 def test_a_backend_that_cannot_begin_makes_a_place_unusable(monkeypatch):
