@@ -27,6 +27,7 @@ import torch
 from chorusline.collectives.contract.errors import ChoruslineError, StoreTimeout
 from chorusline.collectives.stores.store import PrefixStore
 
+from ..data_parallel.same_model import without_lazy_bits
 from .format.epoch_end import write_note
 from .format.pieces import Contents, Path, TensorRange
 from .writing import Writing
@@ -91,7 +92,7 @@ def _same_bytes(now: TensorRange, saved: TensorRange) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    return without_lazy_bits(tensor).contiguous().view(torch.uint8)
 
 
 class EpochEnd(threading.Thread):

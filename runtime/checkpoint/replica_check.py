@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..data_parallel.same_model import without_lazy_bits
 from ..process.option_numbers import told_apart
 
 _MOST = 10_000
@@ -57,7 +58,7 @@ def checksums_of(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
     """Of all bits of each parameter: a whole sum, which no order of adding changes."""
     sums: dict[torch.device, dict[str, torch.Tensor]] = {}
     for path, parameter in parameters:
-        words = parameter.detach().reshape(-1)
+        words = without_lazy_bits(parameter.detach()).reshape(-1)
         words = torch.view_as_real(words).reshape(-1) if words.is_complex() else words
         one = words.view(_WORDS[words.element_size()]).sum(dtype=torch.int64)
         sums.setdefault(one.device, {})[f"{CHECKSUM}{name}.{path}"] = one

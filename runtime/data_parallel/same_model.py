@@ -241,7 +241,7 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A whole number for each tensor, on its device: if the numbers of two tensors differ, so do
     their bits. It reads the tensors twice."""
-    plain = [_without_lazy_bits(t) for t in tensors]
+    plain = [without_lazy_bits(t) for t in tensors]
     flat = [
         (torch.view_as_real(t) if t.is_complex() else t).reshape(-1).contiguous() for t in plain
     ]
@@ -290,7 +290,7 @@ def broadcast_tensors(
     for dtype, same in by_dtype.items():
         # float8, unsigned and other dtypes that no backend adds travel as their bits.
         wire = dtype if dtype in DTYPES else _WHOLE[dtype.itemsize]
-        bits = (_without_lazy_bits(t).view(wire).reshape(-1) for t in same)
+        bits = (without_lazy_bits(t).view(wire).reshape(-1) for t in same)
         flat = torch.cat([one.to(group.device) for one in bits])
         with group.unkept():
             work = group.broadcast(flat, root)
@@ -310,7 +310,7 @@ def broadcast_tensors(
     return work
 
 
-def _without_lazy_bits(tensor: torch.Tensor) -> torch.Tensor:
+def without_lazy_bits(tensor: torch.Tensor) -> torch.Tensor:
     """What `conj()` and its `imag` return says by a bit that its values are conjugate or negative;
     torch has no view of such a tensor as another dtype."""
     return tensor.resolve_conj().resolve_neg()

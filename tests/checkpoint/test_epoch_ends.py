@@ -208,6 +208,22 @@ def test_a_note_that_is_damaged_or_of_another_checkpoint_does_not_count(
     assert in_run_of(ranks_of(1), config, 2, "saves last")[0] == []
 
 
+def test_an_epoch_ends_with_a_model_that_holds_a_conjugate_view(alone, tmp_path: Path) -> None:
+    def train(ctx: cl.Context) -> list[int]:
+        model, wave = torch.nn.Linear(1, 1), torch.tensor([1 + 2j, 3 - 1j])
+        model.register_buffer("wave", wave.conj())
+        model.register_buffer("part", wave.conj().imag)
+        ctx.register("model", model)
+        entered = []
+        for epoch in ctx.epochs(2):
+            entered.append(epoch)
+            ctx.save()
+        return entered
+
+    config = cl.CheckpointConfig(tmp_path)
+    assert [in_run(alone, train, config) for _ in range(2)] == [[0, 1], []]
+
+
 def _dies_in_epoch(ctx: cl.Context, place: str, dies: str) -> list[tuple[int, int]]:
     model = cl.DistributedDataParallel(make_model())
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=0.01)

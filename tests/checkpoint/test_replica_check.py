@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.runtime.checkpoint.replica_check import numbers_in, why_unlike
+from chorusline.runtime.checkpoint.replica_check import checksums_of, numbers_in, why_unlike
 from tests.references.checkpoint_runs import in_run
 
 
@@ -46,6 +46,13 @@ def test_what_differs_is_named_with_its_ranks():
     assert why_unlike([alike, {}, dict(alike), {}]) is None
     unlike = why_unlike([{}, alike, {"o.step": 2.0}])
     assert unlike == ("o.step is 3 on rank 1, 2 on rank 2", (2,))
+
+
+def test_a_conjugate_view_has_the_checksum_of_its_values():
+    wave = torch.tensor([1 + 2j, 3 - 1j])
+    for view in (wave.conj(), wave.conj().imag):
+        found = checksums_of("o", [("w", view)])
+        assert found == checksums_of("o", [("w", view.resolve_conj().resolve_neg())])
 
 
 # -- Ranks that train apart ------------------------------------------------------------------------
