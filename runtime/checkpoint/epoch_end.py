@@ -133,9 +133,7 @@ class EpochEnd(threading.Thread):
                 store.wait([str(rank)], _LOOK_S)
             except StoreTimeout:
                 continue
-            answer = store.get(str(rank))
-            store.delete_key(str(rank))
-            return answer == _YES
+            return store.get(str(rank)) == _YES
         return False
 
     def _write(self) -> None:

@@ -283,7 +283,9 @@ class Writing:
             if failure is None:  # All ranks came, so all have read the outcomes before this one.
                 while self.ended_saves:
                     earlier = PrefixStore(f"checkpoint/{self.ended_saves[-1]}", self.group._store)
-                    for key in ("outcome", "called/0"):
+                    # Of the epoch's end (epoch_end.py), which rank 0 may not have asked all for.
+                    ends = [f"end/{rank}" for rank in range(1, self.group.size)]
+                    for key in ("outcome", "called/0", *ends):
                         earlier.delete_key(key)
                     self.ended_saves.pop()
         # Its outcome stays until the next save: a slow rank may not have read it yet.
