@@ -192,6 +192,17 @@ def test_a_state_that_is_loaded_has_its_keys_in_the_order_of_the_saved_one(
     assert ranks_of(1).run(_keep_a_shadow, config) == [saved]
 
 
+@pytest.mark.parametrize("other", [("a.b", "c"), ("a", "b", "c")])
+def test_two_names_that_are_one_with_dots_are_not_saved(tmp_path, other):
+    storage = Folder(tmp_path)
+    ranges = [whole_of(path, torch.ones(2)) for path in (("a", "b.c"), other)]
+    part = write_part(storage, "", 0, 1, ranges, {})
+    kinds = dict.fromkeys(("a", other[0]), STATE)
+    manifest = Manifest(1, 1, 0.0, kinds, part.files, merged([part]), [{}])
+    with pytest.raises(ValueError, match=r"would both be a\.b\.c for torch\.distributed"):
+        write_manifest(storage, "", manifest)
+
+
 def test_of_a_range_only_the_pieces_that_it_lies_in_are_read(tmp_path):
     tensor = torch.randn(5, 1_000_003)
     storage = Folder(tmp_path)
