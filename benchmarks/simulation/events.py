@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from typing import TypeAlias
 
 Resume: TypeAlias = Callable[[], None]
@@ -192,8 +192,3 @@ class Meeting:
         if self._missing == 0:
             self.gate.open()
         return self.gate.passed()
-
-
-def start_all(simulation: Simulation, tasks: Iterable[Task]) -> None:
-    for task in tasks:
-        simulation.start(task)

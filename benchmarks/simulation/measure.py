@@ -196,10 +196,6 @@ def _spent(nodes: list[Any], work: Any, calls: int) -> list[Cost]:
     ]
 
 
-def _less(whole: Cost, idle: Cost) -> Cost:
-    return Cost(max(whole.serial_s - idle.serial_s, 1e-6), max(whole.beside_s - idle.beside_s, 0.0))
-
-
 def decide_s() -> float:
     """Of the driver's decisions, for each message of a change."""
     change = fastest(1000)

@@ -95,7 +95,6 @@ class PeriodicModelAverager(ModelAverager):
     def average_parameters(
         self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
     ) -> None:
-        _refuse_join()
         params = _marked(params)
         if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
             average(params, self.process_group)
@@ -151,7 +150,6 @@ class HierarchicalModelAverager(ModelAverager):
     def average_parameters(
         self, params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
     ) -> None:
-        _refuse_join()
         params = _marked(params)
         due = [period for period in self.period_process_group_dict if self.step % period == 0]
         # The largest period that is due has the largest group, whose mean covers the smaller ones.
@@ -165,17 +163,26 @@ def _marked(
 ) -> list[torch.nn.Parameter]:
     """The parameters, which may differ between ranks from now on: a checkpoint looks whether they
     do."""
-    listed = [*_parameters(params)]
+    if active_join() is not None:
+        raise RuntimeError(
+            "model averaging does not work inside Join: between two averages each rank has "
+            "parameters of its own, and a rank without data would pull the mean towards old "
+            "ones. Give all ranks the same number of batches, without Join, or average gradients "
+            "instead"
+        )
+    listed: list[torch.nn.Parameter] = []
+    for entry in params:
+        listed += entry["params"] if isinstance(entry, dict) else [entry]
     # In each step: a body may average more parameters later, such as those that it unfreezes.
     between_runs().averaged.update((parameter, True) for parameter in listed)
     return listed
 
 
 @torch.no_grad()
-def average(params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], group: Group) -> None:
+def average(parameters: Iterable[torch.nn.Parameter], group: Group) -> None:
     """Replace parameters by their mean over the ranks of `group`: one all-reduce per dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-    for parameter in _parameters(params):
+    for parameter in parameters:
         # The others are not trained, and so they are equal.
         if parameter.requires_grad:
             by_dtype[parameter.dtype].append(parameter)
@@ -184,16 +191,6 @@ def average(params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], gro
         group.all_reduce(flat, ReduceOp.AVG).wait()
         for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-
-def _parameters(
-    params: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
-) -> Iterable[torch.nn.Parameter]:
-    for entry in params:
-        if isinstance(entry, dict):
-            yield from entry["params"]
-        else:
-            yield entry
 
 
 def _check_hierarchy(sizes: Mapping[int, int], num_ranks: int) -> None:
@@ -225,13 +222,3 @@ def _warn_of_every_step(what: str) -> None:
         "gradients, as DistributedDataParallel does",
         stacklevel=3,
     )
-
-
-def _refuse_join() -> None:
-    if active_join() is not None:
-        raise RuntimeError(
-            "model averaging does not work inside Join: between two averages each rank has "
-            "parameters of its own, and a rank without data would pull the mean towards old "
-            "ones. Give all ranks the same number of batches, without Join, or average gradients "
-            "instead"
-        )

@@ -167,16 +167,7 @@ class Stream:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "_reader": self.reader,
-            "_is_sent": True,
-            "_is_closed": False,
-            "has_epochs": self.has_epochs,
-            "batch_size": self.batch_size,
-            "drop_last": self.drop_last,
-            "pin_memory": self.pin_memory,
-            "collate_fn": self.collate_fn,
-        }
+        return vars(self) | {"_source": None, "_reader": self.reader, "_is_sent": True}
 
 
 def maker_of_batches(

@@ -75,7 +75,8 @@ class SessionOptions:
         failures = _checked_failures(given["max_failures"], isinstance(workers, tuple))
         environment = _checked_environment(given["runtime_env"], given["env_vars"])
         _check_accelerator(given["accelerator_type"], given["use_gpu"])
-        _check_gpus_are_rays_to_deal(environment, given["use_gpu"])
+        if given["use_gpu"] and (narrowed := narrowed_by(environment)) is not None:
+            raise ValueError(narrowed)
         _check_objects(given["checkpoint"], given["seed"])
         size = _checked_replica_size(given["replica_size"], (fewest, most), given["checkpoint"])
         times = ("timeout_s", "pause_s", "startup_timeout_s")
@@ -283,13 +284,6 @@ def _check_accelerator(accelerator_type: str | None, use_gpu: bool) -> None:
             f"accelerator_type={accelerator_type!r} asks for nodes with that GPU, but use_gpu is "
             "False; set use_gpu=True, or choose nodes with label_selector"
         )
-
-
-def _check_gpus_are_rays_to_deal(environment: Mapping[str, Any], use_gpu: bool) -> None:
-    """environment: Ray's runtime environment of the workers."""
-    narrowed = narrowed_by(environment) if use_gpu else None
-    if narrowed is not None:
-        raise ValueError(narrowed)
 
 
 def _check_texts(name: str, texts: Mapping[str, str] | None, example: str) -> None:

@@ -84,10 +84,6 @@ class ProgressModel:
         return {rank: its.left for rank, its in self.ranks.items() if its.left is not None}
 
     @property
-    def loss(self) -> float | None:
-        return self.numbers.get("loss")
-
-    @property
     def numbers(self) -> dict[str, float]:
         """By name, the mean of the last numbers of the ranks that still have data; the loss comes
         first."""
