@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import socket
 
 # Before anything imports ray: no token files in the home directory, no drain at the end.
 os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -36,6 +37,14 @@ def alone() -> Iterator[cl.Group]:
     """A group of this process only."""
     with cl.Group.create(cl.HashStore(), 0, 1) as group:
         yield group
+
+
+@pytest.fixture
+def port() -> int:
+    """A free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ import torch
 import chorusline as cl
 from chorusline.runtime.checkpoint.format.epoch_end import NOTE
 from chorusline.runtime.checkpoint.format.manifest import MANIFEST
+from tests.harness.log_lines import LogLines
 from tests.harness.reused_ranks import ReusedRanks
 from tests.references.checkpoint_runs import in_run, make_model, same
 
@@ -85,15 +86,6 @@ def epochs_entered(
     return entered, {name: value.clone() for name, value in model.module.state_dict().items()}
 
 
-class Ear(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def in_run_of(
     ranks: ReusedRanks, config: cl.CheckpointConfig, epochs: int, tail: str, stop_in: int = -1
 ) -> tuple[list[tuple[int, int]], dict[str, torch.Tensor], list[str]]:
@@ -105,7 +97,7 @@ def in_run_of(
 def _run_epochs(
     group: cl.Group, config: cl.CheckpointConfig, epochs: int, tail: str, stop_in: int
 ) -> Any:
-    ear = Ear()
+    ear = LogLines()
     logging.getLogger("chorusline").addHandler(ear)
     kwargs = {"epochs": epochs, "tail": tail, "stop_in": stop_in}
     try:

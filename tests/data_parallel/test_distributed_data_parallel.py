@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -442,12 +441,6 @@ INSTEAD = {
     "batched_grad_copy": "gradients move into their buckets as they come",
     "forward_sync_buffers": "write broadcast_buffers=",
 }
-
-
-@pytest.fixture
-def alone() -> Iterator[cl.Group]:
-    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
-        yield group
 
 
 def test_each_argument_of_torchs_constructor_is_in_the_table() -> None:

@@ -25,13 +25,6 @@ from tests.harness.programs import output_of
 from tests.harness.ranks import FORKS, error_of
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Processes:
     """One per rank, each with its own environment."""
 

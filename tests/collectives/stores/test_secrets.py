@@ -46,13 +46,6 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def reaches(address: str, port: int) -> bool:
     with socket.socket() as caller:
         caller.settimeout(5)

@@ -1,4 +1,4 @@
-"""One contract for all stores, and what prefixes and errors of stores promise.
+"""One contract for all stores, and what prefixes promise.
 
 test_file_store.py and test_torch_store.py have what is peculiar to theirs. test_actor_store.py runs
 the contract over the store in an actor.
@@ -6,7 +6,6 @@ the contract over the store in an actor.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from chorusline.collectives.contract.errors import StaleStore, StoreLost
 from chorusline.collectives.stores.file_store import FileStore
 from chorusline.collectives.stores.signed_store import signed
 from chorusline.collectives.stores.store import HashStore, PrefixStore, Store
@@ -78,13 +76,3 @@ def test_a_prefix_costs_no_round_trip() -> None:
     assert store.get("x") == b"1"
     assert store.multi_get(["x", "y"]) == [b"1", b"2"]
     assert below.calls == 2
-
-
-@pytest.mark.parametrize(
-    "error", [StoreLost("set", "gone"), StaleStore("/tmp/it's", "process 4")], ids=repr
-)
-def test_errors_of_stores_survive_pickle(error: Exception) -> None:
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is type(error)
-    assert vars(copy) == vars(error)
-    assert str(copy) == str(error)

@@ -15,6 +15,7 @@ from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 from chorusline.collectives.group import Group
 from chorusline.collectives.stores.store import HashStore
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
+from tests.harness.log_lines import LogLines
 from tests.harness.reused_ranks import ReusedRanks
 
 
@@ -29,17 +30,8 @@ class TwoHeads(torch.nn.Module):
         return getattr(self, head)(x)
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def train_and_tell(group: Group) -> tuple[list[str], Any]:
-    told = Lines()
+    told = LogLines()
     logging.getLogger("chorusline").addHandler(told)
     set_debug_level(DebugLevel.INFO)
     try:
@@ -90,7 +82,7 @@ def mean(group: Group, bucket: Any) -> torch.futures.Future[Any]:
 
 
 def test_steps_of_a_hook_count_and_every_hundred_steps_have_a_line() -> None:
-    told = Lines()
+    told = LogLines()
     logging.getLogger("chorusline").addHandler(told)
     set_debug_level(DebugLevel.INFO)
     try:

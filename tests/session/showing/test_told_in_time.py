@@ -12,24 +12,16 @@ import pytest
 
 import chorusline as cl
 from chorusline.runtime.session.holding.resource_holders import who_holds
+from tests.harness.log_lines import LogLines
 from tests.harness.reused_ranks import ReusedRanks
 
 pytestmark = pytest.mark.slow  # They wait for what takes long.
 
 
-class Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def all_reduce_late(group: cl.Group, late_s: float) -> list[str]:
     import torch
 
-    heard = Heard()
+    heard = LogLines()
     logging.getLogger("chorusline").addHandler(heard)
     try:
         for _ in range(2):
