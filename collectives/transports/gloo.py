@@ -143,6 +143,7 @@ class GlooCommunicator(Communicator):
             InFlight(self.rank, self.abort),
             self._message_failed,
             self._give,
+            self._roll_call.closed,
         )
         store.gather("connected", self.rank, self.size, "1")
 
@@ -271,9 +272,11 @@ class GlooCommunicator(Communicator):
 
     def close(self) -> None:
         """Free connections and threads. A runner that is stuck in Gloo frees them later."""
-        # After an error the others have heard of this rank's end by that.
-        if self._end(GroupClosed("close", self.generation)):
+        # After an error the others have heard of this rank's end by that. Else they read that it
+        # closed before its connections are closed, so that nobody takes it for dead.
+        if self._in_flight.failure is None:
             self._roll_call.tell_closed(self._in_flight.operations_done())
+        self._end(GroupClosed("close", self.generation))
         for thread in (self._watcher, self._runner):
             # A callback of a work, which one of these threads runs, may close the group.
             if thread is not threading.current_thread():

@@ -45,7 +45,8 @@ class GlooMessageWork(PendingWork):
 
 class GlooMessages:
     """This rank's messages. failed: called with operation and error when Gloo fails or the ranks
-    disagree. give: calls a function that writes callers' tensors, unless the generation is over."""
+    disagree. give: calls a function that writes callers' tensors, unless the generation is over.
+    closed: the ranks that have closed the group; each says so before it closes its connections."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class GlooMessages:
         in_flight: InFlight[GlooMessageWork],
         failed: Callable[[Operation, Exception], None],
         give: Callable[[Callable[[], None]], None],
+        closed: Callable[[], set[int]],
     ) -> None:
         self.in_flight = in_flight
         self._gloo = gloo
@@ -62,6 +64,7 @@ class GlooMessages:
         self._others = [other for other in range(size) if other != rank]
         self._failed = failed
         self._give = give
+        self._closed = closed
         self._changed = threading.Condition()
         self._sending: dict[tuple[int, int], deque[GlooMessageWork]] = {}  # by peer and tag
         self._wanted: list[GlooMessageWork] = []  # receives without a header, in order of issue
@@ -219,9 +222,20 @@ class GlooMessages:
                     self._asking.discard((peer, tag))
                     return
             operation = asked.operation
+            header = torch.zeros(2, dtype=torch.int64, device="cpu")
             try:
-                header = torch.zeros(2, dtype=torch.int64, device="cpu")
                 self._wait(self._gloo.recv([header], peer, 2 * tag))
+            except Exception as error:
+                closed = self._closed()
+                if peer in closed:
+                    missing = self._missing(peer, tag, closed)
+                    if missing is None:
+                        return
+                    operation = missing
+                if not self._over.is_set():
+                    self._failed(operation, error)
+                return
+            try:
                 with self._changed:
                     # The receive for which it asked was served by another peer (ANY_RANK). The
                     # header was taken from the connection, so the content after it belongs to the
@@ -259,6 +273,18 @@ class GlooMessages:
 
         self._give(write)
         self.in_flight.settle(work)
+
+    def _missing(self, peer: int, tag: int, closed: set[int]) -> Operation | None:
+        """A receive that cannot end, since `peer` has closed the group; the thread that receives
+        from there ends. A receive from any rank needs only one that is left."""
+        with self._changed:
+            self._asking.discard((peer, tag))
+            for work in self._wanted:
+                operation = work.operation
+                needs = set(self._others) if operation.peer == ANY_RANK else {operation.peer}
+                if operation.tag == tag and needs <= closed:
+                    return operation
+        return None
 
     def _who_wants(self, peer: int, tag: int) -> GlooMessageWork | None:
         for work in self._wanted:

@@ -179,6 +179,12 @@ class RollCall:
                 return waits_for_resting(operation, self.generation, never)
         return None
 
+    def closed(self) -> set[int]:
+        """The ranks that have closed the group; none if the store fails."""
+        with contextlib.suppress(Exception):
+            return set(self._closed())
+        return set()
+
     def _closed(self) -> dict[int, int]:
         return self._with_operations("abort/closed")
 

@@ -20,7 +20,7 @@ from chorusline.collectives.contract.errors import (
     PeerLost,
 )
 from tests.contracts.handle import finish
-from tests.harness.ranks import Rank, error_of, run_ranks, transports
+from tests.harness.ranks import GLOO, Rank, error_of, run_ranks, transports
 
 # -- giving up -----------------------------------------------------------------------------------
 
@@ -215,6 +215,64 @@ def test_closing_after_the_last_operation_takes_nothing_from_others(
         folder = tmp_path / str(generation)
         folder.mkdir()
         assert run_ranks(close_with_work_done, 3, folder, transport) == [[27.0]] * 3
+
+
+def receive_from_any_without_the_last(rank: Rank, served: bool) -> float:
+    """The last rank closes: one of those that rank 0 first receives from."""
+    group = rank.group()
+    tensor = torch.zeros(3)
+    if rank.rank == 2:
+        rank.store.wait(["said/asked/0"], 60)
+        group.close()
+        rank.say("closed")
+        return 0.0
+    if rank.rank == 0:
+        work = group.recv(tensor)
+        if served:
+            work.wait()
+        rank.say("asked")
+    elif served:
+        group.send(torch.ones(3), 0).wait()
+    rank.store.wait(["said/closed/2"], 60)
+    if rank.transport == GLOO:
+        time.sleep(3.5)  # Longer than a roll call, which would find that rank 2 does not answer.
+    if rank.rank == 1:
+        group.send(torch.full((3,), 2.0), 0).wait()
+    else:
+        (group.recv(tensor, 1) if served else work).wait()
+    group.close()
+    return float(tensor.sum())
+
+
+@transports
+@pytest.mark.parametrize("served", [True, False])
+def test_a_rank_that_closes_takes_nothing_from_a_receive_that_others_can_serve(
+    transport: str, served: bool, tmp_path: Path
+) -> None:
+    arguments = (receive_from_any_without_the_last, 3, tmp_path, transport, served)
+    assert run_ranks(*arguments) == [6.0, 0.0, 0.0]
+
+
+def receive_from_one_that_closes(rank: Rank) -> CollectiveError | None:
+    """The first operation in flight on rank 0 is another receive, from a rank that stays."""
+    group = rank.group()
+    error: CollectiveError | None = None
+    if rank.rank == 0:
+        works = [group.recv(torch.zeros(3), peer) for peer in (2, 1)]
+        rank.say("asked")
+        error = error_of(works[1].wait)
+        rank.say("over")
+    rank.store.wait([f"said/{'asked' if rank.rank == 1 else 'over'}/0"], 60)
+    group.close()
+    return error
+
+
+@transports
+def test_a_receive_from_a_rank_that_closes_says_so(transport: str, tmp_path: Path) -> None:
+    error, *_ = run_ranks(receive_from_one_that_closes, 3, tmp_path, transport)
+    assert isinstance(error, PeerLost)
+    assert error.ranks == [1]
+    assert "closed the group" in str(error)
 
 
 def close_while_another_thread_waits(rank: Rank) -> Any:
