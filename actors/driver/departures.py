@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ..messages.messages import Frozen, WorkerInfo
+from ..messages.messages import Frozen, RunRequest, WorkerInfo
 
 MAX_ATTEMPTS = 3
 """Rounds that a notice may cost: ranks that are outside a step cannot hand over."""
@@ -41,11 +41,11 @@ class Departures:
         self._notices[who] = why
         self._num_ready = num_ready
 
-    def num_required(self, members: Sequence[WorkerInfo], fewest: int) -> int:
+    def num_required(self, members: Sequence[WorkerInfo], request: RunRequest) -> int:
         """How many ranks have to stay: `fewest`, less those leaving ranks that spare workers
-        replace at once. At least one. members: by rank."""
+        replace at once. At least those of a replica. members: by rank."""
         num_leaving = sum(self.why(one) is not None for one in members)
-        return max(1, fewest - min(self._num_ready, num_leaving))
+        return max(request.replica_size, request.fewest - min(self._num_ready, num_leaving))
 
     def is_due(self, who: str, members: Sequence[WorkerInfo], fewest: int) -> bool:
         """Whether to begin a round for a notice, which comes again and again. If it is due, this

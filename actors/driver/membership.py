@@ -504,9 +504,8 @@ class Membership:
         if run.phase is not Phase.RUNNING or not notice.can_end:
             return []
         # Too few would be left, a hand-over is under way, or it was tried often enough.
-        if not run.departures.is_due(
-            notice.who, infos, run.departures.num_required(infos, run.request.fewest)
-        ):
+        num_required = run.departures.num_required(infos, run.request)
+        if not run.departures.is_due(notice.who, infos, num_required):
             return []
         leave = GroupAborted(self._generation, [], f"ranks leave: {notice.why}")
         return self._open_round(run, leave)

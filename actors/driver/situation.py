@@ -103,7 +103,7 @@ def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = No
         newcomers = []
     restarts = bool(unparked or newcomers)
     infos = [member.info for member in run.members]
-    fewest = run.departures.num_required(infos, run.request.fewest)
+    fewest = run.departures.num_required(infos, run.request)
     leavers, handing = run.departures.leavers(
         infos, frozen, run.round.lost, fewest, restarts=restarts
     )

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from chorusline.actors.driver.events import (
+    Leaving,
     PauseEnded,
     RankEnded,
     RankFroze,
@@ -138,3 +139,13 @@ def test_a_run_with_less_than_a_replica_waits_for_workers():
     formed = resumptions(membership.handle(WorkerRegistered(worker(3, incarnation=1))))
     assert formed[worker(2).worker_id].former_ranks == (2, -1)
     assert membership.handle(PauseEnded(0)) == []
+
+
+def test_a_spare_worker_that_is_to_come_makes_no_replica_of_less_than_its_ranks():
+    membership, _ = begun(2)
+    membership.handle(Leaving(worker(0).worker_id, "SIGTERM", num_ready=1))
+    membership.handle(death(0))
+    assert resumptions(froze(membership, [1])) == {}
+    assert membership.missing == 1
+    formed = resumptions(membership.handle(WorkerRegistered(worker(0, incarnation=1))))
+    assert formed[worker(1).worker_id].former_ranks == (-1, 1)
