@@ -155,6 +155,7 @@ class WorkerGroup:
         # Before empty seats are counted: it empties those of workers that are gone or hang.
         if self._workers and not self.is_assembled:
             await self._sort_out(timeout_s)
+        self.is_assembled = False  # Until the driver knows those that come now.
         fresh = {
             seat: await self._take_spare(seat) or self._start_worker(seat)
             for seat in await self._empty_seats(timeout_s)
