@@ -131,7 +131,8 @@ class WorkerGroup:
 
         1. Start a driver, if there is none.
         2. Have it ask the workers that are there, and kill those that are gone, hang, or are busy.
-        3. Start workers in the empty seats; they have `timeout_s` to answer.
+        3. Fill the empty seats: with spare workers, then with workers that start where there is
+           room; they have `timeout_s` to answer.
 
         A driver that dies meanwhile is replaced by another. While all is well nothing is asked, so
         that a run costs no questions. Raises StartupError; GroupAborted after `dismiss`.
@@ -156,10 +157,12 @@ class WorkerGroup:
         if self._workers and not self.is_assembled:
             await self._sort_out(timeout_s)
         self.is_assembled = False  # Until the driver knows those that come now.
-        fresh = {
-            seat: await self._take_spare(seat) or self._start_worker(seat)
-            for seat in await self._empty_seats(timeout_s)
-        }
+        fresh = {}
+        # Before there is room for these seats: their nodes may be gone, and a spare worker has one.
+        for seat in range(self._seats.most):
+            if seat not in self._workers and (spare := await self._take_spare(seat)) is not None:
+                fresh[seat] = spare
+        fresh |= {seat: self._start_worker(seat) for seat in await self._empty_seats(timeout_s)}
         if fresh:
             async with self._looking_after_seats():
                 failed = await self._adopt(fresh, timeout_s)

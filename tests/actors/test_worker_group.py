@@ -27,6 +27,24 @@ def group_of_one(vacant: list[int]) -> Any:
     return group
 
 
+async def test_a_spare_worker_takes_a_seat_that_there_is_no_room_for() -> None:
+    """Its own node is another one: the seat's may have gone."""
+    group = group_of_one(vacant=[])
+    spares = ["spare"]
+    adopted: dict[int, Any] = {}
+
+    async def take(seat: int) -> Any:
+        return spares.pop() if spares else None
+
+    async def adopt(workers: Mapping[int, Any], timeout_s: float) -> tuple[()]:
+        adopted.update(workers)
+        return ()
+
+    group._spares, group._adopt = SimpleNamespace(take=take), adopt
+    await group.assemble(0.0)
+    assert adopted == {1: "spare"} and group.num_workers == 2
+
+
 async def test_a_worker_that_starts_as_the_session_is_interrupted_is_asked_again() -> None:
     group = group_of_one(vacant=[1])
     is_asked = asyncio.Event()
