@@ -141,8 +141,9 @@ class PlacedSeats:
             return [seat for seat in range(self.most) if self._place_of(seat) in nodes]
 
     def vacant(self, taken: Collection[int]) -> list[int]:
-        # Places that have never been there are only asked for during a run (`wait_for`).
-        known = {*range(self._num_begun), *self._own}
+        # Places that have never been there are only asked for during a run (`wait_for`). That of a
+        # former spare worker was there, and may have lost its group since (`_renew`).
+        known = {*range(self._num_begun), *self._own, *self._moved.values()}
         empty = [seat for seat in range(self.most) if seat not in taken]
         return [s for s in empty if self._place_of(s) in known and self._has_room(s)]
 

@@ -103,3 +103,16 @@ async def test_a_restarted_session_host_replaces_a_group_that_was_removed(
         assert states_of(needs.detached) == {"REMOVED": 2, "CREATED": 1}
     finally:
         await seats.give_back()
+
+
+async def test_a_seat_in_the_place_of_a_spare_worker_asks_for_room_again(cluster: None) -> None:
+    """The node is gone that the spare worker had: with STRICT_SPREAD its group is only removed."""
+    needs = Needs(FEW, "STRICT_SPREAD", {})
+    seats = PlacedSeats([needs.group()], needs, 1, spares=1)
+    seats.swap(0, 1)
+    before = seats.groups
+    try:
+        assert await asyncio.to_thread(seats.vacant, ()) == []
+        assert len(seats.groups) == len(before) + 1
+    finally:
+        await seats.give_back()
