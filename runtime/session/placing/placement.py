@@ -159,6 +159,12 @@ async def place(
     give_up_at, left_s = time.monotonic() + timeout_s, timeout_s
     while True:
         group = await _place_together(needs, fewest, most, left_s, may_grow=may_grow)
+        if group is None:
+            raise StartupError(
+                needs.in_words(fewest),
+                f"not placed within {timeout_s:g} s: {_resources_and_remedy(needs.bundle)}. If "
+                "nodes are still starting, raise startup_timeout_s: in a cloud they take minutes",
+            )
         # One group will do: any lost worker ends the run, or all are on one node.
         if not survives_loss or needs.strategy == "STRICT_PACK":
             return (group,)
@@ -192,8 +198,8 @@ async def _divided(group: PlacementGroup, needs: Needs) -> tuple[PlacementGroup,
 
 async def _place_together(
     needs: Needs, fewest: int, most: int, timeout_s: float, *, may_grow: bool
-) -> PlacementGroup:
-    """As `place`, in one group."""
+) -> PlacementGroup | None:
+    """As `place`, in one group; None where it was not placed within `timeout_s`."""
     # By the sums, which need no placing: what does not fit in sum fits nowhere.
     is_too_small = _fitting(needs.bundle, ray.cluster_resources()) < fewest
     if is_too_small and not may_grow:
@@ -206,16 +212,9 @@ async def _place_together(
         if group is not None:
             return group
     if is_too_small:  # Only new nodes help: wait for them, and ask whether any can come.
-        group = await _place_on_new_nodes(needs, fewest, timeout_s)
-    else:  # Others may free their resources.
-        group = await _try_to_place(needs, fewest, timeout_s)
-    if group is None:
-        raise StartupError(
-            needs.in_words(fewest),
-            f"not placed within {timeout_s:.3g} s: {_resources_and_remedy(needs.bundle)}. If nodes "
-            "are still starting, raise startup_timeout_s: in a cloud they take minutes",
-        )
-    return group
+        return await _place_on_new_nodes(needs, fewest, timeout_s)
+    # Others may free their resources.
+    return await _try_to_place(needs, fewest, timeout_s)
 
 
 async def _place_on_new_nodes(needs: Needs, fewest: int, timeout_s: float) -> PlacementGroup | None:

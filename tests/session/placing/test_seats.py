@@ -14,8 +14,9 @@ import ray
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from chorusline.actors.errors import StartupError
 from chorusline.actors.ray_calls.detached_actors import DetachedActors
-from chorusline.runtime.session.placing import seats as seats_module
+from chorusline.runtime.session.placing import placement, seats as seats_module
 from chorusline.runtime.session.placing.placement import Needs
 from chorusline.runtime.session.placing.seats import PlacedSeats
 
@@ -116,3 +117,23 @@ async def test_a_seat_in_the_place_of_a_spare_worker_asks_for_room_again(cluster
         assert len(seats.groups) == len(before) + 1
     finally:
         await seats.give_back()
+
+
+async def test_a_session_whose_room_others_took_says_how_long_it_has_tried_in_all(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[PlacementGroup] = []
+
+    async def divided(group: PlacementGroup, needs: Needs) -> tuple[PlacementGroup, ...]:
+        remove_placement_group(group)
+        taken.append(needs.group())
+        await taken[0].ready()
+        return ()
+
+    monkeypatch.setattr(placement, "_divided", divided)
+    all_of_it = Needs({"CPU": ray.cluster_resources()["CPU"]}, "PACK", {})
+    try:
+        with pytest.raises(StartupError, match="not placed within 5 s"):
+            await placement.place(all_of_it, 1, 1, 5.0, may_grow=False, survives_loss=True)
+    finally:
+        await placement.give_back(taken)
