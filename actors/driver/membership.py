@@ -288,6 +288,12 @@ class Membership:
             instructions.AttachRank(found.members[rank].info.worker_id)
             for rank in sorted(found.by_rank)
         ]
+        # It may still be in its function, and gets a rank again when it has ended that.
+        for place in found.without_rank:
+            self._members[place.info.seat].state = MemberState.STUCK
+            worker_id, generation = place.info.worker_id, place.assignment.generation
+            rests = GroupAborted(generation, [], f"{place.info} has no rank now")
+            todo += [instructions.AttachRank(worker_id), instructions.RestRank(worker_id, rests)]
         # The previous driver died while it told the ranks of a generation: the late ones were
         # not told.
         if found.resumption is not None:

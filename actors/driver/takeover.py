@@ -17,6 +17,7 @@ class Found:
     members: of that generation, by rank; LOST for a rank that no worker has.
     by_rank: the places.
     late: ranks whose workers do not know yet that they are in this generation.
+    without_rank: of workers that rest or have left; the previous driver may not have told them.
     resumption: how the generation was formed; None if it is the first, or none of them knows.
     """
 
@@ -24,6 +25,7 @@ class Found:
     members: tuple[Member, ...]
     by_rank: Mapping[int, PlaceInRun]
     late: tuple[int, ...]
+    without_rank: tuple[PlaceInRun, ...]
     resumption: Resumption | None
 
     @property
@@ -51,6 +53,8 @@ def found_in(places: Sequence[PlaceInRun], by_seat: Mapping[int, Member]) -> Fou
         elif place.assignment.generation == generation - 1 and rank in former_ranks:
             late[former_ranks.index(rank)] = place
     by_rank |= late
+    with_rank = {place.info.worker_id for place in by_rank.values()}
+    without_rank = tuple(place for place in places if place.info.worker_id not in with_rank)
     members = []
     for rank in range(newest.assignment.world_size):
         if rank in by_rank:
@@ -59,4 +63,4 @@ def found_in(places: Sequence[PlaceInRun], by_seat: Mapping[int, Member]) -> Fou
             # Nobody can tell which worker had this rank; there is none to be called.
             unknown = replace(newest.info, worker_id=f"lost with the driver, rank {rank}", pid=0)
             members.append(Member(unknown, MemberState.LOST))
-    return Found(generation, tuple(members), by_rank, tuple(late), resumption)
+    return Found(generation, tuple(members), by_rank, tuple(late), without_rank, resumption)

@@ -11,13 +11,28 @@ from chorusline.actors.driver.events import (
     RankFroze,
     RanksReady,
     RunStarted,
+    RunTakenOver,
     WorkerRegistered,
 )
-from chorusline.actors.driver.instructions import AwaitReadiness, RestRank, ResumeRank, StartRank
+from chorusline.actors.driver.instructions import (
+    AttachRank,
+    AwaitReadiness,
+    RestRank,
+    ResumeRank,
+    StartRank,
+)
 from chorusline.actors.driver.membership import Membership
 from chorusline.actors.driver.replicas import whole_replicas
 from chorusline.actors.errors import WorkerLost
-from chorusline.actors.messages.messages import Failure, Frozen, Loss, RunFailed, Waiting
+from chorusline.actors.messages.messages import (
+    Assignment,
+    Failure,
+    Frozen,
+    Loss,
+    PlaceInRun,
+    RunFailed,
+    Waiting,
+)
 from chorusline.actors.messages.outcomes import raise_failure
 from tests.references.driver_events import GONE, death, request, resumptions, worker
 
@@ -104,6 +119,28 @@ def test_the_partner_of_a_lost_rank_rests_and_comes_back_with_a_new_worker():
         worker(0).worker_id,
         worker(1, incarnation=1).worker_id,
     }
+
+
+def test_a_rank_that_the_driver_before_had_not_told_to_rest_ends_what_it_does_first():
+    """It would be called again while its function still runs."""
+    first, _ = begun()
+    first.handle(death(1))
+    formed = resumptions(froze(first, [0, 2, 3]))
+    membership = Membership()
+    for seat in (0, 2, 3):
+        membership.handle(WorkerRegistered(worker(seat)))
+    places = [PlaceInRun(worker(0), Assignment(0, 0, 4, 0, 4, 0), None)]
+    places += [
+        PlaceInRun(worker(seat), formed[worker(seat).worker_id].assignment, one)
+        for seat, one in zip((2, 3), formed.values(), strict=True)
+    ]
+    run = request(0, fewest=2, max_failures=None, replica_size=2)
+    told = membership.handle(RunTakenOver(run, tuple(places)))
+    assert AttachRank(worker(0).worker_id) in told
+    assert [one.worker_id for one in told if isinstance(one, RestRank)] == [worker(0).worker_id]
+    assert membership.handle(WorkerRegistered(worker(1, incarnation=1))) == []
+    (asked,) = membership.handle(ended(0))
+    assert asked == AwaitReadiness((worker(2).worker_id, worker(3).worker_id), 1)
 
 
 def test_halves_of_two_replicas_make_one():
