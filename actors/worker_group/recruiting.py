@@ -279,10 +279,12 @@ class Recruiter:
         last = 0
         while True:
             await asyncio.sleep(NODE_WATCH_S)
+            leaving = await asyncio.to_thread(nodes_leaving)
+            # First: those on such a node replace no rank that leaves.
+            self._spares.leave_nodes(leaving.keys())
             if (num_ready := self._spares.num_ready) != last:
                 await answer(self._driver.has_spares.remote(num_ready))
                 last = num_ready
-            leaving = await asyncio.to_thread(nodes_leaving)
             # Again each time: the driver may not have been able to act on it before.
             for node_id, why in leaving.items():
                 await answer(self._driver.leaves.remote(self._request.run, node_id, why))

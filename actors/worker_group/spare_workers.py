@@ -8,7 +8,7 @@ lost worker is filled after it, without haste.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ class SpareWorkers:
         self._seated: dict[int, Any] = {}
         """By spare seat, the call that ends when its worker has another seat. One for each worker:
         the call stays in the worker when the run that waits for it ends."""
-        self._ready: set[int] = set()
+        self._ready: dict[int, str] = {}  # by spare seat, the node of its worker
         self._is_ready = asyncio.Event()
 
     @property
@@ -70,8 +70,9 @@ class SpareWorkers:
             worker, seated = self._workers[seat], self._seated[seat]
             try:
                 await answer(worker.prepare.remote(program))
+                node_id = (await answer(worker.snapshot.remote())).info.node_id
                 if self._workers.get(seat) is worker:  # It may have been taken meanwhile.
-                    self._ready.add(seat)
+                    self._ready[seat] = node_id
                     self._is_ready.set()
                 await answer(seated)
                 pause_s = AGAIN_S
@@ -83,8 +84,14 @@ class SpareWorkers:
                 pause_s = min(2 * pause_s, AGAIN_AT_MOST_S)
 
     def _drop(self, seat: int) -> None:
-        self._ready.discard(seat)
+        self._ready.pop(seat, None)
         ray.kill(self._workers.pop(seat))
+
+    def leave_nodes(self, node_ids: Collection[str]) -> None:
+        """End the workers that wait on these nodes, and would take no seat: others are started
+        elsewhere (`_keep`)."""
+        for seat in [seat for seat, node_id in self._ready.items() if node_id in node_ids]:
+            self._drop(seat)
 
     async def wait_for_one(self) -> None:
         """Return when a worker is ready, which another seat may take first."""
@@ -96,10 +103,10 @@ class SpareWorkers:
         """A worker that sits in `seat` from now on; None if none is ready."""
         while self._ready:
             spare = min(self._ready)
-            self._ready.discard(spare)
+            node_id = self._ready.pop(spare)
             worker = self._workers.pop(spare)
             try:
-                await self._seat_worker(worker, seat)
+                await self._seat_worker(worker, seat, node_id)
                 self._seats.swap(seat, spare)
                 return worker
             except (ActorGone, NoAnswer):
@@ -109,9 +116,8 @@ class SpareWorkers:
                 raise
         return None
 
-    async def _seat_worker(self, worker: Actor, seat: int) -> None:
-        info = (await answer(worker.snapshot.remote(), _ANSWER_S)).info
-        if info.node_id in await asyncio.to_thread(nodes_leaving):
+    async def _seat_worker(self, worker: Actor, seat: int, node_id: str) -> None:
+        if node_id in await asyncio.to_thread(nodes_leaving):
             raise ActorGone("its node is drained")
         await answer(worker.take_seat.remote(seat), _ANSWER_S)
 

@@ -6,8 +6,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import ray
+
 from chorusline.actors.driver.driver import Unfit
 from chorusline.actors.messages.messages import RunRequest
+from chorusline.actors.ray_calls.calls import ActorGone
+from chorusline.actors.worker_group import recruiting
 from chorusline.actors.worker_group.news import Listener
 from chorusline.actors.worker_group.recruiting import Recruiter
 from chorusline.actors.worker_group.spare_workers import SpareWorkers
@@ -170,3 +175,63 @@ async def test_a_worker_that_dies_in_its_dry_run_is_replaced_once() -> None:
     recruiting.cancel()
     await asyncio.wait([recruiting])
     assert started == [1]
+
+
+class Spare(Worker):
+    """A spare worker on a node."""
+
+    def __init__(self, node_id: str) -> None:
+        super().__init__(f"spare on {node_id}")
+        self.is_killed = asyncio.Event()
+        self.prepare = remote(lambda program: None)
+        self.snapshot = remote(lambda: SimpleNamespace(info=SimpleNamespace(node_id=node_id)))
+        self.wait_for_seat = SimpleNamespace(remote=self._until_killed)
+
+    async def _until_killed(self) -> None:
+        await self.is_killed.wait()
+        raise ActorGone("it was killed")
+
+
+async def test_a_spare_worker_on_a_node_that_leaves_counts_for_no_rank_that_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The run would fall below the fewest for it; another one is started elsewhere."""
+    monkeypatch.setattr(recruiting, "nodes_leaving", lambda: {"node-b": "it is drained"})
+    monkeypatch.setattr(recruiting, "NODE_WATCH_S", 0.02)
+    monkeypatch.setattr(ray, "kill", lambda worker: worker.is_killed.set())
+    told: list[Any] = []
+    driver = SimpleNamespace(
+        has_spares=remote(told.append), leaves=remote(lambda run, node, why: told.append(node))
+    )
+
+    async def at_once(seat: int) -> None:
+        pass
+
+    seats: Any = SimpleNamespace(most=2, spare_seats=range(2, 3), wait_for=at_once)
+    nodes = iter(["node-b", "node-c"])
+
+    def make(seat: int) -> Any:
+        return Spare(next(nodes))
+
+    spares = SpareWorkers(seats, make)
+    nobody: Any = None
+    recruiter = Recruiter(
+        driver,
+        RunRequest(0, 5.0, keep_reports=False, max_failures=None),
+        seats,
+        {},
+        nobody,
+        spares,
+        nobody,
+        set(),
+        None,
+        nobody,
+    )
+    async with spares.kept(None), asyncio.timeout(30):
+        await spares.wait_for_one()
+        watching = asyncio.create_task(recruiter._watch_nodes())
+        while 1 not in told:
+            await asyncio.sleep(0.02)
+        watching.cancel()
+        await asyncio.wait([watching])
+    assert told[0] == "node-b" and spares.num_ready == 1

@@ -198,11 +198,11 @@ async def test_kills_around_a_swap_never_cost_a_deadline(
     swapping: list[int] = []  # pids to be killed when a worker sits down
     newcomers: list[int] = []
 
-    async def sit_and_die(self: SpareWorkers, worker: Any, seat: int) -> None:
+    async def sit_and_die(self: SpareWorkers, worker: Any, seat: int, node_id: str) -> None:
         newcomers.append((await answers({0: worker.snapshot.remote()}, 10))[0].info.pid)
         while swapping:
             os.kill(swapping.pop(), signal.SIGKILL)
-        await sit(self, worker, seat)
+        await sit(self, worker, seat, node_id)
 
     monkeypatch.setattr(SpareWorkers, "_seat_worker", sit_and_die)
     draw = random.Random(0)
