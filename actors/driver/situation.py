@@ -75,10 +75,9 @@ class Outlook:
     """Where they are too few: how many workers have to come."""
 
 
-def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns | None = None) -> Outlook:
+def assess(run: RunState, known: Iterable[Member], arrivals: DryRuns) -> Outlook:
     """The situation of the open round of a run. known: the members of the session. arrivals: the
     workers that come to it."""
-    arrivals = arrivals or DryRuns(are_possible=False)
     if not run.round.is_complete:
         return Outlook(Situation.INCOMPLETE)
     frozen = run.round.frozen

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from chorusline.actors.driver import events, instructions
+from chorusline.actors.driver.arrivals import DryRuns
 from chorusline.actors.driver.events import Event
 from chorusline.actors.driver.instructions import Instruction
 from chorusline.actors.driver.membership import Membership
@@ -213,7 +214,7 @@ def test_what_is_decided_follows_from_phase_and_situation(
     if phase is Phase.FREEZING_LAST:
         run.gives_up = Loss(2, worker(2), "SIGKILL")
     run.round.froze(froze(1).frozen)
-    seen = assess(run, membership._members.values())
+    seen = assess(run, membership._members.values(), DryRuns())
     assert seen.situation is Situation.READY
     run.phase = phase
     outlook = replace(seen, situation=situation, why="no more losses")
@@ -264,17 +265,17 @@ def test_the_situation_follows_from_the_reports_and_to_assess_it_changes_nothing
         membership.handle(events.WorkerRegistered(worker(2, incarnation=1)))
     run = run_of(membership)
     run.request = replace(run.request, fewest=fewest, max_failures=max_failures)
-    known = list(membership._members.values())
-    assert assess(run, known).situation is Situation.INCOMPLETE
+    known, nobody = list(membership._members.values()), DryRuns(are_possible=False)
+    assert assess(run, known, nobody).situation is Situation.INCOMPLETE
     run.round.froze(froze(1, 0, **words).frozen)
     before = deepcopy(
         (run.num_without_progress, run.achieved, run.takes_newcomers, run.phase, run.losses)
     )
-    outlook = assess(run, known)
+    outlook = assess(run, known, nobody)
     assert outlook.situation is expected
     assert (outlook.plan is not None) == (expected is Situation.READY)
     assert bool(outlook.why) == (expected is Situation.HOPELESS)
-    assert assess(run, known) == outlook
+    assert assess(run, known, nobody) == outlook
     assert before == (
         run.num_without_progress,
         run.achieved,
