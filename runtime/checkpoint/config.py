@@ -25,8 +25,8 @@ class CheckpointConfig:
         deleted once a newer one is complete. Damaged ones do not count.
     every_n_steps: steps between saves at batches of `ctx.shard`; None: save only at `ctx.save()`.
     resume: "auto" resumes from the newest complete checkpoint of storage_path, if there is one;
-        "never" starts at step 0 and leaves old checkpoints; else the path of a checkpoint, or of a
-        folder of checkpoints, to resume from.
+        "never" starts at step 0 and leaves old checkpoints, as far as num_to_keep does; else the
+        path of a checkpoint, or of a folder of checkpoints, to resume from.
     timeout_s: seconds for all ranks to write one checkpoint; after that the checkpoint is given up.
         A rank that does not call ctx.save() at all is found earlier, by the session's timeout_s.
         A run that begins gives its ranks the same time to look for a checkpoint.

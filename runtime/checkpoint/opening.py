@@ -209,8 +209,8 @@ def choose(
             raise refused
         if group.rank == 0:
             warnings.warn(
-                f"{refused}. The checkpoint before it is used: {found_one.path}, of step "
-                f"{found_one.manifest.step}",
+                f"{refused}. The checkpoint {found_one.path}, of step {found_one.manifest.step}, "
+                "is used instead",
                 stacklevel=2,
             )
     # Who names a checkpoint does not want to begin afresh.

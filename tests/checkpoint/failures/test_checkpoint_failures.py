@@ -52,7 +52,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_is_used(
     (word,) = words
     assert f"{folder_of(tmp_path, 4)}/" in word
     assert "is torn or corrupted" in word
-    assert f"The checkpoint before it is used: {folder_of(tmp_path, 2)}, of step 2" in word
+    assert f"The checkpoint {folder_of(tmp_path, 2)}, of step 2, is used instead" in word
 
 
 def _save_across_generations(group: cl.Group, place: Path) -> list[float]:

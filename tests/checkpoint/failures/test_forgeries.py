@@ -512,7 +512,7 @@ def test_a_run_resumes_from_the_one_before_a_forged_one(ranks_of, tmp_path):
             resume_and_listen, cl.CheckpointConfig(tmp_path)
         )
     assert (step, other_step) == (2, 2)
-    assert "time is 'noon'" in word and "The checkpoint before it is used" in word
+    assert "time is 'noon'" in word and ", of step 2, is used instead" in word
 
 
 def test_a_length_beyond_all_memory_hides_no_other_from_any_rank(ranks_of, tmp_path):
