@@ -331,6 +331,7 @@ class Checkpoints:
             waited_s,
             kinds=kinds,
             optimizers=optimizers_of(self.registry),
+            tied=tied_of(self.registry),
             world_size=self._group.size,
             progress=progress,
             numbers=self._numbers(is_current=self._group.rank in live),
@@ -386,12 +387,13 @@ class Checkpoints:
         contents: Contents,
         kinds: dict[str, str],
         optimizers: dict[str, list[str]],
+        tied: dict[str, dict[str, str]],
         progress: list[Any],
         world_size: int,
     ) -> Saving:
         """`save` to the storage of the config, for objects that are no longer in the registry.
 
-        contents: this rank's part. kinds, optimizers: as in Manifest.
+        contents: this rank's part. kinds, optimizers, tied: as in Manifest.
         progress: the progress of all ranks that have some, the same on all ranks.
         world_size: the number of ranks with a state of their own.
         """
@@ -404,6 +406,7 @@ class Checkpoints:
             time.monotonic(),
             kinds=kinds,
             optimizers=optimizers,
+            tied=tied,
             world_size=world_size,
             progress_by_rank=progress,
         ).saving
@@ -444,7 +447,6 @@ class Checkpoints:
             corrupted=self._corrupted,
             looked_at=self._looked_at,
             last_times=self._last_times,
-            tied=tied_of(self.registry),
             **fields,
         )
         self._count, self._step = self._count + 1, step

@@ -171,7 +171,7 @@ def without_functions(state: Any) -> Any:
 
 
 def tied_of(entries: Iterable[Registered]) -> dict[str, dict[str, str]]:
-    """Which tensors of modules are other ones of the same module, as in Manifest."""
+    """Of each module, which of its tensors are other ones of it, as in Manifest."""
     found: dict[str, dict[str, str]] = {}
     for entry in entries:
         if not isinstance(entry.object, torch.nn.Module):
@@ -184,8 +184,7 @@ def tied_of(entries: Iterable[Registered]) -> dict[str, dict[str, str]]:
                 where = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
                 if (one := first.setdefault((*where, tensor.dtype), name)) != name:
                     tied[name] = one
-        if tied:
-            found[entry.name] = tied
+        found[entry.name] = tied
     return found
 
 

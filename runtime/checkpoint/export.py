@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from chorusline.collectives.contract.errors import plain
 
-from .contents import MODEL, PER_RANK, STATE, ZERO
+from .contents import MODEL, PER_RANK, ZERO
 from .format.catalog import candidates, listing, newest_whole, why_unlisted
 from .format.errors import CheckpointCorrupted, CheckpointUntrusted
 from .format.reader import CheckpointReader
@@ -75,7 +74,18 @@ def safetensors_of(reader: CheckpointReader) -> tuple[dict[str, torch.Tensor], d
     does it, so that `load_model` ties them again.
     """
     manifest = reader.manifest
-    modules = [name for name, kind in manifest.kinds.items() if _is_module(name, kind, reader)]
+    modules = []
+    for name, kind in manifest.kinds.items():
+        # Earlier checkpoints name no module of which nothing is tied.
+        if name not in manifest.tied and kind != MODEL:
+            continue
+        if kind != PER_RANK:
+            modules.append(name)
+            continue
+        warnings.warn(
+            f"left out of the export, since each rank has a state of its own: {name!r}",
+            stacklevel=2,
+        )
     if not modules:
         raise ValueError(
             f"{reader.path} has no weights: no module is among what was registered "
@@ -97,26 +107,17 @@ def safetensors_of(reader: CheckpointReader) -> tuple[dict[str, torch.Tensor], d
                 # An untrusted one is no tensor, so it does not go into the file in any case.
                 with contextlib.suppress(CheckpointUntrusted):
                     value = reader.value(entry)
-            if isinstance(value, torch.Tensor):
+            # Others among the objects are sparse, or no save has written them: of a few bytes one
+            # may have any number of elements.
+            if isinstance(value, torch.Tensor) and (entry.dtype is not None or not value.numel()):
                 tensors[within + name] = value.contiguous()
             else:
                 warnings.warn(
-                    "left out of the export, since safetensors files hold the tensors of a state "
-                    f"dictionary only: {plain(name)} of {module!r}",
+                    "left out of the export, since safetensors files hold the dense tensors of a "
+                    f"state dictionary only: {plain(name)} of {module!r}",
                     stacklevel=2,
                 )
     return tensors, metadata
-
-
-def _is_module(name: str, kind: str, reader: CheckpointReader) -> bool:
-    """Whether a state is that of a module: tensors under their names. The tensors of a plain
-    optimizer are deeper in its state."""
-    if kind == MODEL:
-        return True
-    dense = [entry.path for entry in reader.below(name) if entry.dtype is not None]
-    deep = [path for path in dense if len(path) != 2]
-    is_extra = all(len(p) > 1 and str(p[1]).endswith(EXTRA_STATE) for p in deep)
-    return kind == STATE and len(dense) > len(deep) and is_extra
 
 
 def _save_safetensors(reader: CheckpointReader, path: Path) -> None:

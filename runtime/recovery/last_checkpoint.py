@@ -33,6 +33,7 @@ from ..checkpoint.contents import (
     collect_own,
     kind_of,
     optimizers_of,
+    tied_of,
     without_functions,
 )
 from ..checkpoint.format import catalog
@@ -53,7 +54,7 @@ _CHECKPOINT = -1
 class Saveable:
     """The data that a checkpoint needs besides the retained state.
 
-    kinds, classes: of all registered objects, and of those that are optimizers, by name.
+    kinds, classes, tied: as in Manifest, where the second is `optimizers`.
     optimizers: the sharded optimizers, by name.
     states: by name, those that a checkpoint has in another form than the retained state: of a
         module its state_dict, with the retained tensors; of a schedule that without functions.
@@ -62,6 +63,7 @@ class Saveable:
 
     kinds: dict[str, str] = field(default_factory=dict)
     classes: dict[str, list[str]] = field(default_factory=dict)
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
     optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     step: int = 0
@@ -69,7 +71,7 @@ class Saveable:
     @classmethod
     def of(cls, registry: Registry, retained: RestartState, step: int) -> Self:
         kinds = {entry.name: kind_of(entry) for entry in registry}
-        made = cls(kinds, optimizers_of(registry), step=step)
+        made = cls(kinds, optimizers_of(registry), tied_of(registry), step=step)
         for entry in registry:
             if isinstance(entry.object, ZeroRedundancyOptimizer):
                 made.optimizers[entry.name] = SavedOptimizer.of(entry.name, entry.object)
@@ -102,6 +104,7 @@ class _RankSummary:
     summary: Summary
     kinds: dict[str, str]
     classes: dict[str, list[str]]
+    tied: dict[str, dict[str, str]]
     step: int
 
 
@@ -123,7 +126,7 @@ def save(
     storage; and errors that end the group.
     """
     of_rank = retained.summary(was_there, data)
-    one = _RankSummary(of_rank, saveable.kinds, saveable.classes, saveable.step)
+    one = _RankSummary(of_rank, saveable.kinds, saveable.classes, saveable.tied, saveable.step)
     summaries: list[_RankSummary] = all_gather_object(group, one)  # (a)
     there = [rank for rank, one in enumerate(summaries) if one.summary.was_there]
     if not there:
@@ -157,8 +160,10 @@ def save(
     newest = up_to_date([one.summary for one in summaries])
     first = summaries[leader].summary
     progress = [first.data, *(one.data for one in newest if one is not first)]
-    step, classes = summaries[leader].step, summaries[leader].classes
-    saving = checkpoints.save_contents(step, found, kinds, classes, progress, len(there))  # (d)
+    lead = summaries[leader]
+    saving = checkpoints.save_contents(  # (d)
+        lead.step, found, kinds, lead.classes, lead.tied, progress, len(there)
+    )
     saving.wait(config.timeout_s)
     return saving.path
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 import chorusline as cl
+from chorusline.runtime.checkpoint.contents import STATE, pickled, whole_of
 from chorusline.runtime.checkpoint.export import export, safetensors_of
 from chorusline.runtime.checkpoint.format.catalog import newest_whole
-from chorusline.runtime.checkpoint.format.storage import open_storage
+from chorusline.runtime.checkpoint.format.manifest import Manifest, merged, write_manifest
+from chorusline.runtime.checkpoint.format.shard_file import write_part
+from chorusline.runtime.checkpoint.format.storage import Folder, open_storage
 from chorusline.runtime.commands.command_line import main
 from tests.references.checkpoint_runs import in_run
 
@@ -137,6 +140,50 @@ def test_tensors_of_an_extra_state_are_left_out_by_their_names(
         "0._extra_state.scale of 'model'",
         "1._extra_state.scale of 'model'",
     ]
+
+
+class Average:
+    """Not a module, and its state has tensors under plain names."""
+
+    def __init__(self) -> None:
+        self.total = torch.ones(3)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.total = state["total"]
+
+
+def save_beside_others(ctx: cl.Context) -> None:
+    ctx.register("model", torch.nn.Linear(2, 3))
+    ctx.register("average", Average())
+    ctx.register("generators", cl.RandomState())
+    ctx.register("own", torch.nn.Linear(2, 1), per_rank=True)
+    ctx.save().wait()
+
+
+def test_an_object_that_is_no_module_is_none_and_one_of_each_rank_is_named(
+    alone: cl.Group, tmp_path: Path
+) -> None:
+    in_run(alone, save_beside_others, cl.CheckpointConfig(tmp_path))
+    with pytest.warns(UserWarning, match="each rank has a state of its own: 'own'") as caught:
+        tensors, _ = safetensors_of(newest_whole(open_storage(tmp_path)))
+    assert len(caught) == 1
+    assert tensors.keys() == {"weight", "bias"}
+
+
+def test_a_few_bytes_do_not_become_many_in_an_export(tmp_path: Path) -> None:
+    storage, weight = Folder(tmp_path), torch.ones(2)
+    expanded = pickled(torch.zeros(1).expand(1 << 40))
+    ranges = [whole_of(("model", "weight"), weight)]
+    part = write_part(storage, "", 0, 1, ranges, {("model", "forged"): expanded})
+    kinds = {"model": STATE}
+    manifest = Manifest(1, 1, 0.0, kinds, part.files, merged([part]), [{}], tied={"model": {}})
+    write_manifest(storage, "", manifest)
+    with pytest.warns(UserWarning, match="left out of the export.*: forged of 'model'"):
+        tensors, _ = safetensors_of(newest_whole(storage))
+    assert tensors.keys() == {"weight"}
 
 
 @pytest.mark.parametrize("file_format", ["torch", "safetensors"])

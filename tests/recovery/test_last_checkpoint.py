@@ -18,6 +18,8 @@ import torch
 import chorusline as cl
 from benchmarks.faults.chaos_training import loss_of, network, take_step
 from chorusline.actors.errors import WorkerLost
+from chorusline.runtime.checkpoint.format.manifest import read_manifest
+from chorusline.runtime.checkpoint.format.storage import Folder
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import wrap
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
@@ -149,6 +151,7 @@ async def assert_nothing_is_lost(
     with pytest.raises(WorkerLost) as raised:
         await session.run(train, folder=str(notes), where=where, plain=plain)
     (saved,) = [path for path in place.iterdir() if path.name.startswith("step-")]
+    assert read_manifest(Folder(place), saved.name).tied == {"model": {}}  # For an export.
     assert why in str(raised.value)
     assert f"is saved as of the last step that counts, in {saved}" in str(raised.value)
     told = await session.run(train, folder=str(notes), where=where, plain=plain)

@@ -94,8 +94,8 @@ class Manifest:
     files: the size of each file, in bytes.
     progress: of each rank, small and opaque.
     metadata_sha256: of `.metadata`.
-    tied: by name of a registered module, which of its tensors are another one of it: the name of
-        each such tensor, and the name of the one that it is.
+    tied: by name of each registered module, which of its tensors are another one of it: the name
+        of each such tensor, and the name of the one that it is.
     optimizers: by name of a registered optimizer, its class and those that it extends (classes_of
         in contents.py).
     """
