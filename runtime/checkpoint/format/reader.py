@@ -179,11 +179,6 @@ class CheckpointReader:
             data = self.storage.read(name, item.at, item.length)
         except FileNotFoundError:
             raise CheckpointCorrupted(self.storage.path_of(name), "it is missing") from None
-        except OSError:
-            # As S3 raises where the file ends before the piece begins.
-            if self.storage.size(name) > item.at:
-                raise
-            data = b""
         except (MemoryError, OverflowError) as error:  # A file with holes has any size.
             raise CheckpointCorrupted(
                 self.storage.path_of(name), f"{item.length} bytes are too many for a piece"
