@@ -283,8 +283,8 @@ class RollCall:
 
         An error that another rank has published comes first. Otherwise it is PeerLost with the
         ranks that do not answer within `patience_s`, which must be several times the pause between
-        two of their reads; it names nobody if the store fails, as it does with the rank that hosts
-        it.
+        two of their reads: those that have closed only if no other is silent. It names nobody if
+        the store fails, as it does with the rank that hosts it.
         """
         issued = operation if isinstance(operation, Operation) else None
         give_up_at = time.monotonic() + patience_s
@@ -300,8 +300,11 @@ class RollCall:
                 if not silent:
                     break
                 if time.monotonic() > give_up_at:
-                    how = f"no answer for {patience_s:g} s, after {reason}"
-                    return PeerLost(str(operation), self.generation, silent, how)
+                    # A rank that has closed answers nothing, and need not be the one in question.
+                    gone = sorted(set(silent) - self.closed())
+                    how = f"no answer for {patience_s:g} s" if gone else "closed the group"
+                    how += f", after {reason}"
+                    return PeerLost(str(operation), self.generation, gone or silent, how)
                 time.sleep(0.02)
         except (StoreLost, OSError) as error:
             return PeerLost(str(operation), self.generation, [], f"{reason}; {error}")

@@ -179,6 +179,33 @@ def test_ranks_that_stream_messages_are_not_taken_for_dead_and_hear_who_is(
             assert error.ranks == [0]
 
 
+def die_after_one_has_closed(rank: Rank) -> Any:
+    group = rank.group()
+    rank.say("here")
+    rank.store.wait([f"said/here/{other}" for other in range(rank.size)], 60)
+    if rank.rank == 3:
+        group.close()
+        rank.say("closed")
+        return None
+    rank.store.wait(["said/closed/3"], 60)
+    if rank.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = error_of(group.recv(torch.empty(3), 2).wait) if rank.rank == 0 else None
+    rank.say("over")
+    rank.store.wait(["said/over/0"], 60)
+    return error
+
+
+@transports
+def test_a_rank_that_has_closed_is_not_blamed_for_a_later_death(
+    transport: str, tmp_path: Path
+) -> None:
+    with Ranks(die_after_one_has_closed, 4, tmp_path, transport) as ranks:
+        error, *_ = ranks.results(ranks=[0, 1, 3])
+    assert isinstance(error, PeerLost)
+    assert error.ranks == [2]
+
+
 # -- a rank that does not come -------------------------------------------------------------------
 
 
