@@ -74,6 +74,15 @@ class ComparingCommunicator(WrappingCommunicator):
         self.inner.close()
         self._side.close()
 
+    def turn(self) -> None:
+        self.inner.turn()
+        self._side.turn()
+
+    def rest(self, operations: int) -> None:
+        self.inner.rest(operations)
+        # The others wait there, before they issue what this rank will never take part in.
+        self._side.rest(self._num_compared)
+
     def before(self, name: str, operation: Operation, *arguments: Any) -> None:
         if name == "exchange":
             outputs, inputs = arguments

@@ -13,7 +13,8 @@ from chorusline.collectives.contract.errors import CollectiveError, CollectiveMi
 from tests.harness.ranks import Rank, error_of, run_ranks, transports
 
 
-def rest_in_the_second_task(rank: Rank) -> CollectiveError | None:
+def rest_in_the_second_task(rank: Rank, level: str) -> CollectiveError | None:
+    cl.set_debug_level(cl.DebugLevel[level])
     group = rank.group()
     group.all_reduce(torch.ones(2)).wait()
     if rank.rank:
@@ -31,10 +32,11 @@ def rest_in_the_second_task(rank: Rank) -> CollectiveError | None:
 
 
 @transports
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
 def test_a_rank_that_rests_fails_the_others_collectives_until_it_turns(
-    tmp_path: Path, transport: str
+    tmp_path: Path, transport: str, level: str
 ) -> None:
-    for error in run_ranks(rest_in_the_second_task, 3, tmp_path, transport):
+    for error in run_ranks(rest_in_the_second_task, 3, tmp_path, transport, level):
         assert isinstance(error, CollectiveMismatch)
         assert error.ranks == [1]
         assert "their function has returned" in str(error)
