@@ -157,7 +157,7 @@ class StaleStore(ChoruslineError, RuntimeError):
 
 @dataclass(eq=False, repr=False)
 class SecretMismatch(ChoruslineError, RuntimeError):
-    """A value of a store, or an object of another rank, is not signed with this rank's secret.
+    """A value of a store is not signed with this rank's secret.
 
         unsigned = cl.HashStore()
         unsigned.set("address", "10.0.0.5")
@@ -166,8 +166,9 @@ class SecretMismatch(ChoruslineError, RuntimeError):
         except cl.SecretMismatch as error:
             print(error.what, error.detail)
 
-    It was not used: whoever reaches the port may have written it. what: the key or the object.
-    detail: what is wrong with it.
+    It was not used: whoever reaches the port may have written it. An object of another rank without
+    the signature ends the group: all ranks raise GroupAborted, with the text of this error.
+    what: the key or the object. detail: what is wrong with it.
     """
 
     what: str

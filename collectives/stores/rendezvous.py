@@ -76,7 +76,8 @@ def store_from_url(
     gives them. timeout_s: seconds that rank 0 may be late, and the timeout of the store.
     secret: at least 16 bytes, the same on all ranks; by default the environment variable
     CHORUSLINE_SECRET. With one, ranks read in the store, and from each other as objects, only what
-    is signed with it, and raise SecretMismatch for anything else (signed_store.py).
+    is signed with it (signed_store.py): another value raises SecretMismatch, and another object
+    ends the group, with a GroupAborted on all ranks.
 
     The store lives as long as the object on rank 0: keep it while ranks meet in it. Several groups
     and generations share one store: `Group.create(store, rank, size, generation=1)`.

@@ -196,8 +196,8 @@ def test_an_object_that_no_rank_has_signed_is_not_unpickled(operation: str, tmp_
         return OBJECTS[operation](group, Bomb(tmp_path / "bomb") if group.rank == 1 else 0)
 
     mine, _ = in_two_groups(body, store, store, backend="gloo")
-    assert "SecretMismatch" in f"{type(mine).__name__}: {mine}"
-    assert "rank 1" in str(mine)
+    assert type(mine) is (SecretMismatch if "among tensors" in operation else cl.GroupAborted)
+    assert "the object from rank 1 does not have this group's signature" in str(mine)
     assert not (tmp_path / "bomb").exists()
 
 
@@ -255,17 +255,18 @@ def test_a_recorded_run_does_not_pass_where_the_store_returns_its_numbers() -> N
     numbers = {key: value for key, value in below._data.items() if b"/nonce/" in key}
     assert len(numbers) == 2
 
-    def body(group: Group) -> tuple[Any, str]:
-        with pytest.raises((SecretMismatch, cl.CollectiveError)) as caught:
+    def body(group: Group) -> Any:
+        # Each rank has the other's earlier number, so that neither reads the other's objects.
+        with pytest.raises(
+            cl.GroupAborted, match=r"SecretMismatch: the object from rank [01] does"
+        ):
             group.all_gather_object(group.rank).wait()
-        return group.seal, str(caught.value)
+        return group.seal
 
     replaying = signed(ReplayingStore(numbers), SECRET)
-    for seal, said in in_two_groups(body, replaying, replaying, backend="gloo"):
+    for seal in in_two_groups(body, replaying, replaying, backend="gloo"):
         with pytest.raises(SecretMismatch, match="object from rank 1 does not have this group's"):
             seal.opened(recorded, 1)
-        # Each rank has the other's earlier number, so that neither reads the other's objects.
-        assert "SecretMismatch" in said or "does not have this group's signature" in said
 
 
 @pytest.mark.parametrize("secret", ["short", b"", 5, ["a" * 32]])
