@@ -7,7 +7,9 @@ it sends over such a network, carries an HMAC-SHA256 of the content and of its p
 nothing else.
 
 What it does not do: it encrypts nothing, it does not sign tensors, and it cannot keep anybody who
-reaches the port from deleting keys or filling the host's memory.
+reaches the port from deleting keys or filling the host's memory. Nor does it keep them from a
+replay: an older value of a key may be put back under that key, and an object of a rank may be sent
+again in its group, in the place of another one or to another rank.
 """
 
 from __future__ import annotations
