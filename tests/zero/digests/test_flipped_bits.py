@@ -305,6 +305,31 @@ def test_what_the_program_writes_on_one_rank_is_not_told_as_corruption(ranks_of)
     assert "on rank 0 before step 2, and not the same as on the other ranks" in text
 
 
+def flipped_in_channels_last(group):
+    """A value of the convolution of rank 1 changes before the second step, and torch knows of no
+    write."""
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten())
+    model = cl.DistributedDataParallel(module.to(memory_format=torch.channels_last), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, replicas=2, check_every=1)
+    texts = []
+    for step in range(3):
+        model(torch.ones(2, 3, 4, 4)).square().mean().backward()
+        if (group.rank, step) == (1, 1):
+            module[0].weight.detach().numpy()[1, 2, 1, 1] += 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+        texts += [str(one.message) for one in caught]
+    return texts
+
+
+def test_a_flip_in_a_parameter_in_channels_last_is_not_told_as_the_programs_write(ranks_of):
+    nothing, (text,) = ranks_of(2).run(flipped_in_channels_last)
+    assert not nothing
+    assert text.startswith("silent data corruption on rank 1: its parameters of 0.weight changed")
+
+
 def flipped_where_the_program_writes(group):
     """All ranks halve the parameters before the step, and a bit of rank 1's state flips."""
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
