@@ -110,7 +110,9 @@ class Layout:
             names = {MASTER: dtype}
             for parameter, _, _ in plan.spans:
                 if parameter in described:
-                    names.update(described[parameter].elements)
+                    # One name may have several dtypes, and travels in one that loses nothing.
+                    for name, own in described[parameter].elements.items():
+                        names[name] = torch.promote_types(names.get(name, own), own)
             by_bucket.append(names)
         return by_bucket
 

@@ -95,6 +95,15 @@ def test_the_numbers_that_are_stepped_are_no_state_and_are_saved_where_they_are_
     assert LAYOUT.travelling(held.described) == [{MASTER: torch.float32}] * 2
 
 
+@pytest.mark.parametrize("dtypes", [*itertools.permutations([torch.float32, torch.bfloat16])])
+def test_a_state_of_two_dtypes_in_a_bucket_travels_in_one_that_loses_nothing(dtypes) -> None:
+    held = ShardState()
+    for (parameter, _, where), dtype in zip(pieces([])[::2], dtypes, strict=True):
+        held.put(parameter, where, {"exp_avg": torch.ones(where.numel, dtype=dtype)}, {})
+    first, _ = LAYOUT.travelling(held.described)
+    assert first == {MASTER: torch.float32, "exp_avg": torch.float32}
+
+
 def test_what_a_rank_lacks_stays_as_it_is_and_what_arrives_is_added() -> None:
     held = ShardState([Range(1, 0, 2)])
     held.put(1, Range(1, 0, 2), {MASTER: torch.ones(2)}, {})
