@@ -47,10 +47,12 @@ class ReadyToken:
     """Where a worker waits after its dry run; it is admitted where the others have equal tokens.
 
     iteration: the pass over an epoch that it is in. objects: a digest of all that it has made.
+    num_ranks: with those that are to come.
     """
 
     iteration: str
     objects: str
+    num_ranks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ def padded_numel(content: int, num_ranks: int) -> int:
 
 def room_for(content: int, num_ranks: int) -> int:
     """Number of elements to allocate for a bucket, so that it need not move when ranks come and go:
-    enough for the slack of up to 64 ranks, or up to twice `num_ranks`."""
+    enough for the slack of up to 64 ranks, or up to twice `num_ranks`. Where more come, the
+    functions run again from the top (recovery/state_transfer.py)."""
     return aligned(content) + ALIGNMENT * max(64, 2 * num_ranks)
 
 

@@ -42,7 +42,7 @@ from ..data.steps.steps import Steps
 from ..process.registry import Registered
 from ..process.step_boundary import boundary
 from .live_objects import LiveObjects
-from .state_transfer import ReplayLog, digest_of, replay_log_of, why_not_within
+from .state_transfer import ReplayLog, digest_of, has_room, replay_log_of, why_not_within
 
 
 class Arrivals:
@@ -169,6 +169,8 @@ class Arrivals:
         # Shards and buckets are matched by number, so both must have made the same.
         if token.objects != digest_of(self._objects):
             return "it made other models or optimizers than the function made here"
+        if not has_room(self._objects, token.num_ranks):
+            return f"shards for {token.num_ranks} ranks need longer buckets than were made here"
         return ""
 
     def at_boundary(self, steps: Steps) -> None:
@@ -236,7 +238,7 @@ class Arrivals:
         why = why or why_not_within(self._objects)
         if why:
             self.refuse(why)
-        token = ReadyToken(steps.iteration, digest_of(self._objects))
+        token = ReadyToken(steps.iteration, digest_of(self._objects), group.size)
         assert self.replay_log is not None
         # A worker that comes later may ask this rank for its log.
         self._kept.take(self.replay_log.outside, self.replay_log.body)

@@ -31,6 +31,7 @@ from ..data.dealing import Remainder
 from ..data.steps.steps import Steps
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel
 from ..data_parallel.same_model import broadcast_tensors
+from ..partition.shards import padded_numel
 from ..process.random_state import RandomState
 from ..process.registry import Registered
 from ..process.step_boundary import boundary
@@ -250,6 +251,14 @@ def _tensors_beside(objects: LiveObjects) -> list[torch.Tensor]:
             if not isinstance(made, DistributedDataParallel) or made.broadcast_buffers:
                 found += list(made.buffers())
     return found
+
+
+def has_room(objects: LiveObjects, num_ranks: int) -> bool:
+    """Whether the buckets are long enough to be cut for so many ranks where they lie."""
+    models, optimizers = objects.models().values(), objects.optimizers().values()
+    buckets = [(one.plan, one.flat) for model in models for one in model.reducer.buckets]
+    buckets += [(one.plan, one.flat) for made in optimizers for one in made.shard.buckets]
+    return all(padded_numel(plan.content, num_ranks) <= flat.numel() for plan, flat in buckets)
 
 
 def why_not_within(objects: LiveObjects) -> str:

@@ -80,7 +80,8 @@ def train(ctx: cl.Context) -> tuple[list[Any], GivenReplayLog, ReadyToken]:
                 assert recovery.arrivals.steps is not None
                 iteration = recovery.arrivals.steps.iteration
     assert asked is not None
-    token = ReadyToken(iteration, digest_of(recovery._objects))
+    # The worker that comes is one more.
+    token = ReadyToken(iteration, digest_of(recovery._objects), ctx.world_size + 1)
     return list(HEARD), asked.result(), token
 
 
@@ -208,6 +209,34 @@ def test_the_error_for_ranks_that_differ_in_steps_names_what_a_worker_that_comes
 ) -> None:
     for told in ranks_of(2).run(_scales, False, unlike):
         assert "ctx.register(" in told and "Join" not in told, told
+
+
+def asked_to_admit(ctx: cl.Context, num_ranks: int) -> str:
+    """What this rank says to a worker with which there would be so many ranks."""
+    model = cl.DistributedDataParallel(torch.nn.Linear(4, 2))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    recovery = call_of(ctx).recovery
+    assert recovery is not None
+    said = "nobody has asked"
+    steps = ctx.steps(Points(), 8, 2)
+    for step in steps:
+        for batch in step:
+            model(batch).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        if step.number == 1:
+            token = ReadyToken(steps.iteration, digest_of(recovery._objects), num_ranks)
+            said = recovery.arrivals._why_not_now(steps, token)
+    return said
+
+
+@pytest.mark.parametrize("num_ranks", [2, 66, 67])
+def test_a_rank_admits_as_many_workers_as_its_buckets_can_be_cut_for(
+    alone: cl.Group, num_ranks: int
+) -> None:
+    said = in_run(alone, lambda ctx: asked_to_admit(ctx, num_ranks), goes_on=True)
+    longer = "shards for 67 ranks need longer buckets than were made here"
+    assert said == (longer if num_ranks == 67 else "")
 
 
 async def test_questions_to_a_rank_that_comes_to_no_step_are_answered() -> None:

@@ -30,7 +30,7 @@ from chorusline.actors.messages.messages import (
 from chorusline.collectives.contract.endpoint import Endpoint
 from tests.references.driver_events import GONE, death, request, resumptions, worker
 
-HERE = ReadyToken("0/0/steps#0", "objects")
+HERE = ReadyToken("0/0/steps#0", "objects", 3)
 
 
 def froze(rank: int, generation: int, *, at_boundary: bool) -> events.RankFroze:

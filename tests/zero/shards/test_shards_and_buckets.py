@@ -7,6 +7,7 @@ from chorusline.runtime.partition.shards import (
     ALIGNMENT,
     padded_numel,
     pieces_of,
+    room_for,
     shard_numel,
     whole_parameter_spans,
 )
@@ -37,6 +38,13 @@ def test_every_element_of_every_parameter_has_exactly_one_owner(numels, num_rank
                 for element in range(piece.numel):
                     owners[piece.parameter, piece.parameter_start + element].append(rank)
     assert all(len(ranks) == 1 for ranks in owners.values())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 31, 33, 100])
+def test_a_bucket_has_room_for_64_ranks_or_twice_as_many(num_ranks):
+    for content in (1, 64, 65, 4096, 100_000, 1 << 20):
+        room = room_for(content, num_ranks)
+        assert all(padded_numel(content, n) <= room for n in range(1, max(64, 2 * num_ranks) + 1))
 
 
 @pytest.mark.parametrize("numels", SIZES)
