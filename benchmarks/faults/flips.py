@@ -70,7 +70,7 @@ class _Planted:
             self.model, torch.optim.AdamW, lr=1e-3, replicas=2, check_every=check_every
         )
         self.engine = optimizer_engine_of(self.optimizer)
-        self._vote = self.engine._digests.vote
+        self._vote = self.engine.digests.vote
 
     def step(self, batch: torch.Tensor, plant: tuple[str, int, int] | None = None) -> None:
         """plant: kind, distance and seed, on the rank whose memory flips."""
@@ -90,11 +90,11 @@ class _Planted:
         """The reduction is complete when the rank votes."""
 
         def vote(num_steps: int) -> torch.Tensor | None:
-            self.engine._digests.vote = self._vote  # type: ignore[method-assign]
+            self.engine.digests.vote = self._vote  # type: ignore[method-assign]
             self._plant(kind, distance, seed)
             return self._vote(num_steps)
 
-        self.engine._digests.vote = vote  # type: ignore[method-assign]
+        self.engine.digests.vote = vote  # type: ignore[method-assign]
 
     def bits(self) -> list[torch.Tensor]:
         """Of all that this rank keeps."""
@@ -182,7 +182,7 @@ def measure_cost(
             )
             ways[name] = steps_of(model, optimizer, nullcontext, batch, num_steps)
         engine = optimizer_engine_of(optimizer)
-        digests, portions = engine._digests, engine.shard.portions
+        digests, portions = engine.digests, engine.shard.portions
 
         def alone() -> None:
             number = optimizer.num_steps

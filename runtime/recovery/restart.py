@@ -39,6 +39,7 @@ from ..join.pass_pattern import PassPattern
 from ..process.between_runs import between_runs
 from ..process.option_numbers import copied_options
 from ..process.registry import Registered, Registry
+from ..zero.digests.digest_checks import Correction
 from ..zero.shards.shard_state import Inventory, Layout, ShardState
 from ..zero.state_changes import Changes, dropped_by_some
 from ..zero.zero_redundancy_optimizer import (
@@ -60,19 +61,20 @@ _MADE_OTHERWISE = (
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOptions:
-    """The applied steps of a sharded optimizer, the options of its groups, its max_norm, and what
-    it has got since it was registered."""
+    """The applied steps of a sharded optimizer, the options of its groups, its max_norm, what it
+    has got since it was registered, and its corrections."""
 
     num_steps: int
     groups: list[dict[str, Any]]
     max_norm: float | None  # None: it does not clip
     additions: Additions
+    corrections: Sequence[Correction] = ()
 
     @classmethod
     def of(cls, optimizer: ZeroRedundancyOptimizer) -> OptimizerOptions:
         groups = copied_options(optimizer.param_groups)
-        additions = optimizer_engine_of(optimizer).additions
-        return cls(optimizer.num_steps, groups, optimizer.max_norm, additions)
+        additions, corrections = optimizer_engine_of(optimizer).additions, [*optimizer.corrections]
+        return cls(optimizer.num_steps, groups, optimizer.max_norm, additions, corrections)
 
     def load(self, optimizer: ZeroRedundancyOptimizer) -> None:
         engine = optimizer_engine_of(optimizer)
@@ -80,17 +82,20 @@ class OptimizerOptions:
         if len(optimizer.param_groups) != len(self.groups):
             raise RuntimeError(_MADE_OTHERWISE)
         optimizer.num_steps, optimizer.max_norm = self.num_steps, self.max_norm
+        optimizer.corrections[:] = self.corrections
         engine.take_options(self.groups)
 
 
 @dataclass(frozen=True, slots=True)
 class RetainedOptimizer:
     """The kept state of a sharded optimizer. held: this rank's part of the state. changes: what the
-    program has done to it on this rank since the last step. The rest is equal on all ranks; but of
-    ranks that were left while they laid out parameters some may have more."""
+    program has done to it on this rank since the last step. num_corrected: how often something was
+    made right on this rank. The rest is equal on all ranks; but of ranks that were left while they
+    laid out parameters some may have more."""
 
     held: ShardState
     changes: Changes
+    num_corrected: int
     progress: OptimizerProgress
     layout: Layout
     options: OptimizerOptions
@@ -174,6 +179,7 @@ class RestartState:
                     sharded.shard.apart(held),
                     # What comes before the first step comes again when the function does.
                     sharded.state_changes.own if sharded.progress.ballots else Changes(),
+                    sharded.digests.num_here,
                     sharded.progress,
                     sharded.shard.layout,
                     OptimizerOptions.of(made),
@@ -290,6 +296,7 @@ class RestartState:
         engine = optimizer_engine_of(optimizer)
         if not engine.shard.layout.begins(layout):
             raise RuntimeError(_MADE_OTHERWISE)
+        engine.digests.num_here = mine.num_corrected if mine else 0
         # A copy: a loss while it moves begins all of this again, from what was kept.
         held = ShardState() if mine is None else mine.held.copy()
         inventories = [one.held.get(name, Inventory()) for one in summaries]

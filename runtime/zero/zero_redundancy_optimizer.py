@@ -687,7 +687,7 @@ class OptimizerEngine:
         self._has_warned_of_schedule = False
         self._tells_perturbed = True
         """Whether it says that parameters were changed between two passes: once is enough."""
-        self._digests = DigestChecks(shard, optimizer.check_every, optimizer.corrections)
+        self.digests = DigestChecks(shard, optimizer.check_every, optimizer.corrections)
         self.state_changes = StateChanges(shard)
         self._summed: SummedStep | None = None
         """The step of `ctx.steps` that all ranks have agreed on and `step()` has not taken; None:
@@ -831,7 +831,7 @@ class OptimizerEngine:
 
     def _make_ballot(self) -> None:
         num_options, counts = len(self._option_numbers()), self._recovery is not None
-        digests = self._digests.laid_out()
+        digests = self.digests.laid_out()
         self._labels = self._option_labels()
         self._ballot = Ballot(self.group, num_options, counts_samples=counts, num_digests=digests)
 
@@ -1068,15 +1068,15 @@ class OptimizerEngine:
             payload = self._hold_ballot(is_live)
         # Without check_every no digests were sent. Where no rank has data, nothing is applied, and
         # some of them have run more of the body than others.
-        if self._digests.every is None or not self._ballot.live(payload):
+        if self.digests.every is None or not self._ballot.live(payload):
             return payload
         rows = self._ballot.digests(payload)
-        if self._digests.heal(rows):
+        if self.digests.heal(rows):
             # Reduced gradients differ: what comes out the second time tells which are wrong.
             if self.reducer is not None and self._sums is None:
                 self.reducer.send_again()
             payload = self._hold_ballot(is_live)
-            self._digests.tell_gradients(rows, self._ballot.digests(payload))
+            self.digests.tell_gradients(rows, self._ballot.digests(payload))
         return payload
 
     def _keep_up(self, payload: tuple[float, ...]) -> bool:
@@ -1101,17 +1101,17 @@ class OptimizerEngine:
         # Ranks that have read parameters, in a hook or a function, cannot read them again.
         reads = has_run or (join is not None and join.runs_functions)
         rows = all_gather_row(group, [int(ordered_digest(self.shard)), has_run, reads])
-        votes_again = self._digests.every is not None and any(ran for _, ran, _ in rows)
+        votes_again = self.digests.every is not None and any(ran for _, ran, _ in rows)
         late = [r for r, (one, *_) in enumerate(rows) if r not in live and one != rows[newest][0]]
         # What has changed by itself on a rank without data is healed, and nobody has written it.
-        if not late or self._digests.are_as_written(self._ballot.digests(payload), live):
+        if not late or self.digests.are_as_written(self._ballot.digests(payload), live):
             return votes_again
         if any(rows[rank][2] for rank in late):
             raise self._written_by_the_body(late, newest)
         for bucket, written in self.shard.parameters_of(newest):
             if group.rank in late:
                 bucket.take(written)
-        return self._digests.every is not None
+        return self.digests.every is not None
 
     def _written_by_the_body(self, late: Sequence[int], newest: int) -> CollectiveMismatch:
         """late: ranks without data, whose parameters are not those of rank `newest`."""
@@ -1243,7 +1243,7 @@ class OptimizerEngine:
             loss_scale=self.loss_scale if is_live and self.loss_scale is not None else 0.0,
             options=self._options_to_vote(),
             num_samples=boundary().num_samples,
-            digests=self._digests.vote(self.optimizer.num_steps),
+            digests=self.digests.vote(self.optimizer.num_steps),
         )
 
     @property
@@ -1305,7 +1305,7 @@ class OptimizerEngine:
         scale = agreed_scale(outcome.loss_scales, live) if uses_scaler else 1.0
         if self.optimizer.max_norm is not None:
             self.optimizer.grad_norm = math.sqrt(outcome.squared_norm) / (divisor * scale)
-        if self.optimizer.found_overflow or self._digests.leaves_out(outcome.digests):
+        if self.optimizer.found_overflow or self.digests.leaves_out(outcome.digests):
             return []
         # In one factor, so that each gradient is read and written once.
         coefficient = self._clip_coefficient() / scale
@@ -1317,7 +1317,7 @@ class OptimizerEngine:
             self.shard.apply(
                 portion, self.optimizer.param_groups, agreement.used, divisor, coefficient
             )
-            written += self._digests.read_written(self.optimizer.num_steps + 1, portion)
+            written += self.digests.read_written(self.optimizer.num_steps + 1, portion)
             self.faults.reach(Instant.APPLIED)
             try:
                 if failure is None:
@@ -1331,7 +1331,7 @@ class OptimizerEngine:
         # forward pass from before the step, as after a step of torch's optimizers.
         stepped = [*compress(self.shard.parameters, agreement.used)]
         torch.autograd.graph.increment_version(stepped)
-        self._digests.note(self.optimizer.num_steps, written)
+        self.digests.note(self.optimizer.num_steps, written)
         if failure is not None:
             raise failure
         return gathers

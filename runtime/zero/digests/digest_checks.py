@@ -28,7 +28,6 @@ tells which is right, or the gather has spread the wrong parameters: that is an 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -70,7 +69,7 @@ class Correction:
 
     step: the number of steps applied before. rank: at the time. what: "parameters", "optimizer
     state" or "reduced gradient". source: the rank from which it was copied; None: it was reduced
-    once more. names: of the parameters concerned, on the rank itself; empty on others.
+    once more. names: of the parameters concerned, as the rank itself knows them; empty on others.
     """
 
     step: int
@@ -91,6 +90,8 @@ class DigestChecks:
         self, shard: ParameterShard, every: int | None, corrections: list[Correction]
     ) -> None:
         self.every = every
+        self.num_here = 0
+        """How many of the corrections were of this process, whose rank may have been another."""
         self._shard = shard
         self._corrections = corrections
         self._num_steps = 0
@@ -291,10 +292,11 @@ class DigestChecks:
         repair = "reduced once more" if source is None else f"copied from rank {source}"
         # With wrong parameters the gradients of all ranks are wrong.
         repair += ", and the step was left out" if what == "parameters" else ""
-        count = Counter(one.rank for one in self._corrections)[rank]
+        self.num_here += 1
         advice = (
-            f"This is correction {count} on rank {rank}: take its machine out of the cluster"
-            if count >= _SUSPECT_FROM
+            f"This is correction {self.num_here} on rank {rank}: take its machine out of the "
+            "cluster"
+            if self.num_here >= _SUSPECT_FROM
             else f"If rank {rank} says this again, check the memory and processor of its machine"
         )
         of_names = f" of {listed(names, 5)}" if names else ""

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.collectives.objects.blocking import broadcast_object
+from chorusline.collectives.objects.blocking import all_gather_object, broadcast_object
+from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
+from chorusline.runtime.process.registry import Registered, Registry
+from chorusline.runtime.recovery.restart import RestartState
 from chorusline.runtime.zero.digests.state_digests import StateDigests
+from chorusline.runtime.zero.shards.shard_state import ShardState
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.stepped_training import stepped
 from tests.references.training import batches_of, loss_of, make_model
@@ -52,7 +56,7 @@ def plant(optimizer, what, distance, seed):
     if what != "reduced gradient":
         flip_one()
         return
-    vote, planted = engine._digests.vote, []
+    vote, planted = engine.digests.vote, []
 
     def vote_after_flip(num_steps):
         if not planted:
@@ -60,7 +64,7 @@ def plant(optimizer, what, distance, seed):
             flip_one()
         return vote(num_steps)
 
-    engine._digests.vote = vote_after_flip
+    engine.digests.vote = vote_after_flip
 
 
 def trained(group, flips, without=(), dtype=torch.float32, kind=torch.optim.AdamW, **more):
@@ -82,7 +86,7 @@ def trained(group, flips, without=(), dtype=torch.float32, kind=torch.optim.Adam
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             optimizer.step()
-        optimizer_engine_of(optimizer)._digests.__dict__.pop("vote", None)
+        optimizer_engine_of(optimizer).digests.__dict__.pop("vote", None)
         said += [str(one.message) for one in caught]
         optimizer.zero_grad()
     optimizer.consolidate_state_dict(to=0)
@@ -151,6 +155,63 @@ def test_a_third_flip_on_a_rank_tells_to_take_out_its_machine(ranks_of):
     said = run(ranks_of(2), flips)[1][3]
     assert "check the memory" in said[1]
     assert "correction 3 on rank 1: take its machine out of the cluster" in said[2]
+
+
+def flipped_before_and_after_ranks_change(group):
+    """Two corrections on rank 1, which is lost; then one on the rank that gets its number, in
+    place. Then all begin again with another rank, and both have more. Warnings, and corrections by
+    rank."""
+
+    def make(ranks):
+        model = cl.DistributedDataParallel(make_model(torch.float32), ranks)
+        return model, cl.ZeroRedundancyOptimizer(
+            model, torch.optim.AdamW, lr=0.05, replicas=2, check_every=1
+        )
+
+    def steps(flipped, ranks):
+        """flipped: by step, the rank on which a bit flips; None: on no rank."""
+        texts = []
+        for rank in flipped:
+            loss_of(model, batches_of(ranks.rank, 1, torch.float32)[0]).backward()
+            if rank == ranks.rank:
+                plant(optimizer, "exp_avg", 0, 7)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer.step()
+            optimizer.zero_grad()
+            texts += [str(one.message) for one in caught]
+        return texts
+
+    model, optimizer = make(group)
+    steps([None, 1, 1], group)
+    engine, held, kept, texts = optimizer_engine_of(optimizer), ShardState(), RestartState(), []
+    fewer = group.new_group([0, 2])
+    if fewer is not None:
+        held = engine.shard.held()
+        engine.shard.complete(held, all_gather_object(fewer, held.inventory), fewer)
+        engine.change_group(fewer, held)
+        engine_of(model).change_group(fewer)
+        engine.shard.gather()
+        texts += steps([None, 1], fewer)
+        registry = Registry()
+        registry.add("optimizer", optimizer)
+        kept = RestartState.of(registry, (5, 0), {})
+    group.barrier().wait()
+    # The rank that has come has the number of the one that was lost, and nothing of it.
+    model, optimizer = make(group)
+    summaries = all_gather_object(group, kept.summary(fewer is not None, None))
+    kept.restore(Registered("optimizer", optimizer, False), summaries, group)
+    texts += steps([None, 1, 2, 2], group)
+    return texts, [(one.step, one.rank) for one in optimizer.corrections]
+
+
+def test_a_machine_is_not_told_to_leave_for_what_another_of_its_rank_has_had(ranks_of):
+    results = ranks_of(3).run(flipped_before_and_after_ranks_change)
+    (nothing, _), (of_new, _), ((first, second, third), _) = results
+    assert all(found == [(1, 1), (2, 1), (4, 1), (6, 1), (7, 2), (8, 2)] for _, found in results)
+    assert not nothing and "If rank 1 says this again" in first and "If rank 2" in second
+    assert "This is correction 3 on rank 2: take its machine out" in third
+    assert len(of_new) == 1 and "If rank 1 says this again" in of_new[0]
 
 
 def test_flips_on_two_ranks_at_once_are_found_by_kind(ranks_of):
@@ -378,7 +439,7 @@ def stepped_with_flips(group, deterministic, flips):
 
     def watch(optimizer):
         seen.append(optimizer)
-        digests = optimizer_engine_of(optimizer)._digests
+        digests = optimizer_engine_of(optimizer).digests
         vote, done = digests.vote, set()
 
         def vote_after_flip(num_steps):
