@@ -96,7 +96,6 @@ from .shards.parameter_bucket import Gather
 from .shards.parameter_shard import ParameterShard
 from .shards.shard_state import Inventory, ShardState
 from .shards.shardable_optimizers import (
-    ELEMENTWISE,
     check_arguments,
     check_dense,
     check_own_memory,
@@ -457,8 +456,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, GroupJoinable):
 
     @property
     def shard_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of this rank's pieces, with about 1/N of the state; None on a rank that
-        owns no piece."""
+        """The optimizer of this rank's pieces, with about 1/N of the state. On a rank that owns no
+        piece it is None, or has no parameters and counts the steps."""
         return self._engine.shard.optimizer
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -1159,9 +1158,7 @@ class OptimizerEngine:
         try:
             scaler = self.optimizer._scaler_of_losses
             scale = scaler.state_dict() if scaler is not None else None
-            # As in a vote: a rank that steps nothing does not count what the optimizer counts.
-            options = None if self._steps_nothing else self._option_numbers()
-            own = self.state_changes.own, scale, options
+            own = self.state_changes.own, scale, self._option_numbers()
             compared = sorted(own[0].dropped), own[0].num_loads, *own[1:]
             digest = zlib.crc32(repr(compared).encode())
             if len({*map(tuple, all_gather_row(self.group, [digest]))}) == 1:
@@ -1172,9 +1169,8 @@ class OptimizerEngine:
             state = everybody[join.newest_rank(live)][1]
             if scaler is not None and state and scaler.state_dict() != state:
                 scaler.load_state_dict(state)
-            given = [numbers for rank in sorted(live) if (numbers := everybody[rank][2])]
-            if self.group.rank not in live and given:
-                self._follow_options(given[-1])
+            if self.group.rank not in live and live:
+                self._follow_options(everybody[max(live)][2])
         except Exception as error:
             if self._recovery is None or not ends_a_generation(error):
                 raise  # Else the next step recovers.
@@ -1273,12 +1269,10 @@ class OptimizerEngine:
                 self.reducer.end_step(outcome.agreement)
                 self.reducer.drop()
             raise
-        if self.group.rank not in live or self._steps_nothing:
+        if live and self.group.rank not in live:
             # A joined rank runs no learning rate schedule: it steps its shard with the options of
-            # a live rank. A rank that steps nothing does not count what the optimizer counts.
-            given = [rank for rank in live if not any(map(math.isnan, outcome.options[rank]))]
-            if given:
-                self._follow_options(outcome.options[max(given)])
+            # a live rank.
+            self._follow_options(outcome.options[max(live)])
         if self.optimizer.uses_scaler:
             scale = agreed_scale(outcome.loss_scales, live, in_steps=self._is_in_steps)
             scaler = self.optimizer._scaler_of_losses
@@ -1408,7 +1402,7 @@ class OptimizerEngine:
 
     def _digest_of_texts(self) -> int:
         """For a vote, of the options that are texts; 0 from a rank that steps with none."""
-        if self._why_not or self._steps_nothing:
+        if self._why_not:
             return 0
         names = sorted(self.optimizer.defaults)
         return digest_of(repr(texts_of(self.optimizer.param_groups, names)))
@@ -1444,11 +1438,6 @@ class OptimizerEngine:
             stacklevel=users_level(),
         )
 
-    @property
-    def _steps_nothing(self) -> bool:
-        """Whether this rank has no piece of an optimizer that may keep numbers in its groups."""
-        return self.shard.optimizer is None and self.shard.optimizer_class not in ELEMENTWISE
-
     def _options_to_vote(self) -> list[float]:
         if self._why_not:  # It tells the others why, and steps with none.
             return [math.nan] * self._ballot.num_options
@@ -1471,11 +1460,8 @@ class OptimizerEngine:
                 f"{labels} of the optimizer is NaN on rank {self.group.rank}, and a step with it "
                 "would carry NaN to the parameters of all ranks. Set a number before step()"
             )
-            self.group.abort(error)  # As above; and in a vote NaN says that the rank has no number.
+            self.group.abort(error)  # As above.
             raise error
-        # Numbers that the class keeps in its groups move only where it steps something.
-        if self._steps_nothing:
-            numbers[: -len(OF_THE_STEP)] = [math.nan] * (len(numbers) - len(OF_THE_STEP))
         return numbers
 
     # -- the steps of ctx.steps (data/steps/; StepEnder of model_steps.py) ------------------------

@@ -53,8 +53,6 @@ def train(group: cl.Group | None, size: int, lengths: tuple[int, ...], tiny: boo
         for step in range(max(lengths)):
             take(step, [rank for rank in range(size) if step < lengths[rank]])
     options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    if group is not None and optimizer.shard_optimizer is None:
-        options = None  # This rank steps nothing, and learns them with the next step.
     return [p.detach().clone() for p in module.parameters()], options
 
 
@@ -69,10 +67,40 @@ def test_what_an_optimizer_counts_in_its_groups_counts_as_in_one_process(ranks_o
     expected, options = train(None, 2, lengths, tiny)
     assert options["k"] == 4
     results = ranks_of(2).run(train_in, lengths, tiny)
-    assert [found for _, found in results if found] == [options] * (1 if tiny else 2)
+    assert [found for _, found in results] == [options] * 2
     for parameters, _ in results:
         for one, other in zip(parameters, expected, strict=True):
             assert torch.allclose(one, other, rtol=1e-12, atol=0)
+
+
+class OnOneDevice(torch.optim.Optimizer):
+    """It cannot step nothing: it asks its first parameter for the device."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            rate = torch.tensor(group["lr"], device=group["params"][0].device)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(rate * parameter.grad)
+
+
+def step_one_element(group: cl.Group) -> tuple[bool, float]:
+    with another_group(group) as own:
+        module = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.constant_(module.weight, 0.5)
+        model = cl.DistributedDataParallel(module, own)
+        optimizer = cl.ZeroRedundancyOptimizer(model, OnOneDevice, lr=0.25)
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        return optimizer.shard_optimizer is None, float(module.weight)
+
+
+def test_an_optimizer_that_needs_parameters_steps_on_ranks_that_have_some(ranks_of: Any) -> None:
+    assert ranks_of(2).run(step_one_element) == [(False, 0.25), (True, 0.25)]
 
 
 class Halving(torch.optim.SGD):

@@ -52,11 +52,13 @@ class Shardability:
     elementwise: anywhere; otherwise between parameters.
     refusal: why not at all; empty if it may be cut.
     per_element: the names of states that have a number for each element of any parameter.
+    steps_nothing: whether it steps no parameters, too, and counts then in its groups as with some.
     """
 
     elementwise: bool
     refusal: str = ""
     per_element: frozenset[str] = frozenset()
+    steps_nothing: bool = False
 
     def has_any_shape(self, state: str) -> bool:
         """Whether a state of this name may have a shape that is not its parameter's."""
@@ -246,7 +248,11 @@ def _judge(
         is_flat = may_be_flat and not trial.run(trial.flat()).differs_from(whole, _TOLERANCE)
     except Exception:  # It needs shapes.
         is_flat = False
-    return Shardability(is_flat, per_element=per_element)
+    try:  # As on a rank that owns no piece.
+        steps_nothing = not trial.run([*trial.whole(), []]).differs_from(whole, 0.0)
+    except Exception:  # It needs some.
+        steps_nothing = False
+    return Shardability(is_flat, per_element=per_element, steps_nothing=steps_nothing)
 
 
 def _text_of(error: Exception) -> str:

@@ -69,7 +69,8 @@ class ParameterShard:
         piece keeps the shape.
     replicas: number of ranks that keep each shard, the owner included.
     parameters: by number, as in the plans.
-    optimizer: None on a rank that owns no piece.
+    optimizer: None on a rank that owns no piece, if the class cannot step nothing, or is known to
+        count nothing in its groups.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class ParameterShard:
         self.optimizer_class = optimizer_class
         self.defaults = defaults
         self.group = group
-        self.optimizer: torch.optim.Optimizer | None = None  # None: this rank owns no piece
+        self.optimizer: torch.optim.Optimizer | None = None  # None: as above
         self.parameters: list[torch.nn.Parameter] = []
         self.buckets: list[ParameterBucket] = []
         self.pieces: list[list[KeptPiece]] = []  # by bucket
@@ -199,7 +200,8 @@ class ParameterShard:
         ]
         # Some optimizers (Adagrad) make state or check shapes in their constructor only. So new
         # pieces pass through a new optimizer, and the old one then adopts them and their state.
-        fresh = self.optimizer_class(wanted, **self.defaults) if pieces else None
+        is_made = pieces or (self.optimizer is None and self.verdict.steps_nothing)
+        fresh = self.optimizer_class(wanted, **self.defaults) if is_made else None
         # The first pieces of this rank.
         if self.optimizer is None:
             self.optimizer = fresh
