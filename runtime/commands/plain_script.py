@@ -41,7 +41,8 @@ async def _run(script: PlainScript, options: argparse.Namespace) -> int:
                 break
             except WorkerLost as error:
                 # The workers that are left run the script again, and the session replaces this one.
-                error.remedy = "To start a script again on all ranks, write --max-restarts 3."
+                again = "To start a script again on all ranks, write --max-restarts 3."
+                error.remedy = "" if options.max_restarts else again
                 _begin_again(error, restarts + 1, options.max_restarts)
             except Exception as error:
                 _begin_again(error, restarts + 1, options.max_restarts, ", in new processes")

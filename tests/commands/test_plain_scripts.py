@@ -304,7 +304,8 @@ def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(
     done = ours("--max-restarts", "2", SCRIPTS / name, killed, *words, dies_at)
     assert last_lines(done, 2) == [f"begun {begun}", expected[1]]
     assert "restart 1 of 2" in done.stderr and "restart 2 of 2" not in done.stderr
-    assert re.search(r"WorkerLost: rank 1 .* died: .* write --max-restarts 3", done.stderr)
+    assert re.search(r"WorkerLost: rank 1 .* died: ", done.stderr)
+    assert "write --max-restarts" not in done.stderr, "it was written"
 
 
 @pytest.mark.slow
