@@ -28,6 +28,7 @@ from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..checkpoint.contents import is_dense, loads_itself
+from ..checkpoint.restore import with_versions
 from ..data_parallel.distributed_data_parallel import (
     DistributedDataParallel,
     engine_of,
@@ -375,7 +376,8 @@ def load_beside(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     inner = module.module if isinstance(module, DistributedDataParallel) else module
     # Copies: set_extra_state() may keep what it is given, and a loss begins all of this again.
     if state:
-        inner.load_state_dict(copy.deepcopy(dict(state)), strict=False)
+        state = with_versions(copy.deepcopy(dict(state)), inner.state_dict())
+        inner.load_state_dict(state, strict=False)
 
 
 def _own_names(module: torch.nn.Module, per_rank: bool) -> set[str]:

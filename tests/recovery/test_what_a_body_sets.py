@@ -60,6 +60,23 @@ class Metric(torch.nn.Module):
         self.total = state_dict[prefix + "total"]
 
 
+class Versioned(torch.nn.Linear):
+    """It converts what it would have saved earlier, and has a buffer."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any
+    ) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel").T
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+
 class Points:
     def __len__(self) -> int:
         return 24
@@ -171,7 +188,8 @@ def made(max_norm: float | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     model = cl.DistributedDataParallel(Cooling())
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=max_norm)
-    return {"model": model, "optim": optim, "metric": Metric(), "quantized": per_channel()}
+    beside = {"metric": Metric(), "quantized": per_channel(), "versioned": Versioned()}
+    return {"model": model, "optim": optim, **beside}
 
 
 def per_channel() -> torch.nn.Module:
@@ -237,6 +255,7 @@ def begin_again(ctx: cl.Context) -> dict[str, Any]:
         optim.max_norm = 0.25
         model.module.seen["batches"] = 7
         first["metric"].total += 3.0
+        first["versioned"].count += 5
         first["quantized"](torch.tensor([[0.0, 127.5, 255.0]]))
     call = call_of(ctx)
     kept = RestartState.of(call.registry, (0, 0), {})
@@ -249,6 +268,7 @@ def begin_again(ctx: cl.Context) -> dict[str, Any]:
         "max_norm": again["optim"].max_norm,
         "seen": again["model"].module.seen["batches"],
         "metric": float(again["metric"].total),
+        "count": int(again["versioned"].count),
         "maxima": again["quantized"].activation_post_process.max_val.tolist(),
     }
 
@@ -260,7 +280,7 @@ def _begins_again(group: Any) -> Any:
 def test_objects_that_are_made_again_have_what_the_body_has_set(ranks_of: Any) -> None:
     for one in ranks_of(2).run(_begins_again):
         maxima = [0.0, 127.5, 255.0]
-        assert one == {"max_norm": 0.25, "seen": 7, "metric": 3.0, "maxima": maxima}
+        assert one == {"max_norm": 0.25, "seen": 7, "metric": 3.0, "count": 5, "maxima": maxima}
 
 
 def begin_again_per_rank(ctx: cl.Context) -> tuple[float, float, float]:
