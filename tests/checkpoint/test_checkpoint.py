@@ -192,15 +192,38 @@ def test_a_state_that_is_loaded_has_its_keys_in_the_order_of_the_saved_one(
     assert ranks_of(1).run(_keep_a_shadow, config) == [saved]
 
 
-@pytest.mark.parametrize("other", [("a.b", "c"), ("a", "b", "c")])
-def test_two_names_that_are_one_with_dots_are_not_saved(tmp_path, other):
+ZEROS, ONES = torch.zeros(2), torch.ones(2)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # As it should be.
+@pytest.mark.parametrize(
+    ("other", "read"),
+    [
+        (("a.b", "c"), {"a": {"b.c": ZEROS}, "a.b": {"c'": ONES}}),
+        (("a", "b", "c"), {"a": {"b": {"c": ONES}, "b.c'": ZEROS}}),
+    ],
+)
+def test_two_names_that_are_one_with_dots_are_two_for_torch(tmp_path, other, read):
     storage = Folder(tmp_path)
-    ranges = [whole_of(path, torch.ones(2)) for path in (("a", "b.c"), other)]
-    part = write_part(storage, "", 0, 1, ranges, {})
-    kinds = dict.fromkeys(("a", other[0]), STATE)
-    manifest = Manifest(1, 1, 0.0, kinds, part.files, merged([part]), [{}])
-    with pytest.raises(ValueError, match=r"would both be a\.b\.c for torch\.distributed"):
-        write_manifest(storage, "", manifest)
+    part = write_part(storage, "", 0, 1, [whole_of(("a", "b.c"), ZEROS), whole_of(other, ONES)], {})
+    kinds = dict.fromkeys(read, STATE)
+    write_manifest(storage, "", Manifest(1, 1, 0.0, kinds, part.files, merged([part]), [{}]))
+    dcp_to_torch_save(tmp_path, tmp_path / "converted.pt")
+    assert same(torch.load(tmp_path / "converted.pt"), read)
+
+
+def _save_with_its_part(ctx: cl.Context, fill: float) -> float:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    torch.nn.init.constant_(net[0].weight, fill)
+    ctx.register("model", net)
+    ctx.register("model.0", net[0])
+    ctx.save().wait()
+    return net[0].weight.tolist()[0][0]
+
+
+def test_a_module_and_its_part_are_saved_under_one_name_with_dots(alone, tmp_path):
+    config = cl.CheckpointConfig(tmp_path)
+    assert [in_run(alone, _save_with_its_part, config, fill=fill) for fill in (3.0, 4.0)] == [3, 3]
 
 
 def test_of_a_range_only_the_pieces_that_it_lies_in_are_read(tmp_path):

@@ -413,14 +413,11 @@ def _metadata_for_torch(manifest: Manifest) -> bytes:
     planned: dict[str, Any] = {}
     stored: dict[Any, Any] = {}
     for entry in manifest.entries:
-        name = name_of(entry.path)
-        if name in planned:
-            raise ValueError(
-                f"{'/'.join(planned[name])} and {'/'.join(map(str, entry.path))} would both be "
-                f"{name} for torch.distributed.checkpoint, which would read one of them for both; "
-                "give one of the two registered objects, or of the keys of a state, another name"
-            )
-        planned[name] = tuple(map(str, entry.path))  # torch reads a number as an index of a list.
+        path = tuple(map(str, entry.path))  # torch reads a number as an index of a list.
+        # A name with dots may be that of another path, too: of a module and its part, for example.
+        while (name := name_of(path)) in planned:
+            path = (*path[:-1], path[-1] + "'")
+        planned[name] = path
         if entry.dtype is None:
             described[name] = BytesStorageMetadata()
             item = entry.items[0]
