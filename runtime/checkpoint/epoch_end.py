@@ -120,6 +120,9 @@ class EpochEnd(threading.Thread):
         if not writing.saving.is_whole_at_the_end():
             return
         store = PrefixStore(f"checkpoint/{writing.key_prefix}/end", group._store)
+        # A save after this one has taken it out, and now there are keys of it again.
+        if group.rank == 0 and writing.key_prefix not in writing.ended_saves:
+            writing.ended_saves.append(writing.key_prefix)
         # If the driver or a rank is lost, there is no note, and the epoch is entered again.
         with contextlib.suppress(ChoruslineError):
             if group.rank != 0:

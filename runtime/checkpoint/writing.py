@@ -282,12 +282,13 @@ class Writing:
             self._delete_records(store, self.group.size)
             if failure is None:  # All ranks came, so all have read the outcomes before this one.
                 while self.ended_saves:
-                    earlier = PrefixStore(f"checkpoint/{self.ended_saves[-1]}", self.group._store)
+                    prefix = self.ended_saves[-1]
+                    earlier = PrefixStore(f"checkpoint/{prefix}", self.group._store)
                     # Of the epoch's end (epoch_end.py), which rank 0 may not have asked all for.
                     ends = [f"end/{rank}" for rank in range(1, self.group.size)]
                     for key in ("outcome", "called/0", *ends):
                         earlier.delete_key(key)
-                    self.ended_saves.pop()
+                    self.ended_saves.remove(prefix)  # The end of an epoch may have added one.
         # Its outcome stays until the next save: a slow rank may not have read it yet.
         self.ended_saves.append(self.key_prefix)
         # A failed save deletes nothing older, and in a place that the user has named nothing is

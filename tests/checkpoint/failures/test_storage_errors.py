@@ -370,7 +370,7 @@ def test_a_folder_that_cannot_be_read_now_is_neither_used_nor_deleted_and_hides_
     assert opening.catalog.sweep(Partly(tmp_path)) == [] and unread.exists()
 
 
-def _keys_behind_saves(group: cl.Group, place: Path) -> list[int]:
+def _keys_behind_saves(group: cl.Group, place: Path, saves_twice: bool) -> list[int]:
     """The keys in the group's store behind each of some saves, half of which fail on rank 1."""
     counts: list[int] = []
 
@@ -383,6 +383,8 @@ def _keys_behind_saves(group: cl.Group, place: Path) -> list[int]:
             with contextlib.suppress(cl.CheckpointWriteFailed):
                 ctx.save().wait()
             FAILS.clear()
+            if saves_twice:
+                ctx.save().wait()
             ctx.barrier()
             counts.append(ctx.group._store.num_keys())
             ctx.barrier()
@@ -393,8 +395,11 @@ def _keys_behind_saves(group: cl.Group, place: Path) -> list[int]:
     return counts
 
 
-def test_saves_leave_nothing_in_the_store_that_grows_with_their_number(ranks_of, tmp_path):
-    counts, _ = ranks_of(2).run(_keys_behind_saves, tmp_path)
+@pytest.mark.parametrize("saves_twice", [False, True])
+def test_saves_leave_nothing_in_the_store_that_grows_with_their_number(
+    ranks_of, tmp_path, saves_twice
+):
+    counts, _ = ranks_of(2).run(_keys_behind_saves, tmp_path, saves_twice)
     assert max(counts[6:12]) <= max(counts[:6])
     assert max(counts[18:]) <= max(counts[12:18]) <= max(counts[:12]) + 6
 
