@@ -114,14 +114,15 @@ def candidates_on_all(
 
 
 def _patiently(call: Callable[[], T]) -> T:
-    """What `call` returns. An error of the storage is given a few seconds to go by."""
+    """What `call` returns. An error of the storage, or a lack of memory, is given a few seconds to
+    go by."""
     for pause_s in _PAUSES_S:
         try:
             return call()
         # What is not there does not come by waiting.
         except FileNotFoundError:
             raise
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             logger.warning("%s: %s; retrying", type(error).__name__, error)
             time.sleep(pause_s)
     return call()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import pickle
 import zlib
 from typing import Any
@@ -179,7 +180,10 @@ class CheckpointReader:
             data = self.storage.read(name, item.at, item.length)
         except FileNotFoundError:
             raise CheckpointCorrupted(self.storage.path_of(name), "it is missing") from None
-        except (MemoryError, OverflowError) as error:  # A file with holes has any size.
+        except (MemoryError, OverflowError) as error:
+            # A file with holes has any size. What fits may be read a moment later, or elsewhere.
+            if item.length <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+                raise
             raise CheckpointCorrupted(
                 self.storage.path_of(name), f"{item.length} bytes are too many for a piece"
             ) from error

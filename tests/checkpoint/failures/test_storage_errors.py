@@ -63,11 +63,17 @@ for _method in METHODS:
 class FailingAsOSError(Failing):
     """As the backends of storage.py, which make OSErrors of all errors."""
 
+    error: type[Exception] = OSError
+
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         try:
             return super().read(name, start, length)
         except HttpError as error:
-            raise OSError(str(error)) from error
+            raise self.error(str(error)) from error
+
+
+class FailingForMemory(FailingAsOSError):
+    error = MemoryError
 
 
 def _in_failing_run(
@@ -185,7 +191,7 @@ def test_a_place_that_does_not_answer_at_the_beginning_is_told_to_all_ranks_alik
 
 
 def _resume_while_pieces_cannot_be_read(
-    group: cl.Group, place: Path, times: int
+    group: cl.Group, place: Path, times: int, failing: type[Failing]
 ) -> tuple[int, list[str]]:
     """Each rank's first `times` reads of data files fail."""
     left = [times]
@@ -197,22 +203,24 @@ def _resume_while_pieces_cannot_be_read(
     FAILS.clear()
     FAILS["read"] = in_a_data_file
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("chorusline.runtime.checkpoint.checkpoints.open_storage", FailingAsOSError)
+        patch.setattr("chorusline.runtime.checkpoint.checkpoints.open_storage", failing)
         patch.setattr("chorusline.runtime.checkpoint.opening._PAUSES_S", (0.01, 0.01))
         return resume_and_listen(group, cl.CheckpointConfig(place))
 
 
-@pytest.mark.parametrize("times", [1, 10**6])
+@combinations(2, times=[1, 10**6], failing=[FailingAsOSError, FailingForMemory])
 def test_a_piece_that_cannot_be_read_now_is_not_taken_for_a_corrupted_one(
-    ranks_of, tmp_path, times
+    ranks_of, tmp_path, times, failing
 ):
     write_two(ranks_of, tmp_path)
-    for step, words in ranks_of(2).run(_resume_while_pieces_cannot_be_read, tmp_path, times):
+    for step, words in ranks_of(2).run(
+        _resume_while_pieces_cannot_be_read, tmp_path, times, failing
+    ):
         if times == 1:
             assert (step, words) == (4, [])
         else:
             assert step == -1 and words[0].startswith("CheckpointPlaceUnusable: ")
-            assert "OSError: 503 in read" in words[0]
+            assert f"{failing.error.__name__}: 503 in read" in words[0]
 
 
 class LikeS3(Folder):
