@@ -20,8 +20,10 @@ FigureCanvas, FigureManager = FigureCanvasAgg, FigureManagerBase  # Names that m
 
 def show(*args: Any, **kwargs: Any) -> None:
     """Show all open figures, and close them. pyplot calls it; blocking means nothing here."""
-    for number in pyplot.get_fignums():
-        buffer = io.BytesIO()
-        pyplot.figure(number).savefig(buffer, format="png", bbox_inches="tight")
-        current().show(buffer.getvalue())
-    pyplot.close("all")
+    try:
+        for number in pyplot.get_fignums():
+            buffer = io.BytesIO()
+            pyplot.figure(number).savefig(buffer, format="png", bbox_inches="tight")
+            current().show(buffer.getvalue())
+    finally:  # One that cannot be drawn would raise in each later cell again.
+        pyplot.close("all")

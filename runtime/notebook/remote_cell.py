@@ -46,11 +46,13 @@ async def run_cell(ctx: Context, source: str, name: str) -> Any:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     figures.use()
     value = None
-    for code in _parts(source, name):
-        value = eval(code, names)
-        if code.co_flags & inspect.CO_COROUTINE:
-            value = await value
-    figures.show_open()
+    try:
+        for code in _parts(source, name):
+            value = eval(code, names)
+            if code.co_flags & inspect.CO_COROUTINE:
+                value = await value
+    finally:
+        figures.show_open()
     return None if source.rstrip().endswith(";") else _portable(value)
 
 

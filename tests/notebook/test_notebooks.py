@@ -279,6 +279,16 @@ def test_a_cell_on_the_ranks_prints_while_it_runs_and_shows_its_figures(started:
     assert all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in ran.pictures)
 
 
+def test_the_figure_of_a_cell_that_fails_is_shown_below_that_cell(started: Kernel) -> None:
+    plots = "%%ranks\nimport matplotlib.pyplot as plt\nif ctx.rank == 0:\n    plt.plot([1, 2, 3])\n"
+    failed = started.run(plots + "raise LookupError('lost')")
+    assert failed.error == "LookupError" and len(failed.pictures) == 1
+    unreadable = started.run(plots + "    plt.title('$\\\\nothing$');")
+    assert "nothing" in unreadable.traceback and not unreadable.pictures
+    after = started.run("%%ranks\nctx.rank")
+    assert after.value == "[0, 1]" and not after.pictures
+
+
 def test_any_reported_number_is_plotted(started: Kernel) -> None:
     ran = started.run(
         "import time\n"
