@@ -43,14 +43,17 @@ class Thinned(Generic[T]):
 
 class History:
     """The reports of one run. unit: what the rate counts: "tokens" or "samples" if reports have
-    them, else "batches". began_at: the time of the first report; None before it."""
+    them, of all ranks together, else "steps". began_at: the time of the first report; None before
+    it."""
 
     def __init__(self) -> None:
-        self.unit = "batches"
+        self.unit = "steps"
         self._curves: dict[str, dict[int, Thinned[tuple[float, float]]]] = {}  # by name and rank
         self.began_at: float | None = None  # None: before the first report
         self._length_s = 0.0
         self._num_reports = 0
+        self._step_of: dict[int, int] = {}  # by rank, the last one
+        self._step = 0  # of the rank that is furthest
         self._bins: list[float] = []  # the amount of each interval of _bin_s since the beginning
         self._bin_s = _FIRST_BIN_S
 
@@ -65,8 +68,12 @@ class History:
         return sorted(self._curves, key=lambda name: name != "loss")
 
     def add(self, report: Report) -> None:
-        values = report.values
-        at = float(report.taken or report.step + 1)
+        values, at = report.values, report.global_step
+        if at < self._step_of.get(report.rank, at) or self.began_at is None:
+            self._step = at  # The first report, or the function runs again.
+        num_steps = max(0, at - self._step)
+        self._step += num_steps
+        self._step_of[report.rank] = at
         for name, value in numbers_of(values).items():
             if name in BOOKKEEPING or (
                 name not in self._curves and len(self._curves) >= _MOST_NAMES
@@ -75,9 +82,9 @@ class History:
             by_rank = self._curves.setdefault(name, {})
             curve = by_rank.setdefault(report.rank, Thinned(_MOST_POINTS))
             # Not by step: a number of every 100th step would vanish from a curve of even ones.
-            curve.add(curve.num_added, (at, value))
+            curve.add(curve.num_added, (float(at), value))
         self.unit = next((name for name in ("tokens", "samples") if name in values), self.unit)
-        amount = values.get(self.unit, 1 if self.unit == "batches" else 0)
+        amount = num_steps if self.unit == "steps" else values.get(self.unit, 0)
         self._num_reports += 1
         if self.began_at is None:
             self.began_at = report.time  # The length of the first step is unknown: do not count.

@@ -127,8 +127,7 @@ def run_as_html(
     notes: Sequence[str] = (),
 ) -> str:
     """happened: marked in the plots. notes: lines below the table, of which the last are shown."""
-    before = max((one.status.steps_before for one in seen if not isinstance(one, str)), default=0)
-    at_steps = [Mark(one.step - before, one.text, bool(one.came)) for one in happened]
+    at_steps = [Mark(one.step, one.text, bool(one.came)) for one in happened]
     charts = [_chart_of(name, history, at_steps) for name in history.names[:_MOST_CHARTS]]
     rate = Line("", history.rates(), COLORS[2])
     at_times = [
@@ -137,7 +136,7 @@ def run_as_html(
         if history.began_at is not None
     ]
     # The throughput stands beside the loss; other numbers follow.
-    title = f"{history.unit}/s, all ranks"
+    title = f"{history.unit}/s" + (", all ranks" if history.unit != "steps" else "")
     charts.insert(1, chart(title, "seconds", [rate], from_zero=True, marks=at_times))
     plots = f'<div style="display:flex;flex-wrap:wrap;gap:8px">{"".join(charts)}</div>'
     if more := history.names[_MOST_CHARTS:]:
@@ -150,13 +149,13 @@ def run_as_html(
 
 
 def _chart_of(name: str, history: History, marks: Sequence[Mark]) -> str:
-    lines = history.lines(name)
-    if len(lines) > len(COLORS):
-        lines = {rank: lines[rank] for rank in list(lines)[: len(COLORS)]}
+    lines = [*history.lines(name).items()]
     drawn = [
-        Line(f"rank {rank}", points, COLORS[rank % len(COLORS)]) for rank, points in lines.items()
+        Line(f"rank {rank}", points, COLORS[rank % len(COLORS)])
+        for rank, points in lines[: len(COLORS)]
     ]
-    return chart(name, "optimizer step of this run", drawn, marks=marks)
+    of_all = f", the first {len(drawn)} of {len(lines)} ranks" if len(drawn) < len(lines) else ""
+    return chart(name, f"optimizer step{of_all}", drawn, marks=marks)
 
 
 def ranks_as_html(seen: Seen) -> str:

@@ -25,7 +25,7 @@ from chorusline.runtime.tracking.tracker import TrackedEvent
 
 
 def report(rank: int, taken: int, at: float, **values: float) -> Report:
-    return Report(rank, taken - 1, at, {"loss": 1 / taken, **values}, taken)
+    return Report(rank, taken - 1, at, {"loss": 1 / taken, **values}, taken, taken)
 
 
 def snapshot(rank: int, **steps: object) -> WorkerSnapshot:
@@ -113,6 +113,26 @@ def test_rates_are_even_where_training_was(num_reports: int) -> None:
         assert len(line) <= 480 and None not in line
 
 
+def test_a_rate_without_amounts_counts_steps_however_often_they_are_reported() -> None:
+    """Steps of 10 ms of two ranks, each tenth one reported, with two calls; the run has resumed at
+    step 300, and goes back there once."""
+    history, number = History(), 0
+    for began_at in (100.0, 160.0):
+        for tenth in range(1, 601):
+            for rank in range(2):
+                for values in ({"loss": 1.0}, {"accuracy": 0.5}):
+                    number += 1
+                    at_step = 300 + 10 * tenth
+                    at = began_at + 0.1 * tenth
+                    history.add(Report(rank, number, at, values, number, at_step))
+    assert history.unit == "steps"
+    for _, rate in history.rates():
+        assert rate == pytest.approx(100, rel=0.1)
+    assert history.lines()[0][0] == (310, 1.0)
+    html = run_as_html("x", [], history)
+    assert 'aria-label="steps/s"' in html and ">optimizer step<" in html
+
+
 def test_the_table_says_where_every_rank_is() -> None:
     seen = [
         snapshot(0, taken=7, steps_before=300, epoch=2, batches_left=3),
@@ -137,7 +157,9 @@ def test_many_ranks_are_counted_after_the_first_few() -> None:
     for rank in range(40):
         history.add(report(rank, 1, 0.0))
         history.add(report(rank, 2, 1.0))
-    assert run_as_html("x", seen, history).count("<title>rank ") == 8
+    html = run_as_html("x", seen, history)
+    assert html.count("<title>rank ") == 8
+    assert ">optimizer step, the first 8 of 40 ranks<" in html
 
 
 @pytest.mark.parametrize(
@@ -172,9 +194,10 @@ def test_the_line_of_each_rank_can_be_seen_on_a_black_page_and_on_a_white_one(co
 def test_a_loss_is_a_line_below_the_table_and_a_mark_in_both_plots() -> None:
     history = History()
     for step in range(1, 30):
-        history.add(Report(0, step, 100.0 + step, {"loss": 1.0 / step}, taken=step))
-    text = "step 12: rank 1 (pid 7) was killed or crashed. 1 worker continues"
-    event = TrackedEvent("ranks lost", 112.0, 112.2, 12, 1, 1, lost=(1,), text=text)
-    html = run_as_html("x", [], history, [event], [text])
+        history.add(Report(0, step, 100.0 + step, {"loss": 1.0 / step}, step, 300 + step))
+    text = "step 312: rank 1 (pid 7) was killed or crashed. 1 worker continues"
+    event = TrackedEvent("ranks lost", 112.0, 112.2, 312, 1, 1, lost=(1,), text=text)
+    resumed = snapshot(0, taken=29, steps_before=300)
+    html = run_as_html("x", [resumed], history, [event], [text])
     assert html.count(f"<title>{text}</title>") == 2
     assert f"<div>{text}</div>" in html

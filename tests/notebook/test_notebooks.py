@@ -299,7 +299,7 @@ def test_any_reported_number_is_plotted(started: Kernel) -> None:
         "await session.run(measure);"
     )
     html = ran.only_display()[-1]["text/html"]
-    for name in ("accuracy", "top.five", "batches/s"):
+    for name in ("accuracy", "top.five", "steps/s"):
         assert f'aria-label="{name}' in html
     assert 'aria-label="loss"' not in html
 
