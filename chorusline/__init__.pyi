@@ -82,11 +82,12 @@ from .runtime.checkpoint.saving import Saving as Saving, SavingTimes as SavingTi
 from .runtime.data.dataset_batches import Shard as Shard
 from .runtime.data.dealing import deal as deal
 from .runtime.data.steps.steps import Step as Step, Steps as Steps
-from .runtime.data.streaming import Stream as Stream
+from .runtime.data.streaming import Stream as Stream, StreamShard as StreamShard
 from .runtime.data_parallel.distributed_data_parallel import (
     DistributedDataParallel as DistributedDataParallel,
 )
 from .runtime.data_parallel.gradients.comm_hooks import GradBucket as GradBucket
+from .runtime.data_parallel.gradients.step_statistics import StepStatistics as StepStatistics
 from .runtime.data_parallel.pure_distributed_data_parallel import (
     PureDistributedDataParallel as PureDistributedDataParallel,
 )
@@ -105,7 +106,10 @@ from .runtime.program.last_step import before_restart as before_restart
 from .runtime.session.one_run import run as run
 from .runtime.session.session import Session as Session, attach as attach
 from .runtime.session.showing.progress import Progress as Progress
-from .runtime.session.state import SessionSnapshot as SessionSnapshot
+from .runtime.session.state import (
+    SessionSnapshot as SessionSnapshot,
+    SessionState as SessionState,
+)
 from .runtime.tracking.json_lines import JSONLinesTracker as JSONLinesTracker
 from .runtime.tracking.mlflow import MLflowTracker as MLflowTracker
 from .runtime.tracking.opentelemetry import OpenTelemetryTracker as OpenTelemetryTracker

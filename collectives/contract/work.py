@@ -62,6 +62,9 @@ class Work(ABC):
     On CUDA `wait()` orders the current stream after the work, as in torch, and returns before
     the GPU has finished; `wait_on_host()` and `await` return when the host may read the data.
 
+    Collectives of objects (`ObjectWork`), messages of objects and a block of `group.coalesce()`
+    (`Coalesced`) are works as well, with these methods.
+
     A transport implements the methods at the end. A thread that ends works must hold no lock of
     the transport while it runs callbacks.
     """

@@ -182,10 +182,19 @@ def maker_of_batches(
 
 
 class StreamShard(Batches):
-    """This rank's batches of one iteration over a Stream, made by `ctx.shard`.
+    """This rank's batches of one iteration over a Stream, made by `ctx.shard`. It can be iterated
+    more than once.
 
-    `taken_ids`, `committed_ids` and `ids_of_the_lost` list row numbers, in the order of the stream
-    from 0.
+        shard = ctx.shard(rows, batch_size=32)  # rows: a Stream
+        for batch in shard:
+            model(batch).square().mean().backward()
+        print(len(shard.taken_ids), "rows on this rank")
+
+    The number of rows is not known before the end: there is no `len`, and `num_steps` and
+    `num_steps_left` raise TypeError.
+
+    taken_ids, committed_ids, ids_of_the_lost: as those of a Shard, but numbers of rows, in the
+        order of the stream from 0.
     """
 
     needs_ids = True

@@ -14,13 +14,25 @@ _COLUMNS = (
 
 
 class SessionState(enum.Enum):
-    """NEW: nothing was started. READY: the workers are idle. RUNNING: a function runs. CLOSED: the
-    session has ended everything that it started, and cannot start again."""
+    """What `session.state` says.
+
+        if session.state is cl.SessionState.READY:
+            await session.run(train)
+
+    After a run it is READY again, and so it is after one that has failed.
+    """
 
     NEW = "new"
+    """Nothing was started."""
+
     READY = "ready"
+    """The workers are idle."""
+
     RUNNING = "running"
+    """A function runs."""
+
     CLOSED = "closed"
+    """The session has ended everything that it started, and cannot start again."""
 
 
 class SessionKind(enum.Enum):

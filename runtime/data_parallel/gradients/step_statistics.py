@@ -25,7 +25,13 @@ _STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class StepStatistics:
-    """Averages over the last `steps` synchronised backward passes; times in seconds.
+    """What `model.statistics()` returns: averages over the last `steps` synchronised backward
+    passes on this rank; times in seconds.
+
+        cl.set_debug_level(cl.DebugLevel.INFO)
+        model = cl.DistributedDataParallel(net, group)
+        model(torch.ones(2, 8)).sum().backward()
+        print(model.statistics())
 
     forward_s: inside the model's forward.
     backward_s: from the end of the forward pass until the last gradient is there.
@@ -33,7 +39,7 @@ class StepStatistics:
     communication_s: from the first launch of a bucket to the end of the last bucket.
     overlap_s: the part of communication_s in which the backward pass still ran.
     buckets: the bytes of each bucket, in the order of sending.
-    without_gradient: the parameters that have never got a gradient on this rank.
+    without_gradient: the names of the parameters that have never got a gradient on this rank.
     """
 
     steps: int

@@ -35,6 +35,7 @@ MADE_HERE = {
     *("Context", "Report", "Step", "Steps", "GradBucket", "Work", "Saving", "SavingTimes"),
     *("SessionSnapshot", "TrackedEvent", "TrackedRun", "Statistics", "GroupDescription"),
     *("FlightRecording", "RecordedCollective", "Rendezvous", "DebugLevel", "ReduceOp", "Group"),
+    *("SessionState", "StepStatistics", "StreamShard"),
 }
 """Records, and objects that only Chorusline makes; of a class, its class methods are tested."""
 

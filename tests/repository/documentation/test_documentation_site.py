@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_overloads
 
 import pytest
 import yaml
@@ -155,6 +157,30 @@ def test_contributing_shows_where_every_folder_is() -> None:
     assert shown - folders == packages | {
         *("chorusline", "examples", "benchmarks", "docs", "notebooks", "tests")
     }
+
+
+def returned(member: object, module: str) -> Iterator[type]:
+    """Our classes in what a function, a method or a property is annotated to return."""
+    if isinstance(member, property):
+        member = member.fget
+    function = inspect.unwrap(getattr(member, "__func__", member))  # type: ignore[arg-type]
+    for one in get_overloads(function) or [function]:
+        for word in re.findall(r"\w+", str(getattr(one, "__annotations__", {}).get("return"))):
+            kind = vars(sys.modules[module]).get(word)
+            if inspect.isclass(kind) and kind.__module__.startswith("chorusline."):
+                yield kind
+
+
+def test_a_class_that_a_public_call_returns_is_on_a_page_of_the_reference() -> None:
+    """Itself, or what it is a kind of: a Work, a Mapping."""
+    public, missing = {getattr(cl, name) for name in cl.__all__}, set()
+    for name in cl.__all__:
+        one = getattr(cl, name)
+        for key, member in (shown_members(name) if inspect.isclass(one) else {"": one}).items():
+            for kind in returned(member, one.__module__):
+                if not any(b in public or b.__module__ == "collections.abc" for b in kind.__mro__):
+                    missing.add(f"{name}.{key} returns {kind.__name__}")
+    assert missing == set()
 
 
 SUBCLASSED = ("Communicator", "Joinable", "JoinHook", "ModelAverager", "Store", "Tracker")
