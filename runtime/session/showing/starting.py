@@ -110,7 +110,7 @@ class Starting:
         if self._handle is None:
             display = sys.modules["IPython"].display.display
             self._handle = display(data, raw=True, display_id=True)
-        elif self._handle is not None:
+        else:
             self._handle.update(data, raw=True)
 
 
