@@ -20,8 +20,8 @@ _LEAST = 1e-300  # between two ticks: near the end of what a float can be, they 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a chart. label: shown beside the title if there are several lines. points: (x, y);
-    None breaks the line."""
+    """A line of a chart. label: shown beside the title if there are several lines, and room for
+    all. points: (x, y); None breaks the line."""
 
     label: str
     points: Sequence[tuple[float, float] | None]
@@ -106,7 +106,7 @@ def chart(
             f"<title>{escape(line.label)}</title></path>"
         )
     if len(lines) > 1:
-        parts.append(_legend(lines))
+        parts.append(_legend(lines, title))
     return "".join([*parts, "</svg>"])
 
 
@@ -158,7 +158,8 @@ def _path(
     return "".join(parts)
 
 
-def _legend(lines: Sequence[Line]) -> str:
+def _legend(lines: Sequence[Line], title: str) -> str:
+    """The lines' labels beside the title; empty where they have no room."""
     parts, right = [], float(_WIDTH - _RIGHT)
     for line in reversed(lines):
         right -= 6.5 * len(line.label)
@@ -169,7 +170,7 @@ def _legend(lines: Sequence[Line]) -> str:
             'stroke-width="2"/>'
         )
         right -= 8
-    return "".join(parts)
+    return "".join(parts) if right >= _LEFT + 6.5 * len(title) else ""
 
 
 def _short(value: float) -> str:

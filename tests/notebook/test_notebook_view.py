@@ -177,6 +177,16 @@ def test_the_number_at_the_right_end_of_an_axis_is_inside_the_picture() -> None:
     assert ' text-anchor="middle">3</text>' in drawn, "the only number is not at the right end"
 
 
+@pytest.mark.parametrize(("num_ranks", "has_names"), [(2, True), (5, True), (6, False)])
+def test_the_names_of_many_ranks_are_not_drawn_over_the_title(
+    num_ranks: int, has_names: bool
+) -> None:
+    """The table of the ranks has their colours, too."""
+    lines = [Line(f"rank {rank}", [(0, 1.0), (1, 2.0)]) for rank in range(num_ranks)]
+    drawn = chart("loss", "step", lines)
+    assert (">rank 1</text>" in drawn) == has_names and "<title>rank 1</title>" in drawn
+
+
 def brightness(color: str) -> float:
     """The relative luminance of `#rrggbb`, as WCAG 2 has it."""
     parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
