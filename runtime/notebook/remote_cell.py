@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import linecache
 from types import CodeType
@@ -51,8 +52,12 @@ async def run_cell(ctx: Context, source: str, name: str) -> Any:
             value = eval(code, names)
             if code.co_flags & inspect.CO_COROUTINE:
                 value = await value
-    finally:
-        figures.show_open()
+    except Exception:
+        # What the cell has raised is what its user reads.
+        with contextlib.suppress(Exception):
+            figures.show_open()
+        raise
+    figures.show_open()
     return None if source.rstrip().endswith(";") else _portable(value)
 
 

@@ -285,6 +285,8 @@ def test_the_figure_of_a_cell_that_fails_is_shown_below_that_cell(started: Kerne
     assert failed.error == "LookupError" and len(failed.pictures) == 1
     unreadable = started.run(plots + "    plt.title('$\\\\nothing$');")
     assert "nothing" in unreadable.traceback and not unreadable.pictures
+    both = started.run(plots + "    plt.title('$\\\\nothing$')\nraise LookupError('lost')")
+    assert both.error == "LookupError"
     after = started.run("%%ranks\nctx.rank")
     assert after.value == "[0, 1]" and not after.pictures
 
