@@ -53,7 +53,6 @@ from .liveness import RollCall, look_s, position_after, position_in
 
 _TICK_S = 0.1  # between two turns of the watcher, most of which read nothing
 _IDLE_LOOK_S = 0.5  # between two reads of the store, with nothing in flight
-_ANSWER_S = 2.5  # for a live rank to answer a roll call: several reads of the store
 _GRACE_S = 5.0  # by which Gloo's deadlines are later than the operation's
 _CLOSE_S = 0.3  # for the threads to end, unless the runner is stuck
 _SLICE = timedelta(seconds=0.1)  # of a wait in Gloo
@@ -323,7 +322,7 @@ class GlooCommunicator(Communicator):
 
     def _end_broken(self, operation: Operation | str, reason: str) -> CollectiveError:
         """End the generation after Gloo failed. Returns the error that explains the failure."""
-        error = self._roll_call.why_broken(operation, reason, _ANSWER_S)
+        error = self._roll_call.why_broken(operation, reason)
         error = self._roll_call.publish(error)
         self._end(error)
         return error

@@ -39,6 +39,7 @@ from ..diagnosis.blame import describe_waits, to_blame
 from ..stores.store import Store
 
 LOOK_S = 0.5  # between two reads of the store, while an operation is in flight
+_ANSWER_S = 2.5  # for a live rank to answer a roll call: several of these reads
 
 
 class StorePosition(NamedTuple):
@@ -266,28 +267,23 @@ class RollCall:
                 self.store.set(f"call/{self.rank}", "here")
                 self._answered = True
 
-    def why_broken(
-        self, operation: Operation | str, reason: str, patience_s: float
-    ) -> CollectiveError:
+    def why_broken(self, operation: Operation | str, reason: str) -> CollectiveError:
         """The error for a transport that failed with `reason` during `operation`, by a roll call:
         that of `lost`, or GroupAborted if all ranks answer."""
-        error = self.lost(operation, reason, patience_s)
+        error = self.lost(operation, reason)
         if error is not None:
             return error
         return GroupAborted(self.generation, [self.rank], f"{operation} failed: {reason}")
 
-    def lost(
-        self, operation: Operation | str, reason: str, patience_s: float
-    ) -> CollectiveError | None:
+    def lost(self, operation: Operation | str, reason: str) -> CollectiveError | None:
         """Call the roll, after `reason`; None if all ranks answer.
 
         An error that another rank has published comes first. Otherwise it is PeerLost with the
-        ranks that do not answer within `patience_s`, which must be several times the pause between
-        two of their reads: those that have closed only if no other is silent. It names nobody if
-        the store fails, as it does with the rank that hosts it.
+        ranks that do not answer within 2.5 s: those that have closed only if no other is silent. It
+        names nobody if the store fails, as it does with the rank that hosts it.
         """
         issued = operation if isinstance(operation, Operation) else None
-        give_up_at = time.monotonic() + patience_s
+        give_up_at = time.monotonic() + _ANSWER_S
         try:
             self.store.set("call/asked", "1")
             self.store.set(f"call/{self.rank}", "here")
@@ -302,7 +298,7 @@ class RollCall:
                 if time.monotonic() > give_up_at:
                     # A rank that has closed answers nothing, and need not be the one in question.
                     gone = sorted(set(silent) - self.closed())
-                    how = f"no answer for {patience_s:g} s" if gone else "closed the group"
+                    how = f"no answer for {_ANSWER_S:g} s" if gone else "closed the group"
                     how += f", after {reason}"
                     return PeerLost(str(operation), self.generation, gone or silent, how)
                 time.sleep(0.02)

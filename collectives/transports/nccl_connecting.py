@@ -25,7 +25,6 @@ from .liveness import LOOK_S, RollCall
 from .nccl_codes import described
 
 CONNECTING = "connecting by NCCL"
-ANSWER_S = 2.5  # for a live rank to answer a roll call: several reads of the store
 _SLOW = (
     "If there are only many ranks, or slow ones, raise the timeout (timeout_s); otherwise "
     "NCCL_DEBUG=INFO shows where NCCL waits, and NCCL_SOCKET_IFNAME names the interface between "
@@ -102,7 +101,7 @@ class Attempt:
             f"NCCL could not connect on {self._device}: {described(error, self._version)}. "
             "NCCL_DEBUG=WARN shows more"
         )
-        return roll_call.why_broken(CONNECTING, reason, ANSWER_S)
+        return roll_call.why_broken(CONNECTING, reason)
 
 
 def _reported_error(roll_call: RollCall) -> CollectiveError | None:
@@ -117,7 +116,7 @@ def _reported_error(roll_call: RollCall) -> CollectiveError | None:
 
 
 def _late(roll_call: RollCall, limit_s: float) -> CollectiveError:
-    lost = roll_call.lost(CONNECTING, f"NCCL had not connected within {limit_s:.1f} s", ANSWER_S)
+    lost = roll_call.lost(CONNECTING, f"NCCL had not connected within {limit_s:.1f} s")
     if lost is not None:
         return lost
     story = "all ranks answer, and NCCL has not connected them"

@@ -44,7 +44,6 @@ ABORT_AFTER_S = 0.1  # longer than TRUST_S, for threads that wake late
 FIRST_PAUSE_S = 0.00005  # between two queries of an event, if somebody waits; it grows
 LONGEST_PAUSE_S = 0.001
 YIELD_S = 0.0002  # in which a thread that waits only yields: shorter than a sleep comes back
-ANSWER_S = 2.5  # for a live rank to answer a roll call: several reads of the store
 
 
 @functools.cache
@@ -263,7 +262,7 @@ class Watcher:
         if found:
             # A peer may have died, or only its connection: the ranks that are left answer.
             reason = f"an NCCL error ({found})"
-            error = self._roll_call.why_broken(head.operation, reason, ANSWER_S)
+            error = self._roll_call.why_broken(head.operation, reason)
         else:
             # One look after the deadline, ranks that arrived in time have published that.
             overdue = self._in_flight.overdue(look_s)
