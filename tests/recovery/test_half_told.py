@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import ray
 import torch
@@ -13,6 +14,8 @@ import chorusline as cl
 from chorusline.actors.messages.messages import Resumption
 from chorusline.actors.ray_calls.actor_store import ActorStore
 from chorusline.actors.worker.current_run import CurrentRun
+from chorusline.actors.worker.worker import Worker
+from chorusline.collectives.contract.errors import CollectiveError
 from chorusline.collectives.group import Group
 from chorusline.runtime.program.context import call_of
 from tests.harness.arrivals import FEW
@@ -72,3 +75,49 @@ async def test_ranks_that_two_drivers_have_told_meet_in_the_same_generation(
         first, second = await session.run(train)
     assert first == second
     assert first[:2] == (2, 1), "no further generation was needed"
+
+
+def does_not_hear_the_first_driver_say_to_rest() -> None:
+    # Ray makes a class of its own of it.
+    [worker] = ray._private.worker.global_worker.actors.values()
+    kind = type(worker)
+    abort = kind._abort
+
+    async def not_yet(self: Worker, run: int, error: CollectiveError) -> None:
+        kind._abort = abort
+
+    kind._abort = not_yet
+
+
+def wait_until_all_are_there_again(ctx: cl.Context, folder: Path) -> tuple[int, int]:
+    model = torch.nn.Linear(4, 2)
+    for name, one in (
+        ("model", cl.DistributedDataParallel(model)),
+        ("optim", torch.optim.SGD(model.parameters())),
+    ):
+        ctx.register(name, one)
+    if ctx.generation == 0:
+        (folder / str(ctx.rank)).write_text(str(os.getpid()))
+        if ctx.rank == 0:
+            ends_the_driver_before_it_meets(ctx)
+        if ctx.rank == 2:
+            does_not_hear_the_first_driver_say_to_rest()
+        ctx.barrier()
+        if ctx.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    while ctx.generation == 0 or ctx.world_size < 4:
+        ctx.barrier()
+        time.sleep(0.05)
+    return ctx.world_size, os.getpid()
+
+
+async def test_a_rank_that_only_the_second_driver_tells_to_rest_comes_again(
+    cluster: None, tmp_path: Path
+) -> None:
+    async with cl.Session(
+        (2, 4), replica_size=2, resources_per_worker=FEW, timeout_s=30
+    ) as session:
+        told = await session.run(wait_until_all_are_there_again, folder=tmp_path)
+    first = [int((tmp_path / str(rank)).read_text()) for rank in range(4)]
+    assert [size for size, _ in told] == [4] * 4
+    assert {*first} - {pid for _, pid in told} == {first[3]}, "nobody else was lost"
