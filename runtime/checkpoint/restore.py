@@ -76,7 +76,7 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
                 stateful = stateful.module
             state = read_tree(reader, entry.name, rank)
             if isinstance(stateful, torch.nn.Module):
-                state = with_versions(state, stateful.state_dict())
+                state = _with_versions(state, stateful.state_dict())
             if isinstance(stateful, torch.optim.Optimizer):
                 _check_kind(entry.name, stateful, reader)
             stateful.load_state_dict(state)
@@ -85,7 +85,7 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         # before it raises for the rest.
         module = stateful.module if isinstance(stateful, DistributedDataParallel) else stateful
         _check_same_tensors(entry.name, module, reader)
-        state = with_versions(read_tree(reader, entry.name), module.state_dict())
+        state = _with_versions(read_tree(reader, entry.name), module.state_dict())
         module.load_state_dict(state)
     elif isinstance(stateful, torch.optim.Optimizer):
         _load_plain(entry.name, stateful, read_tree(reader, entry.name), reader)
@@ -93,7 +93,7 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         stateful.load_state_dict(read_tree(reader, entry.name))
 
 
-def with_versions(state: Any, here: Mapping[str, Any]) -> Any:
+def _with_versions(state: Any, here: Mapping[str, Any]) -> Any:
     """The state of a module with the versions that `here` has of its parts: for a state without
     them a module converts, once more, what an earlier version of it would have saved."""
     if isinstance(state, dict) and hasattr(here, "_metadata"):

@@ -28,7 +28,6 @@ from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import broadcast_object
 
 from ..checkpoint.contents import is_dense, loads_itself
-from ..checkpoint.restore import with_versions
 from ..data_parallel.distributed_data_parallel import (
     DistributedDataParallel,
     engine_of,
@@ -374,10 +373,13 @@ def state_beside(module: torch.nn.Module) -> dict[str, Any]:
 def load_beside(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Load what `state_beside` has given; all other tensors stay."""
     inner = module.module if isinstance(module, DistributedDataParallel) else module
-    # Copies: set_extra_state() may keep what it is given, and a loss begins all of this again.
     if state:
-        state = with_versions(copy.deepcopy(dict(state)), inner.state_dict())
-        inner.load_state_dict(state, strict=False)
+        # With all else: a module's own _load_from_state_dict may read more than its buffers, and
+        # converts a state that has no versions.
+        whole = inner.state_dict()
+        # Copies: set_extra_state() may keep what it is given, and a loss begins all of this again.
+        whole.update(copy.deepcopy(dict(state)))
+        inner.load_state_dict(whole, strict=False)
 
 
 def _own_names(module: torch.nn.Module, per_rank: bool) -> set[str]:

@@ -77,6 +77,18 @@ class Versioned(torch.nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
 
+class Reading(torch.nn.Linear):
+    """It reads its own parameter from what it loads, and has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        assert state_dict[prefix + "weight"].shape == self.weight.shape
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
 class Points:
     def __len__(self) -> int:
         return 24
@@ -188,8 +200,9 @@ def made(max_norm: float | None = None) -> dict[str, Any]:
     torch.manual_seed(0)
     model = cl.DistributedDataParallel(Cooling())
     optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, max_norm=max_norm)
-    beside = {"metric": Metric(), "quantized": per_channel(), "versioned": Versioned()}
-    return {"model": model, "optim": optim, **beside}
+    beside = {"metric": Metric(), "quantized": per_channel()}
+    counting = {"versioned": Versioned(), "reading": Reading()}
+    return {"model": model, "optim": optim, **beside, **counting}
 
 
 def per_channel() -> torch.nn.Module:
@@ -256,6 +269,7 @@ def begin_again(ctx: cl.Context) -> dict[str, Any]:
         model.module.seen["batches"] = 7
         first["metric"].total += 3.0
         first["versioned"].count += 5
+        first["reading"].count += 6
         first["quantized"](torch.tensor([[0.0, 127.5, 255.0]]))
     call = call_of(ctx)
     kept = RestartState.of(call.registry, (0, 0), {})
@@ -268,7 +282,7 @@ def begin_again(ctx: cl.Context) -> dict[str, Any]:
         "max_norm": again["optim"].max_norm,
         "seen": again["model"].module.seen["batches"],
         "metric": float(again["metric"].total),
-        "count": int(again["versioned"].count),
+        "counts": [int(again[name].count) for name in ("versioned", "reading")],
         "maxima": again["quantized"].activation_post_process.max_val.tolist(),
     }
 
@@ -279,8 +293,13 @@ def _begins_again(group: Any) -> Any:
 
 def test_objects_that_are_made_again_have_what_the_body_has_set(ranks_of: Any) -> None:
     for one in ranks_of(2).run(_begins_again):
-        maxima = [0.0, 127.5, 255.0]
-        assert one == {"max_norm": 0.25, "seen": 7, "metric": 3.0, "count": 5, "maxima": maxima}
+        assert one == {
+            "max_norm": 0.25,
+            "seen": 7,
+            "metric": 3.0,
+            "counts": [5, 6],
+            "maxima": [0.0, 127.5, 255.0],
+        }
 
 
 def begin_again_per_rank(ctx: cl.Context) -> tuple[float, float, float]:
