@@ -52,10 +52,12 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         )
     # Each rank would load its own, and the ranks would differ without a word.
     if kind == PER_RANK != kind_of(entry):
+        is_sharded = isinstance(entry.object, ZeroRedundancyOptimizer)
         raise CheckpointMismatch(
             reader.path,
             f"{entry.name!r} was saved with per_rank=True, and here all ranks have the same state; "
-            "register it with per_rank=True, or under another name with required=False",
+            f"register it {'' if is_sharded else 'with per_rank=True, or '}under another name with "
+            "required=False",
         )
     stateful = entry.object
     # Sharded optimizers and those of torch read each other's state.
