@@ -86,9 +86,9 @@ def restore(entry: Registered, reader: CheckpointReader, rank: int) -> None:
         # A checkpoint has the names of the module, wrapped or not. torch would load what fits
         # before it raises for the rest.
         module = stateful.module if isinstance(stateful, DistributedDataParallel) else stateful
-        _check_same_tensors(entry.name, module, reader)
-        state = _with_versions(read_tree(reader, entry.name), module.state_dict())
-        module.load_state_dict(state)
+        here = module.state_dict()
+        _check_same_tensors(entry.name, module, here, reader)
+        module.load_state_dict(_with_versions(read_tree(reader, entry.name), here))
     elif isinstance(stateful, torch.optim.Optimizer):
         _load_plain(entry.name, stateful, read_tree(reader, entry.name), reader)
     else:
@@ -176,26 +176,31 @@ def read_tree(reader: CheckpointReader, *path: str | int) -> Any:
     return tree_of((entry.path[len(path) :], reader.value(entry)) for entry in reader.below(*path))
 
 
-def _check_same_tensors(name: str, module: torch.nn.Module, reader: CheckpointReader) -> None:
+def _check_same_tensors(
+    name: str, module: torch.nn.Module, state: Mapping[str, Any], reader: CheckpointReader
+) -> None:
     """Raise CheckpointMismatch, naming the first tensors that differ from the saved ones.
 
     What may have another shape in each save is left to load_state_dict, which is strict: extra
     state, and the buffers of a module that loads its state itself, as torch's FakeQuantize does.
+    The dtype of these buffers is compared: torch would round what is loaded.
+
+    state: the module's state_dict().
     """
     parts = dict(module.named_modules(remove_duplicate=False))
-    named = module.named_parameters(remove_duplicate=False)
-    parameters = {key for key, parameter in named if not is_lazy(parameter)}
+    named = dict(module.named_parameters(remove_duplicate=False))
+    parameters = {key for key, parameter in named.items() if not is_lazy(parameter)}
+    own = {*named, *(key for key, _ in module.named_buffers(remove_duplicate=False))}
 
     def is_fixed(key: str) -> bool:
-        owner = key.rpartition(".")[0]
-        while owner not in parts:
-            owner = owner.rpartition(".")[0]
-        return key in parameters or not (key.endswith(EXTRA_STATE) or loads_itself(parts[owner]))
+        part = parts.get(key.rpartition(".")[0])
+        is_left = key.endswith(EXTRA_STATE) or (part is not None and loads_itself(part))
+        return key in parameters or not is_left
 
     here = {
         key: value
-        for key, value in module.state_dict().items()
-        if is_fixed(key) and isinstance(value, torch.Tensor)
+        for key, value in state.items()
+        if (is_fixed(key) or key in own) and isinstance(value, torch.Tensor)
     }
     # Below a key are the tensors of a dictionary, which is no parameter or buffer.
     saved = {str(e.path[1]): e for e in reader.below(name) if len(e.path) == 2}
@@ -203,8 +208,13 @@ def _check_same_tensors(name: str, module: torch.nn.Module, reader: CheckpointRe
     # In the order of the model, and then what only the checkpoint has: the first are named.
     for key in [*here, *(key for key in saved if key not in here and is_fixed(key))]:
         tensor, entry = here.get(key), saved.get(key)
-        # A tensor without elements is saved as an object, or within one.
-        if str(entry or "an object") != (_text(tensor) if is_dense(tensor) else "an object"):
+        if tensor is None or is_fixed(key):
+            # A tensor without elements is saved as an object, or within one.
+            ours = _text(tensor) if is_dense(tensor) else "an object"
+            is_same = str(entry or "an object") == ours
+        else:
+            is_same = entry is None or entry.dtype in (None, dtype_name(tensor.dtype))
+        if not is_same:
             differences.append(
                 f"{name}.{key} is {entry or 'missing'} in it, and {_text(tensor)} here"
             )
@@ -212,7 +222,9 @@ def _check_same_tensors(name: str, module: torch.nn.Module, reader: CheckpointRe
 
 
 def _text(tensor: torch.Tensor | None) -> str:
-    return "missing" if tensor is None else f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
+    if tensor is None:
+        return "missing"
+    return f"{'' if is_lazy(tensor) else f'{tuple(tensor.shape)} '}{dtype_name(tensor.dtype)}"
 
 
 def _raise_differences(reader: CheckpointReader, differences: list[str], what: str) -> None:

@@ -782,6 +782,40 @@ def test_a_module_whose_state_has_grown_resumes(alone, tmp_path, which):
     assert same(resumed, saved)
 
 
+def _grown_in(ctx: cl.Context, which: str, dtype: torch.dtype) -> None:
+    net = GROWING[which]().to(dtype)
+    if dtype == torch.float32:
+        net(torch.arange(12.0).view(4, 3))
+    ctx.register("model", net)
+    ctx.save().wait()
+
+
+@pytest.mark.parametrize("which", ["buffer", "fake quantize", "lazy"])
+def test_what_may_have_another_shape_has_the_dtype_of_the_saved_one(alone, tmp_path, which):
+    config = cl.CheckpointConfig(tmp_path)
+    in_run(alone, _grown_in, config, which=which, dtype=torch.float32)
+    with pytest.raises(cl.CheckpointMismatch, match=r"float32 in it, and .*bfloat16 here"):
+        in_run(alone, _grown_in, config, which=which, dtype=torch.bfloat16)
+
+
+def _save_or_refuse(ctx: cl.Context, num_layers: int) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(num_layers)))
+    net.register_load_state_dict_pre_hook(lambda *_: None)
+    if num_layers == 2:
+        ctx.register("model", net)
+        ctx.save().wait()
+        return
+    before = net[0].weight.detach().clone()
+    with pytest.raises(cl.CheckpointMismatch, match=r"model\.1\.weight .* in it, and missing here"):
+        ctx.register("model", net)
+    assert torch.equal(net[0].weight, before)
+
+
+def test_a_hook_of_the_whole_model_hides_no_layer_that_only_the_checkpoint_has(alone, tmp_path):
+    for num_layers in (2, 1):
+        in_run(alone, _save_or_refuse, cl.CheckpointConfig(tmp_path), num_layers=num_layers)
+
+
 def _save_buffer(ctx: cl.Context, length: int) -> None:
     net = torch.nn.Linear(2, 2)
     net.register_buffer("seen", torch.zeros(length))
