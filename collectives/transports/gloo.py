@@ -96,6 +96,7 @@ class GlooCommunicator(Communicator):
         self._in_flight: InFlight[GlooWork] = InFlight(rank, self.abort)
         self._tensors = threading.RLock()  # held while tensors of callers are read or written
         self._over = threading.Event()
+        self._may_disconnect = threading.Event()  # later than `_over` if this rank closes
         self._gloo: Any = None  # for the runner; None after it was released
         self._torch_store = TorchStore(PrefixStore("gloo", store))
         name = f"chorusline-gloo-{generation}-{rank}"
@@ -142,6 +143,7 @@ class GlooCommunicator(Communicator):
             InFlight(self.rank, self.abort),
             self._message_failed,
             self._give,
+            self._over,
             self._roll_call.closed,
         )
         store.gather("connected", self.rank, self.size, "1")
@@ -273,9 +275,11 @@ class GlooCommunicator(Communicator):
         """Free connections and threads. A runner that is stuck in Gloo frees them later."""
         # After an error the others have heard of this rank's end by that. Else they read that it
         # closed before its connections are closed, so that nobody takes it for dead.
-        if self._in_flight.failure is None:
-            self._roll_call.tell_closed(self._in_flight.operations_done())
-        self._end(GroupClosed("close", self.generation))
+        if self._end(GroupClosed("close", self.generation), disconnects=False):
+            try:
+                self._roll_call.tell_closed(self._in_flight.operations_done())
+            finally:
+                self._may_disconnect.set()
         for thread in (self._watcher, self._runner):
             # A callback of a work, which one of these threads runs, may close the group.
             if thread is not threading.current_thread():
@@ -293,9 +297,14 @@ class GlooCommunicator(Communicator):
         self._in_flight.add(work)
         return work
 
-    def _end(self, error: CollectiveError, is_new: bool = False) -> bool:
-        """Settle all works with `error`; returns whether it is the first error. is_new: the other
-        ranks do not know it yet."""
+    def _end(
+        self, error: CollectiveError, *, is_new: bool = False, disconnects: bool = True
+    ) -> bool:
+        """Settle all works with `error`; returns whether it is the first error.
+
+        is_new: the other ranks do not know it yet.
+        disconnects: the connections may be closed.
+        """
         messages: list[GlooMessageWork] | None = None
         is_told = True
         with self._tensors:
@@ -307,6 +316,8 @@ class GlooCommunicator(Communicator):
             works = self._in_flight.settle_all(error)
             if self._messages is not None:
                 messages = self._messages.in_flight.settle_all(error)
+        if works is not None and disconnects:
+            self._may_disconnect.set()
         if not is_told:
             self._roll_call.publish(error)
         for work in (*(works or ()), *(messages or ())):
@@ -339,6 +350,8 @@ class GlooCommunicator(Communicator):
             pass
         except Exception as error:
             broken = f"{type(error).__name__}: {error}"
+        if not broken:
+            self._may_disconnect.wait()
         self._gloo = None  # Closes the connections, which frees the peers that wait in Gloo.
         self._torch_store.release()
         head = self._in_flight.head()
@@ -473,6 +486,7 @@ class GlooCommunicator(Communicator):
                 error = self._look(None if head is None else head.operation)
                 if error is not None:
                     self._end(error)
+        self._may_disconnect.wait()
         if self._messages is not None:
             # Threads that send and receive hold the connections until they are told to stop.
             self._messages.free(_CLOSE_S)

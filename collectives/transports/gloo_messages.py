@@ -46,6 +46,7 @@ class GlooMessageWork(PendingWork):
 class GlooMessages:
     """This rank's messages. failed: called with operation and error when Gloo fails or the ranks
     disagree. give: calls a function that writes callers' tensors, unless the generation is over.
+    over: set when it is.
     closed: the ranks that have closed the group; each says so before it closes its connections."""
 
     def __init__(
@@ -56,6 +57,7 @@ class GlooMessages:
         in_flight: InFlight[GlooMessageWork],
         failed: Callable[[Operation, Exception], None],
         give: Callable[[Callable[[], None]], None],
+        over: threading.Event,
         closed: Callable[[], set[int]],
     ) -> None:
         self.in_flight = in_flight
@@ -64,6 +66,7 @@ class GlooMessages:
         self._others = [other for other in range(size) if other != rank]
         self._failed = failed
         self._give = give
+        self._over = over
         self._closed = closed
         self._changed = threading.Condition()
         self._sending: dict[tuple[int, int], deque[GlooMessageWork]] = {}  # by peer and tag
@@ -71,7 +74,6 @@ class GlooMessages:
         self._asking: set[tuple[int, int]] = set()  # peer and tag of the threads that receive
         self._threads: set[threading.Thread] = set()
         in_flight.workers = self._threads
-        self._over = threading.Event()
 
     def send(self, operation: Operation, tensor: torch.Tensor) -> Work:
         # A copy: the caller may write to its tensor as soon as the work is done.
@@ -160,7 +162,6 @@ class GlooMessages:
     def free(self, patience_s: float) -> None:
         """Get the threads out of Gloo after the end of the generation, and release it."""
         with self._changed:
-            self._over.set()
             self._changed.notify_all()
             threads = list(self._threads)
         gloo, self._gloo = self._gloo, None
@@ -226,14 +227,15 @@ class GlooMessages:
             try:
                 self._wait(self._gloo.recv([header], peer, 2 * tag))
             except Exception as error:
+                if self._over.is_set():
+                    return
                 closed = self._closed()
                 if peer in closed:
                     missing = self._missing(peer, tag, closed)
                     if missing is None:
                         return
                     operation = missing
-                if not self._over.is_set():
-                    self._failed(operation, error)
+                self._failed(operation, error)
                 return
             try:
                 with self._changed:

@@ -166,6 +166,7 @@ class RollCall:
         # A store that does not answer is no word of any rank.
         with contextlib.suppress(Exception):
             closed = self._closed()
+            closed.pop(self.rank, None)  # Read in a look that this rank began before it closed.
             gone = sorted(r for r, taken in closed.items() if taken <= operation.sequence)
             # It does not count among a peer's operations; but a peer that has closed sends nothing.
             if operation.is_between_two and closed.keys() >= set(self._peers(operation)):

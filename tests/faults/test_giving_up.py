@@ -298,3 +298,36 @@ def close_while_another_thread_waits(rank: Rank) -> Any:
 def test_closing_frees_the_threads_that_wait(transport: str, tmp_path: Path) -> None:
     errors, _ = run_ranks(close_while_another_thread_waits, 2, tmp_path, transport)
     assert [type(error) for error in errors] == [GroupClosed]
+
+
+def close_slowly_in_an_operation(rank: Rank) -> list[CollectiveError | None]:
+    """The store of rank 0 is slow to return from the line that says that it closed."""
+    append = rank.store.append
+
+    def append_slowly(key: Any, value: Any) -> None:
+        append(key, value)
+        time.sleep(1.2)  # Longer than two looks at the store.
+
+    rank.store.append = append_slowly  # type: ignore[method-assign]
+    group = rank.group()
+    errors: list[CollectiveError | None] = []
+    if rank.rank == 0:
+        work = group.all_reduce(torch.ones(10))
+        waiting = threading.Thread(target=lambda: errors.append(error_of(work.wait)))
+        waiting.start()
+        group.close()
+        waiting.join(10)
+        rank.say("closed")
+        return errors
+    rank.store.wait(["said/closed/0"], 60)
+    time.sleep(1.2)
+    tensor = torch.ones(3)
+    (group.send(tensor, 2) if rank.rank == 1 else group.recv(tensor, 1)).wait()
+    group.close()
+    return errors
+
+
+def test_a_rank_that_closes_in_an_operation_does_not_take_itself_for_lost(tmp_path: Path) -> None:
+    errors, *others = run_ranks(close_slowly_in_an_operation, 3, tmp_path, GLOO)
+    assert [type(error) for error in errors] == [GroupClosed]
+    assert others == [[], []]
