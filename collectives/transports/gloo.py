@@ -53,6 +53,7 @@ from .liveness import RollCall, look_s, position_after, position_in
 
 _TICK_S = 0.1  # between two turns of the watcher, most of which read nothing
 _IDLE_LOOK_S = 0.5  # between two reads of the store, with nothing in flight
+_LAST_BYTES_S = 0.4  # for the messages of a rank that has closed to end: they are under way
 _GRACE_S = 5.0  # by which Gloo's deadlines are later than the operation's
 _CLOSE_S = 0.3  # for the threads to end, unless the runner is stuck
 _SLICE = timedelta(seconds=0.1)  # of a wait in Gloo
@@ -91,7 +92,7 @@ class GlooCommunicator(Communicator):
         self.size = size
         self.device = torch.device("cpu")
         self.generation = generation
-        self._roll_call = RollCall(store, rank, size, generation)
+        self._roll_call = RollCall(store, rank, size, generation, _LAST_BYTES_S)
         self._lateness = Lateness(rank, size)
         self._in_flight: InFlight[GlooWork] = InFlight(rank, self.abort)
         self._tensors = threading.RLock()  # held while tensors of callers are read or written

@@ -86,9 +86,14 @@ def culprits(behind: Mapping[int, StorePosition]) -> list[int]:
 
 
 class RollCall:
-    """One rank's use of these keys. No method raises, and none blocks longer than the store."""
+    """One rank's use of these keys. No method raises, and none blocks longer than the store.
 
-    def __init__(self, store: Store, rank: int, size: int, generation: int) -> None:
+    last_messages_s: how long messages may take to end here whose peer has ended them and closed.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, generation: int, last_messages_s: float = 0.0
+    ) -> None:
         self.store = store
         self.rank = rank
         self.size = size
@@ -96,6 +101,8 @@ class RollCall:
         self._published: StorePosition | None = None  # None: before this rank has told anything
         self._answered = False
         self._turns = 1
+        self._last_messages_s = last_messages_s
+        self._seen_closed_at: dict[int, float] = {}  # by rank: time.monotonic() of the first read
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -168,8 +175,11 @@ class RollCall:
             closed = self._closed()
             closed.pop(self.rank, None)  # Read in a look that this rank began before it closed.
             gone = sorted(r for r, taken in closed.items() if taken <= operation.sequence)
+            now = time.monotonic()
+            seen = {r: self._seen_closed_at.setdefault(r, now) for r in closed}
             # It does not count among a peer's operations; but a peer that has closed sends nothing.
-            if operation.is_between_two and closed.keys() >= set(self._peers(operation)):
+            ended = {r for r, at in seen.items() if now - at >= self._last_messages_s}
+            if operation.is_between_two and ended >= set(self._peers(operation)):
                 gone = self._peers(operation)
             if gone:
                 how = "closed the group without taking part"

@@ -331,3 +331,41 @@ def test_a_rank_that_closes_in_an_operation_does_not_take_itself_for_lost(tmp_pa
     errors, *others = run_ranks(close_slowly_in_an_operation, 3, tmp_path, GLOO)
     assert [type(error) for error in errors] == [GroupClosed]
     assert others == [[], []]
+
+
+def message_with_a_rank_that_closes(rank: Rank, sends: bool) -> float:
+    """The message ends, and rank 1 closes, while rank 0 looks what holds the message up."""
+    set_key = rank.store.set
+
+    def set_slowly(key: Any, value: Any) -> None:
+        set_key(key, value)
+        if "is at" in str(value):
+            rank.say("looks")
+            rank.store.wait(["said/closed/1"], 60)
+
+    if rank.rank == 0:
+        rank.store.set = set_slowly  # type: ignore[method-assign]
+    group = rank.group()
+    tensor = torch.full((3,), float(rank.rank))
+    if rank.rank == 0:
+        (group.send(tensor, 1) if sends else group.recv(tensor, 1)).wait()
+        rank.store.wait(["said/closed/1"], 60)
+        time.sleep(1.2)  # Longer than two looks at the store.
+        group.send(tensor, 2).wait()
+    elif rank.rank == 1:
+        rank.store.wait(["said/looks/0"], 60)
+        (group.recv(tensor, 0) if sends else group.send(tensor, 0)).wait()
+    else:
+        group.recv(tensor, 0).wait()
+    group.close()
+    if rank.rank == 1:
+        rank.say("closed")
+    return float(tensor.sum())
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_peer_that_closes_after_its_last_message_has_taken_part_in_it(
+    sends: bool, tmp_path: Path
+) -> None:
+    arguments = (message_with_a_rank_that_closes, 3, tmp_path, GLOO, sends)
+    assert run_ranks(*arguments) == ([0.0] * 3 if sends else [3.0] * 3)
