@@ -25,7 +25,6 @@ fail tell no aborts; then the votes of a step are counted (agreement.py of the r
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -46,10 +45,15 @@ LONGEST_PAUSE_S = 0.001
 YIELD_S = 0.0002  # in which a thread that waits only yields: shorter than a sleep comes back
 
 
-@functools.cache
+_callback_threads: list[CallbackThread] = []  # of this process: one, made when it is asked for
+_making = threading.Lock()
+
+
 def _callback_thread() -> CallbackThread:
-    """Of this process, made when a future is asked for."""
-    return CallbackThread("chorusline-nccl-callbacks")
+    with _making:
+        if not _callback_threads:
+            _callback_threads.append(CallbackThread("chorusline-nccl-callbacks"))
+        return _callback_threads[0]
 
 
 class NcclWork(PendingWork):
