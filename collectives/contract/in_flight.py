@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic, TypeVar
 
 from .errors import CollectiveError, GroupAborted, fresh_copy
@@ -23,6 +23,10 @@ class PendingWork(SettledWork):
     def __init__(self, operation: Operation, in_flight: InFlight[Any]) -> None:
         super().__init__(operation, in_flight.changed)
         self.in_flight = in_flight
+
+    def operations(self) -> Sequence[Operation]:
+        """All operations that end with this work, in the order of issue."""
+        return [self.operation]
 
     def _block(self) -> None:
         if not self.done:
@@ -151,8 +155,7 @@ class InFlight(Generic[AnyWork]):
         """The first operation that should have ended `margin` seconds ago."""
         now = time.monotonic()
         with self.changed:
-            for work in self.works:
-                operation = work.operation
+            for operation in (one for work in self.works for one in work.operations()):
                 if now > operation.issued_at + operation.timeout_s + margin(operation):
                     return operation
         return None

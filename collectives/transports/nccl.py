@@ -279,7 +279,6 @@ class NcclCommunicator(Communicator):
         if work is not None and launches:
             # The block's position for other ranks is that of its last operation.
             work.operation = launches[-1].operation
-            work.operation.timeout_s = min(one.operation.timeout_s for one in launches)
             work.before = [one.operation for one in launches[:-1]]
             # Of all works only that of a barrier has `wait()` block the host.
             work.blocks_host = any(one.operation.kind is Kind.BARRIER for one in launches)

@@ -102,6 +102,9 @@ class NcclWork(PendingWork):
     def _callback_thread(self) -> CallbackThread:
         return _callback_thread()  # A callback that reads a tensor may wait for a later work.
 
+    def operations(self) -> Sequence[Operation]:
+        return [*self.before, self.operation]
+
     def settle(self, failure: CollectiveError | None) -> None:
         for operation in self.before:
             operation.end(failure)
@@ -109,7 +112,7 @@ class NcclWork(PendingWork):
 
     def _block(self) -> None:
         # If it fails later, what was computed from it is wrong (`Group.has_misled`).
-        for operation in (*self.before, self.operation):
+        for operation in self.operations():
             operation.relied_on = True
         self.order_stream()
 
