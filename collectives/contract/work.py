@@ -178,9 +178,15 @@ class Work(ABC):
             else:
 
                 def settle() -> None:
-                    # The program's stream may wait for later works.
-                    with thread.streams(devices):
-                        self._settle_future()
+                    error = self.error()
+                    with contextlib.ExitStack() as stack:
+                        if error is None:
+                            try:
+                                # The program's stream may wait for later works.
+                                stack.enter_context(thread.streams(devices))
+                            except Exception as failure:  # The GPU has failed.
+                                error = failure
+                        self._settle_future(error)
 
                 self.add_done_callback(lambda: thread.add(settle))
         return future
@@ -232,8 +238,10 @@ class Work(ABC):
                 self._end_generation(f"the task that awaited {self.operation} was cancelled")
             raise
 
-    def _settle_future(self) -> None:
-        """Complete the future, or wait until another thread has. The work must have ended."""
+    def _settle_future(self, error: BaseException | None = None) -> None:
+        """Complete the future, or wait until another thread has. The work must have ended.
+
+        error: None: that of the work, if it has one."""
         future = self._future
         assert future is not None
         with _futures:
@@ -243,7 +251,7 @@ class Work(ABC):
             while not future.done():  # Another thread is executing the lines below.
                 time.sleep(0)
             return
-        error = self.error()
+        error = error or self.error()
         if error is not None:
             future.set_exception(error)
         else:

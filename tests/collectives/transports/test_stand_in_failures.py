@@ -242,6 +242,41 @@ def test_a_futures_callback_that_reads_a_tensor_keeps_no_deadline(coalesces: boo
         assert ranks.run(read_in_a_callback, coalesces) == [[6.0]] * 2
 
 
+def ask_for_a_future_without_streams(rank: Rank, aborts: bool) -> None:
+    """The GPU of rank 0 has failed, and makes no stream any more. aborts: rank 1 does."""
+    with rank.group() as group, pytest.MonkeyPatch.context() as patch:
+        group.barrier().wait_on_host()
+        if rank.rank == 1:
+            rank.store.wait(["said/asked/0"], 30)
+            if aborts:
+                group.abort("no more")
+            else:
+                group.all_reduce(torch.ones(3, device=group.device))
+            rank.store.wait(["said/raised/0"], 30)
+            return
+        future = group.all_reduce(torch.ones(3, device=group.device)).get_future()
+        patch.setattr(torch.cuda, "Stream", lambda *_: fail("the GPU has failed"))
+        rank.say("asked")
+        give_up_at = time.monotonic() + 20
+        while not future.done() and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        assert future.done()
+        with pytest.raises(Exception, match="no more" if aborts else "the GPU has failed"):
+            future.value()
+        rank.say("raised")
+
+
+@needs_stand_in
+@pytest.mark.parametrize("aborts", [True, False])
+def test_a_future_ends_although_its_callbacks_get_no_stream(aborts: bool) -> None:
+    with StandInRanks(2) as ranks:
+        ranks.run(ask_for_a_future_without_streams, aborts)
+
+
+def fail(text: str) -> None:
+    raise RuntimeError(text)
+
+
 def block_with_nobody(rank: Rank) -> None:
     with rank.group() as group:
         if rank.rank == 0:
