@@ -38,6 +38,9 @@ class CallbackThread:
     @contextlib.contextmanager
     def streams(self, devices: list[torch.device]) -> Iterator[None]:
         """Use this thread's own streams on GPUs, because the program uses the default stream."""
+        if devices:
+            # The end of `torch.cuda.stream` would open a context on GPU 0.
+            torch.cuda.set_device(devices[0])
         with contextlib.ExitStack() as stack:
             for device in devices:
                 if device not in self._streams:

@@ -277,6 +277,34 @@ def fail(text: str) -> None:
     raise RuntimeError(text)
 
 
+def call_back_on_the_device(rank: Rank) -> list[torch.device]:
+    """The device that the thread of the callbacks chooses: the stand-in has only one."""
+    chosen: list[torch.device] = []
+    with rank.group() as group, pytest.MonkeyPatch.context() as patch:
+        choose = torch.cuda.set_device
+
+        def set_device(device: torch.device) -> None:
+            if "callbacks" in threading.current_thread().name:
+                chosen.append(device)
+            choose(device)
+
+        patch.setattr(torch.cuda, "set_device", set_device)
+        streams.launch(lambda: time.sleep(1))  # The future is asked for before the sum ends.
+        work = group.all_reduce(torch.ones(3, device=group.device))
+        work.get_future().then(lambda _: None).wait()
+        for _ in range(1000):
+            if chosen:
+                break
+            time.sleep(0.01)
+        return chosen
+
+
+@needs_stand_in
+def test_the_thread_of_callbacks_chooses_the_groups_gpu() -> None:
+    with StandInRanks(2) as ranks:
+        assert ranks.run(call_back_on_the_device) == [[torch.device("cuda", 0)]] * 2
+
+
 def block_with_nobody(rank: Rank) -> None:
     with rank.group() as group:
         if rank.rank == 0:
