@@ -55,6 +55,20 @@ def divided(
     return elements, {name: value for name, value in state.items() if name not in elements}
 
 
+def _dtype_of_both(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """A dtype through which the values of both pass unchanged: all but integers above 2^53 beside
+    fractions. torch.promote_types takes no float8, and a float32 for integers."""
+    if one == other:
+        return one
+    if one.is_complex or other.is_complex:
+        return torch.complex128
+    if one.is_floating_point != other.is_floating_point:
+        return torch.float64
+    if one.is_floating_point:
+        return max(torch.float32, one, other, key=lambda dtype: dtype.itemsize)
+    return torch.int64  # A uint64 passes through it too, bit by bit.
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Where the elements of a sharded optimizer's parameters lie; equal on all ranks.
@@ -112,7 +126,7 @@ class Layout:
                 if parameter in described:
                     # One name may have several dtypes, and travels in one that loses nothing.
                     for name, own in described[parameter].elements.items():
-                        names[name] = torch.promote_types(names.get(name, own), own)
+                        names[name] = _dtype_of_both(names.get(name, own), own)
             by_bucket.append(names)
         return by_bucket
 

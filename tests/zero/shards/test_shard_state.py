@@ -95,13 +95,42 @@ def test_the_numbers_that_are_stepped_are_no_state_and_are_saved_where_they_are_
     assert LAYOUT.travelling(held.described) == [{MASTER: torch.float32}] * 2
 
 
-@pytest.mark.parametrize("dtypes", [*itertools.permutations([torch.float32, torch.bfloat16])])
-def test_a_state_of_two_dtypes_in_a_bucket_travels_in_one_that_loses_nothing(dtypes) -> None:
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16, torch.float32),
+        (torch.float8_e4m3fn, torch.float32, torch.float32),
+        (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32),
+        (torch.float8_e4m3fn, torch.float64, torch.float64),
+        (torch.float8_e4m3fn, torch.int32, torch.float64),
+        (torch.int64, torch.float32, torch.float64),
+        (torch.int32, torch.uint8, torch.int64),
+        (torch.uint64, torch.int8, torch.int64),
+        (torch.uint8, torch.uint8, torch.uint8),
+        (torch.complex64, torch.complex128, torch.complex128),
+    ],
+)
+def test_a_state_of_two_dtypes_in_a_bucket_travels_in_one_that_loses_nothing(
+    one, other, common, turned
+) -> None:
     held = ShardState()
+    dtypes = (other, one) if turned else (one, other)
     for (parameter, _, where), dtype in zip(pieces([])[::2], dtypes, strict=True):
         held.put(parameter, where, {"exp_avg": torch.ones(where.numel, dtype=dtype)}, {})
     first, _ = LAYOUT.travelling(held.described)
-    assert first == {MASTER: torch.float32, "exp_avg": torch.float32}
+    assert first == {MASTER: torch.float32, "exp_avg": common}
+    for dtype in dtypes:
+        if dtype.is_floating_point or dtype.is_complex:
+            numbers = [torch.finfo(dtype).max, 1 + torch.finfo(dtype).eps]
+            values = torch.tensor(numbers, dtype=torch.float64).to(dtype)
+        else:  # A float64 has 53 bits.
+            largest = torch.iinfo(dtype).max
+            numbers = [min(largest, 2**53 - 1) if common.is_floating_point else largest, 1]
+            values = torch.tensor(numbers, dtype=dtype)
+        passed = values.to(common).to(dtype)
+        assert torch.equal(passed.view(torch.uint8), values.view(torch.uint8))
 
 
 def test_what_a_rank_lacks_stays_as_it_is_and_what_arrives_is_added() -> None:
