@@ -69,7 +69,8 @@ class Correction:
 
     step: the number of steps applied before. rank: at the time. what: "parameters", "optimizer
     state" or "reduced gradient". source: the rank from which it was copied; None: it was reduced
-    once more. names: of the parameters concerned, as the rank itself knows them; empty on others.
+    once more. names: of the parameters concerned, as the rank itself knows them; empty on others. A
+    worker that comes, and a function that runs again, get the list of another rank.
     """
 
     step: int
