@@ -7,6 +7,7 @@ the same bits and makes the same decision.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -270,8 +271,8 @@ def check_same_options(
     *,
     in_steps: bool,
 ) -> None:
-    """Raise CollectiveMismatch, on all ranks, if live ranks step with different numbers. in_steps:
-    the step is one of `ctx.steps`."""
+    """Raise CollectiveMismatch, on all ranks, if live ranks step with different numbers. A rank
+    votes NaN for what it cannot count. in_steps: the step is one of `ctx.steps`."""
     live = outcome.agreement.live
     # As in nearly every step: equal as they are, without a look at each.
     if len({outcome.options[rank] for rank in live}) < 2:
@@ -280,7 +281,7 @@ def check_same_options(
         by_rank = {rank: outcome.options[rank][number] for rank in live}
         # A rank without a GradScaler is told so with the scales (loss_scale.py).
         of_scale = label in GROWTH
-        given = {rank: value for rank, value in by_rank.items() if value or not of_scale}
+        given = {r: v for r, v in by_rank.items() if not math.isnan(v) and (v or not of_scale)}
         different = [rank for rank, value in given.items() if value != next(iter(given.values()))]
         # The first one that differs is enough for the text; the others often follow from it.
         if different:

@@ -1158,7 +1158,7 @@ class OptimizerEngine:
         try:
             scaler = self.optimizer._scaler_of_losses
             scale = scaler.state_dict() if scaler is not None else None
-            own = self.state_changes.own, scale, self._option_numbers()
+            own = self.state_changes.own, scale, self._known_numbers()
             compared = sorted(own[0].dropped), own[0].num_loads, *own[1:]
             digest = zlib.crc32(repr(compared).encode())
             if len({*map(tuple, all_gather_row(self.group, [digest]))}) == 1:
@@ -1169,8 +1169,8 @@ class OptimizerEngine:
             state = everybody[join.newest_rank(live)][1]
             if scaler is not None and state and scaler.state_dict() != state:
                 scaler.load_state_dict(state)
-            if self.group.rank not in live and live:
-                self._follow_options(everybody[max(live)][2])
+            if self._follows(live):
+                self._follow_options([everybody[rank][2] for rank in sorted(live)])
         except Exception as error:
             if self._recovery is None or not ends_a_generation(error):
                 raise  # Else the next step recovers.
@@ -1269,10 +1269,8 @@ class OptimizerEngine:
                 self.reducer.end_step(outcome.agreement)
                 self.reducer.drop()
             raise
-        if live and self.group.rank not in live:
-            # A joined rank runs no learning rate schedule: it steps its shard with the options of
-            # a live rank.
-            self._follow_options(outcome.options[max(live)])
+        if self._follows(live):
+            self._follow_options([outcome.options[rank] for rank in sorted(live)])
         if self.optimizer.uses_scaler:
             scale = agreed_scale(outcome.loss_scales, live, in_steps=self._is_in_steps)
             scaler = self.optimizer._scaler_of_losses
@@ -1402,13 +1400,43 @@ class OptimizerEngine:
 
     def _digest_of_texts(self) -> int:
         """For a vote, of the options that are texts; 0 from a rank that steps with none."""
-        if self._why_not:
+        if self._why_not or self._cannot_count:
             return 0
         names = sorted(self.optimizer.defaults)
         return digest_of(repr(texts_of(self.optimizer.param_groups, names)))
 
-    def _follow_options(self, numbers: Sequence[float]) -> None:
-        """numbers: the `_option_numbers` of another rank."""
+    @property
+    def _cannot_count(self) -> bool:
+        """Whether this rank owns no piece of an optimizer that counts in its groups, and only where
+        it has parameters."""
+        return self.shard.optimizer is None and bool(self.shard.verdict.counted)
+
+    def _known_numbers(self) -> list[float]:
+        """The `_option_numbers`, with NaN for what this rank cannot count. The others, such as
+        the learning rate, are the program's on each rank."""
+        numbers = self._option_numbers()
+        if self._cannot_count:
+            names = sorted(self.shard.verdict.counted & self.optimizer.defaults.keys())
+            counted = labels_of(self.optimizer.param_groups, names)
+            for place, label in enumerate(self._option_labels()):
+                if label in counted:
+                    numbers[place] = math.nan
+        return numbers
+
+    def _follows(self, live: Sequence[int]) -> bool:
+        """Whether this rank takes over the options of live ranks: a joined rank runs no learning
+        rate schedule, and steps its shard with theirs."""
+        return bool(live) and (self.group.rank not in live or self._cannot_count)
+
+    def _follow_options(self, by_rank: Sequence[Sequence[float]]) -> None:
+        """by_rank: the `_known_numbers` of other ranks; the last one that knows a number gives
+        it."""
+        numbers = self._option_numbers()
+        for theirs in by_rank:
+            numbers = [
+                own if math.isnan(given) else given
+                for own, given in zip(numbers, theirs, strict=True)
+            ]
         groups = self.optimizer.param_groups
         # As numbers: a rate in a tensor stays the same tensor.
         before = numbers_of(groups, ["lr"])
@@ -1460,9 +1488,9 @@ class OptimizerEngine:
                 f"{labels} of the optimizer is NaN on rank {self.group.rank}, and a step with it "
                 "would carry NaN to the parameters of all ranks. Set a number before step()"
             )
-            self.group.abort(error)  # As above.
+            self.group.abort(error)  # As above; and in a vote NaN says that a rank knows no number.
             raise error
-        return numbers
+        return self._known_numbers()
 
     # -- the steps of ctx.steps (data/steps/; StepEnder of model_steps.py) ------------------------
     #

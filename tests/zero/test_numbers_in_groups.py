@@ -74,33 +74,46 @@ def test_what_an_optimizer_counts_in_its_groups_counts_as_in_one_process(ranks_o
 
 
 class OnOneDevice(torch.optim.Optimizer):
-    """It cannot step nothing: it asks its first parameter for the device."""
+    """It cannot step nothing: it asks its first parameter for the device. And it counts."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any, lr: float = 0.1, k: int = 0) -> None:
+        super().__init__(params, {"lr": lr, "k": k})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            rate = torch.tensor(group["lr"], device=group["params"][0].device)
+            group["k"] += 1
+            rate = torch.tensor(group["lr"] / group["k"], device=group["params"][0].device)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.sub_(rate * parameter.grad)
 
 
-def step_one_element(group: cl.Group) -> tuple[bool, float]:
+def step_one_element(group: cl.Group, lengths: tuple[int, int]) -> tuple[bool, float]:
+    """The body halves the rate after each step."""
     with another_group(group) as own:
         module = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.constant_(module.weight, 0.5)
         model = cl.DistributedDataParallel(module, own)
-        optimizer = cl.ZeroRedundancyOptimizer(model, OnOneDevice, lr=0.25)
-        model(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
+        optimizer = cl.ZeroRedundancyOptimizer(model, OnOneDevice, lr=0.75)
+        with cl.Join([model, optimizer], skew_warning=None):
+            for _ in range(lengths[own.rank]):
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.param_groups[0]["lr"] /= 2
         return optimizer.shard_optimizer is None, float(module.weight)
 
 
-def test_an_optimizer_that_needs_parameters_steps_on_ranks_that_have_some(ranks_of: Any) -> None:
-    assert ranks_of(2).run(step_one_element) == [(False, 0.25), (True, 0.25)]
+# Rates of 0.75, 0.375 / 2 and 0.1875 / 3, for half of the gradient where one of two ranks has data.
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [((3, 3), -0.5), ((3, 1), -0.375), ((1, 3), -0.375)]
+)
+def test_an_optimizer_that_needs_parameters_steps_on_ranks_that_have_some(
+    ranks_of, lengths, expected
+):
+    found = ranks_of(2).run(step_one_element, lengths)
+    assert found == [(False, expected), (True, expected)]
 
 
 class Halving(torch.optim.SGD):

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from ...partition.shards import ALIGNMENT
+from ...process.option_numbers import copied_options
 from ...process.random_state import RandomState
 
 _SIZES = (1.0, 1e-3, 10.0, 0.3, 100.0, 1e-2, 1.0, 3.0)
@@ -53,12 +54,14 @@ class Shardability:
     refusal: why not at all; empty if it may be cut.
     per_element: the names of states that have a number for each element of any parameter.
     steps_nothing: whether it steps no parameters, too, and counts then in its groups as with some.
+    counted: the names of options that its steps change.
     """
 
     elementwise: bool
     refusal: str = ""
     per_element: frozenset[str] = frozenset()
     steps_nothing: bool = False
+    counted: frozenset[str] = frozenset()
 
     def has_any_shape(self, state: str) -> bool:
         """Whether a state of this name may have a shape that is not its parameter's."""
@@ -252,7 +255,7 @@ def _judge(
         steps_nothing = not trial.run([*trial.whole(), []]).differs_from(whole, 0.0)
     except Exception:  # It needs some.
         steps_nothing = False
-    return Shardability(is_flat, per_element=per_element, steps_nothing=steps_nothing)
+    return Shardability(is_flat, "", per_element, steps_nothing, whole.counted)
 
 
 def _text_of(error: Exception) -> str:
@@ -289,12 +292,14 @@ class _Outcome:
     states: by parameter, those of its pieces, in order.
     kept: by optimizer, what it keeps beside the state of parameters.
     has_counted: whether numbers among the attributes of an optimizer have changed.
+    counted: the names of options that the steps have changed.
     """
 
     values: list[torch.Tensor]
     states: list[list[dict[Any, Any]]]
     kept: list[Any]
     has_counted: bool
+    counted: frozenset[str]
 
     def per_element(self, shapes: Sequence[tuple[int, ...]]) -> frozenset[str]:
         by_name: dict[Any, list[bool]] = {}
@@ -441,6 +446,7 @@ class _Trial:
     ) -> _Outcome:
         made = [self._make(pieces) for pieces in ranks]
         before = [_kept(optimizer)["attributes"] for optimizer, _ in made]
+        options = [one for optimizer, _ in made for one in copied_options(optimizer.param_groups)]
         steps: list[list[torch.Tensor]] = [[one.reshape(-1)] for one in self._start]
         for step in range(len(_SIZES)):
             # The simulated ranks step in turn, each with its pieces of the same gradients.
@@ -461,6 +467,15 @@ class _Trial:
             ],
             kept := [_kept(optimizer) for optimizer, _ in made],
             not _is_like(before, [each["attributes"] for each in kept]),
+            frozenset(
+                name
+                for one, now in zip(
+                    options, (group for each, _ in made for group in each.param_groups), strict=True
+                )
+                for name, value in now.items()
+                # A weight decay is set by the trial.
+                if name not in ("params", "weight_decay") and not _is_like(one.get(name), value)
+            ),
         )
 
     def _make(
