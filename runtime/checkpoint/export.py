@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from chorusline.collectives.contract.errors import plain
 
-from .contents import MODEL, PER_RANK, ZERO
+from .contents import MODEL, PER_RANK, STATE, ZERO
 from .format.catalog import candidates, listing, newest_whole, why_unlisted
 from .format.errors import CheckpointCorrupted, CheckpointUntrusted
 from .format.reader import CheckpointReader
@@ -75,9 +76,11 @@ def safetensors_of(reader: CheckpointReader) -> tuple[dict[str, torch.Tensor], d
     """
     manifest = reader.manifest
     modules = []
+    # Earlier checkpoints name no module of which nothing is tied.
+    is_earlier = not any(manifest.kinds.get(name) in (MODEL, STATE) for name in manifest.tied)
     for name, kind in manifest.kinds.items():
-        # Earlier checkpoints name no module of which nothing is tied.
-        if name not in manifest.tied and kind != MODEL:
+        is_found = is_earlier and kind == STATE and _seems_a_module(name, reader)
+        if name not in manifest.tied and kind != MODEL and not is_found:
             continue
         if kind != PER_RANK:
             modules.append(name)
@@ -118,6 +121,13 @@ def safetensors_of(reader: CheckpointReader) -> tuple[dict[str, torch.Tensor], d
                     stacklevel=2,
                 )
     return tensors, metadata
+
+
+def _seems_a_module(name: str, reader: CheckpointReader) -> bool:
+    """Whether a state has tensors under their names. Those of a plain optimizer are deeper."""
+    paths = [entry.path[1:] for entry in reader.below(name) if entry.dtype is not None]
+    named = [path for path in paths if not any(str(key).endswith(EXTRA_STATE) for key in path)]
+    return bool(named) and all(len(path) == 1 for path in named)
 
 
 def _save_safetensors(reader: CheckpointReader, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,31 @@ def test_an_object_that_is_no_module_is_none_and_one_of_each_rank_is_named(
         tensors, _ = safetensors_of(newest_whole(open_storage(tmp_path)))
     assert len(caught) == 1
     assert tensors.keys() == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_checkpoint_from_before_modules_were_listed_is_exported(
+    alone: cl.Group, tmp_path: Path, is_wrapped: bool
+) -> None:
+    """It names no module of which nothing is tied. What is deeper in a state is an optimizer's."""
+
+    def save_some(ctx: cl.Context) -> None:
+        model, critic = torch.nn.Linear(2, 3), Scaled(2, 1)
+        ctx.register("model", cl.DistributedDataParallel(model) if is_wrapped else model)
+        ctx.register("critic", critic)
+        optim = torch.optim.SGD(critic.parameters(), momentum=0.9)
+        critic(torch.ones(2)).sum().backward()
+        optim.step()
+        ctx.register("optim", optim)
+        ctx.save().wait()
+
+    in_run(alone, save_some, cl.CheckpointConfig(tmp_path))
+    reader, storage = newest_whole(open_storage(tmp_path)), Folder(tmp_path)
+    folder = next(tmp_path.glob("step-*")).name
+    write_manifest(storage, folder, replace(reader.manifest, tied={}))
+    with pytest.warns(UserWarning, match="_extra_state"):
+        tensors, _ = safetensors_of(newest_whole(storage))
+    assert tensors.keys() == {"model.weight", "model.bias", "critic.weight", "critic.bias"}
 
 
 def test_a_few_bytes_do_not_become_many_in_an_export(tmp_path: Path) -> None:
