@@ -10,8 +10,9 @@ others that wait at that time, and they are admitted together:
 
 What comes between ends the dry runs of all of them (call off), and they begin again, at most
 MOST_ATTEMPTS times: one of them has died; a generation was formed without them, so their places are
-others; the ranks have come to another epoch. A function without a dry run, or not admitted,
-says so once: from then on in this run the functions of all ranks run again from the top.
+others; the ranks have come to another epoch. A function without a dry run says so once: from then
+on in this run the functions of all ranks run again from the top. If the ranks can never admit one
+with what they have made, they run again once, and make it again.
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ class DryRuns:
     """The workers that come to one run.
 
     are_possible: False once the functions have to run again from the top.
+    is_declined: they have to only because of what the ranks have made in this call of them.
     by_id: the dry runs under way, by worker.
     attempts: dry runs since workers came in last. number: of the last request to the ranks.
     """
 
     are_possible: bool = True
+    is_declined: bool = False
     by_id: dict[str, DryRun] = field(default_factory=dict)
     attempts: int = 0
     number: int = 0
@@ -105,7 +108,8 @@ class DryRuns:
         if number != self.number or not self.by_id:
             return []
         self.number += 1  # What other ranks say about it comes too late.
-        self.are_possible = self.are_possible and not is_final
+        if is_final:
+            self.are_possible, self.is_declined = False, True
         return self.call_off(why)
 
     def call_off(self, why: str) -> list[Instruction]:
@@ -165,8 +169,10 @@ class DryRuns:
                 return []
         return [one.member for one in come]
 
-    def formed(self, members: Iterable[Member]) -> list[Instruction]:
-        """A generation was formed of these members."""
+    def formed(self, members: Iterable[Member], *, restarts: bool) -> list[Instruction]:
+        """A generation was formed of these members. restarts: as in Plan."""
+        if restarts and self.is_declined:
+            self.are_possible, self.is_declined, self.attempts = True, False, 0
         here = {member.info.worker_id for member in members}
         for worker_id in here & self.by_id.keys():
             del self.by_id[worker_id]

@@ -141,7 +141,7 @@ class DryRunEnded:
 @dataclass(frozen=True, slots=True)
 class Declined:
     """A rank does not admit the workers, as it was asked. number: of the request.
-    is_final: it would not do so later either."""
+    is_final: it would not do so later in this call of its function either."""
 
     generation: int
     number: int

@@ -590,7 +590,8 @@ class Membership:
             member.state = MemberState.STUCK
         endpoints = self._endpoints(run, plan)
         beginnings = _beginnings(run, plan, self._generation, entered, without, endpoints)
-        return [*dismissed, *beginnings, *self._arrivals.formed(plan.members), *self._ask(run)]
+        arrived = self._arrivals.formed(plan.members, restarts=plan.restarts)
+        return [*dismissed, *beginnings, *arrived, *self._ask(run)]
 
     def _endpoints(self, run: RunState, plan: Plan) -> tuple[Endpoint, ...]:
         """Of the ranks of the next generation, by rank; empty if one has none, or they are not all

@@ -175,7 +175,7 @@ class Lifeline:
 
     def decline(self, number: int, why: str, *, is_final: bool) -> None:
         """This rank does not admit the worker, as it was asked. number: of the request.
-        is_final: it would not do so later either."""
+        is_final: it would not do so later in this call of its function either."""
         self._driver.declined.remote(self._request.run, self.generation, number, why, is_final)
 
     def _resumed_after(self, report: Callable[[Actor], object]) -> Resumption:

@@ -175,6 +175,26 @@ def test_ranks_that_decline_make_it_repeat_its_dry_run_a_few_times_only() -> Non
     assert of_kind(told, instructions.FreezeRank)
 
 
+def test_each_worker_that_comes_after_all_functions_ran_again_makes_a_dry_run() -> None:
+    """They have made again what the worker before it was declined for. It happens often here."""
+    membership, told = with_newcomers(2)
+    for generation in range(MOST_ATTEMPTS + 1):
+        seat = 2 + generation
+        [begin] = told
+        assert isinstance(begin, instructions.BeginDryRun), generation
+        membership.handle(events.DryRunReady(worker(seat).worker_id, HERE))
+        number = membership._arrivals.number
+        membership.handle(events.Declined(generation, number, "longer buckets", True))
+        membership.handle(ended(seat, seat))
+        told = membership.handle(events.RanksReady(generation, True))
+        assert len(of_kind(told, instructions.FreezeRank)) == seat
+        for rank in range(seat):
+            told = membership.handle(froze(rank, generation, at_boundary=False))
+        assert all(one.restarts for one in resumptions(told).values())
+        membership.handle(events.WorkerRegistered(worker(seat + 1)))
+        told = membership.handle(events.RanksReady(generation + 1, True))
+
+
 def test_a_run_that_ends_ends_the_dry_runs_first() -> None:
     membership = waiting(2)
     for rank in (0, 1):
