@@ -34,3 +34,10 @@ def show_open() -> None:
     pyplot = sys.modules.get("matplotlib.pyplot")
     if pyplot is not None and pyplot.get_backend() == NAME and pyplot.get_fignums():
         pyplot.show()
+
+
+def close_open() -> None:
+    """Close the figures that are still open, and show none of them."""
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None and pyplot.get_backend() == NAME:
+        pyplot.close("all")

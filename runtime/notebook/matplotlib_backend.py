@@ -20,10 +20,15 @@ FigureCanvas, FigureManager = FigureCanvasAgg, FigureManagerBase  # Names that m
 
 def show(*args: Any, **kwargs: Any) -> None:
     """Show all open figures, and close them. pyplot calls it; blocking means nothing here."""
-    try:
-        for number in pyplot.get_fignums():
+    errors = []
+    for number in pyplot.get_fignums():
+        try:
             buffer = io.BytesIO()
             pyplot.figure(number).savefig(buffer, format="png", bbox_inches="tight")
             current().show(buffer.getvalue())
-    finally:  # One that cannot be drawn would raise in each later cell again.
-        pyplot.close("all")
+        except Exception as error:
+            errors.append(error)
+        finally:  # One that cannot be drawn would raise in each later cell again.
+            pyplot.close(number)
+    if errors:
+        raise errors[0]

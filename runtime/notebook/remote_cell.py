@@ -52,12 +52,14 @@ async def run_cell(ctx: Context, source: str, name: str) -> Any:
             value = eval(code, names)
             if code.co_flags & inspect.CO_COROUTINE:
                 value = await value
+        figures.show_open()
     except Exception:
         # What the cell has raised is what its user reads.
         with contextlib.suppress(Exception):
             figures.show_open()
         raise
-    figures.show_open()
+    finally:
+        figures.close_open()  # The next cell would show those of one that is interrupted.
     return None if source.rstrip().endswith(";") else _portable(value)
 
 
