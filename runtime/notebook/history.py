@@ -70,7 +70,8 @@ class History:
     def add(self, report: Report) -> None:
         values, at = report.values, report.global_step
         if at < self._step_of.get(report.rank, at) or self.began_at is None:
-            self._step = at  # The first report, or the function runs again.
+            self._step = at  # The first report, or the function runs again, on all ranks.
+            self._step_of.clear()
         num_steps = max(0, at - self._step)
         self._step += num_steps
         self._step_of[report.rank] = at

@@ -133,6 +133,14 @@ def test_a_rate_without_amounts_counts_steps_however_often_they_are_reported() -
     assert 'aria-label="steps/s"' in html and ">optimizer step<" in html
 
 
+def test_ranks_whose_functions_run_again_one_after_another_count_each_step_once() -> None:
+    history = History()
+    for at, (rank, step) in enumerate([(0, 110), (1, 110), (0, 100), (0, 101), (1, 100), (0, 102)]):
+        history.add(Report(rank, at, float(at), {}, at, step))
+    [(_, rate)] = history.rates()
+    assert rate * 5 == 2  # in as many seconds
+
+
 def test_the_table_says_where_every_rank_is() -> None:
     seen = [
         snapshot(0, taken=7, steps_before=300, epoch=2, batches_left=3),
