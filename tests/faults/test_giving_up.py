@@ -262,7 +262,10 @@ def receive_from_one_that_closes(rank: Rank) -> CollectiveError | None:
         rank.say("asked")
         error = error_of(works[1].wait)
         rank.say("over")
-    rank.store.wait([f"said/{'asked' if rank.rank == 1 else 'over'}/0"], 60)
+    if rank.rank == 1:
+        rank.store.wait(["said/asked/0"], 60)
+        group.close()
+    rank.store.wait(["said/over/0"], 60)  # A process that ends would be named as one.
     group.close()
     return error
 

@@ -355,6 +355,8 @@ def abort_short_of_threads(rank: Rank, refused: str) -> str:
     """Of the thread that would publish it and that which would abort NCCL, or of the latter."""
     group = rank.group()
     group.barrier().wait()
+    rank.say("met")
+    rank.store.wait(["said/met/1"], 60)  # Its barrier would hear of the abort.
     if rank.rank == 1:
         rank.store.wait(["said/aborted/0"], 60)
         give_up_at = time.monotonic() + 20
