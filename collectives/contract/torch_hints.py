@@ -48,6 +48,8 @@ _METHODS = {
     ),
     "all_gather_into_tensor": "write all_gather(output, input), which takes a tensor or a list",
     "all_gather_single": "write all_gather(output, input), which takes a tensor or a list",
+    "gather_into_tensor": "write gather(tensor, output, dst), which takes a tensor or a list",
+    "gather_single": "write gather(tensor, output, dst), which takes a tensor or a list",
     "reduce_scatter_tensor": "write reduce_scatter(output, input), which takes a tensor or a list",
     "reduce_scatter_single": "write reduce_scatter(output, input), which takes a tensor or a list",
     "all_to_all_single": "write all_to_all(output, input), which takes tensors or lists",
@@ -60,6 +62,8 @@ _METHODS = {
     "world_size": "write size",
     "get_backend": "write backend",
     "get_backend_config": "write backend",
+    "get_backend_impl": "write backend",
+    "set_timeout": "write timeout_s=, in Group.create or in the operation",
     "is_initialized": "a Group is connected as soon as it is made; describe().is_open says whether "
     "it still is",
     "get_global_rank": "write global_rank(group_rank)",
