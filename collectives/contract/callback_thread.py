@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -47,6 +48,31 @@ class CallbackThread:
                     self._streams[device] = torch.cuda.Stream(device)
                 stack.enter_context(torch.cuda.stream(self._streams[device]))
             yield
+
+
+_threads: dict[str, CallbackThread] = {}
+_making = threading.Lock()
+
+
+def callback_thread(name: str, first: Callable[[], object] | None = None) -> CallbackThread:
+    """This process's thread of that name; made when needed, with `first` as its first task."""
+    with _making:
+        thread = _threads.get(name)
+        if thread is None:
+            thread = _threads[name] = CallbackThread(name)
+            if first is not None:
+                thread.add(first)
+        return thread
+
+
+def _forget_threads() -> None:
+    """In a forked child, which has none of its parent's threads."""
+    global _making
+    _threads.clear()
+    _making = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def report_uncaught(error: BaseException) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
-from ..contract.callback_thread import CallbackThread, report_uncaught
+from ..contract.callback_thread import CallbackThread, callback_thread, report_uncaught
 
 _here = threading.local()
 
@@ -28,28 +27,10 @@ def current_depth() -> int:
     return depth
 
 
-_threads: list[CallbackThread] = []
-_making = threading.Lock()
-
-
-def _forget_threads() -> None:
-    """In a forked child, which has none of its parent's threads."""
-    global _making
-    _threads.clear()
-    _making = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_threads)
-
-
-def callback_thread(depth: int) -> CallbackThread:
-    """The thread for operations issued at `depth`, for all process groups; made when needed."""
-    with _making:
-        while len(_threads) <= depth:
-            made = CallbackThread(f"chorusline-torch-callbacks-{len(_threads)}")
-            made.add(functools.partial(setattr, _here, "depth", len(_threads) + 1))
-            _threads.append(made)
-        return _threads[depth]
+def thread_at(depth: int) -> CallbackThread:
+    """The thread for the callbacks of operations issued at `depth`, for all process groups."""
+    deeper = functools.partial(setattr, _here, "depth", depth + 1)
+    return callback_thread(f"chorusline-torch-callbacks-{depth}", deeper)
 
 
 class _FailedTensor(torch.Tensor):

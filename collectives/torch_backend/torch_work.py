@@ -17,7 +17,7 @@ from ..contract.errors import CollectiveError
 from ..contract.work import Work
 from ..group import Group
 from ..operations.composed_work import Coalesced
-from .ordered_future import OrderedFuture, callback_thread, current_depth
+from .ordered_future import OrderedFuture, current_depth, thread_at
 from .translation import seconds
 
 _NONE = timedelta(0)
@@ -91,7 +91,7 @@ class TorchWork(_TorchWork):
 
     def get_future(self) -> OrderedFuture:
         if self._future is None:
-            thread = callback_thread(self._depth)
+            thread = thread_at(self._depth)
             self._future = OrderedFuture(thread, self._inner._cuda_devices(), self._arrive)
             thread.add(self._settle)
         return self._future
@@ -199,7 +199,7 @@ class TorchWork(_TorchWork):
         self._span = torch._C._profiler._RecordFunctionFast(name, list(tensors))
         self._span.__enter__()
         # torch shows a range as asynchronous if another thread ends it than began it.
-        thread = callback_thread(self._depth)
+        thread = thread_at(self._depth)
         self._inner.add_done_callback(lambda: thread.add(self._end_span))
 
     def _end_span(self) -> None:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..contract.callback_thread import CallbackThread
+from ..contract.callback_thread import CallbackThread, callback_thread
 from ..contract.errors import CollectiveError, GroupAborted
 from ..contract.in_flight import InFlight, PendingWork
 from ..contract.operation import STARTED, Kind, Operation
@@ -43,17 +43,6 @@ ABORT_AFTER_S = 0.1  # longer than TRUST_S, for threads that wake late
 FIRST_PAUSE_S = 0.00005  # between two queries of an event, if somebody waits; it grows
 LONGEST_PAUSE_S = 0.001
 YIELD_S = 0.0002  # in which a thread that waits only yields: shorter than a sleep comes back
-
-
-_callback_threads: list[CallbackThread] = []  # of this process: one, made when it is asked for
-_making = threading.Lock()
-
-
-def _callback_thread() -> CallbackThread:
-    with _making:
-        if not _callback_threads:
-            _callback_threads.append(CallbackThread("chorusline-nccl-callbacks"))
-        return _callback_threads[0]
 
 
 class NcclWork(PendingWork):
@@ -100,7 +89,8 @@ class NcclWork(PendingWork):
         return [self.device]  # Also without a result: what its callbacks return is there.
 
     def _callback_thread(self) -> CallbackThread:
-        return _callback_thread()  # A callback that reads a tensor may wait for a later work.
+        # A callback that reads a tensor may wait for a later work.
+        return callback_thread("chorusline-nccl-callbacks")
 
     def operations(self) -> Sequence[Operation]:
         return [*self.before, self.operation]
