@@ -43,13 +43,12 @@ from .contents import (
     STATE,
     ZERO,
     HostCopy,
+    RegisteredObjects,
     apart_in,
     collect_own,
     collect_replicated,
     kind_of,
-    optimizers_of,
     state_of,
-    tied_of,
 )
 from .epoch_end import EpochEnd, LastSave
 from .format import catalog
@@ -321,7 +320,6 @@ class Checkpoints:
         if before is not None and not is_again and before.step == step:
             self._tell_epoch_end(before.writings, is_end=False)
         contents = self._collect(live)
-        kinds = {entry.name: kind_of(entry) for entry in self.registry}
         writing = self._begin(
             storage,
             folder,
@@ -329,9 +327,7 @@ class Checkpoints:
             contents,
             began_at,
             waited_s,
-            kinds=kinds,
-            optimizers=optimizers_of(self.registry),
-            tied=tied_of(self.registry),
+            objects=RegisteredObjects.of(self.registry),
             world_size=self._group.size,
             progress=progress,
             numbers=self._numbers(is_current=self._group.rank in live),
@@ -385,15 +381,13 @@ class Checkpoints:
         self,
         step: int,
         contents: Contents,
-        kinds: dict[str, str],
-        optimizers: dict[str, list[str]],
-        tied: dict[str, dict[str, str]],
+        objects: RegisteredObjects,
         progress: list[Any],
         world_size: int,
     ) -> Saving:
         """`save` to the storage of the config, for objects that are no longer in the registry.
 
-        contents: this rank's part. kinds, optimizers, tied: as in Manifest.
+        contents: this rank's part. objects: what was registered.
         progress: the progress of all ranks that have some, the same on all ranks.
         world_size: the number of ranks with a state of their own.
         """
@@ -404,9 +398,7 @@ class Checkpoints:
             step,
             contents,
             time.monotonic(),
-            kinds=kinds,
-            optimizers=optimizers,
-            tied=tied,
+            objects=objects,
             world_size=world_size,
             progress_by_rank=progress,
         ).saving

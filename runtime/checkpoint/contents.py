@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,7 +23,7 @@ from chorusline.collectives.contract.errors import with_article
 
 from ..data_parallel.distributed_data_parallel import DistributedDataParallel, engine_of
 from ..process.between_runs import between_runs
-from ..process.registry import Registered
+from ..process.registry import Registered, Registry
 from ..zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer, optimizer_engine_of
 from .format.boxes import split_evenly
 from .format.manifest import can_hold, name_of
@@ -215,10 +215,22 @@ def classes_of(optimizer: torch.optim.Optimizer) -> list[str]:
     return classes
 
 
-def optimizers_of(entries: Iterable[Registered]) -> dict[str, list[str]]:
-    """The classes of the optimizers, as in Manifest."""
-    found = [(one.name, one.object) for one in entries]
-    return {n: classes_of(one) for n, one in found if isinstance(one, torch.optim.Optimizer)}
+@dataclass(frozen=True, slots=True)
+class RegisteredObjects:
+    """What a checkpoint says of the registered objects. kinds, optimizers, tied: as in Manifest."""
+
+    kinds: dict[str, str] = field(default_factory=dict)
+    optimizers: dict[str, list[str]] = field(default_factory=dict)
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, registry: Registry) -> Self:
+        kinds = {entry.name: kind_of(entry) for entry in registry}
+        found = [(entry.name, entry.object) for entry in registry]
+        optimizers = {
+            name: classes_of(one) for name, one in found if isinstance(one, torch.optim.Optimizer)
+        }
+        return cls(kinds, optimizers, tied_of(registry))
 
 
 def collect_replicated(

@@ -21,6 +21,7 @@ from chorusline.collectives.group import Group
 from chorusline.collectives.stores.store import PrefixStore
 
 from .config import CheckpointConfig
+from .contents import RegisteredObjects
 from .format import catalog
 from .format.errors import CheckpointError, CheckpointWriteFailed
 from .format.manifest import (
@@ -101,7 +102,7 @@ class Writing:
     site: str
     call_by: float
     write: Callable[[], RankManifest]
-    kinds: dict[str, str]
+    objects: RegisteredObjects
     world_size: int
     ended_saves: list[str]
     corrupted: Collection[str]
@@ -113,8 +114,6 @@ class Writing:
     progress_by_rank: list[Any] | None = None
     waited_s: float = 0.0
     paused_s: float = 0.0
-    tied: dict[str, dict[str, str]] = field(default_factory=dict)
-    optimizers: dict[str, list[str]] = field(default_factory=dict)
 
     def carry_out(self) -> None:
         """Phases (3) to (8); ends the Saving in any case."""
@@ -244,12 +243,12 @@ class Writing:
                 step=self.saving.step,
                 world_size=self.world_size,
                 time=self._time(),
-                kinds=self.kinds,
+                kinds=self.objects.kinds,
                 files={file: length for part in parts for file, length in part.files.items()},
                 entries=merged(parts),
                 progress=self.progress_by_rank or [progress for *_, progress, _ in records],
-                tied=self.tied,
-                optimizers=self.optimizers,
+                tied=self.objects.tied,
+                optimizers=self.objects.optimizers,
             )
             write_manifest(self.storage, self.folder, manifest)  # (6)
             if self.folder and self.last_times:

@@ -30,10 +30,8 @@ from ..checkpoint.config import NEVER, CheckpointConfig
 from ..checkpoint.contents import (
     PER_RANK,
     ZERO,
+    RegisteredObjects,
     collect_own,
-    kind_of,
-    optimizers_of,
-    tied_of,
     without_functions,
 )
 from ..checkpoint.format import catalog
@@ -54,24 +52,21 @@ _CHECKPOINT = -1
 class Saveable:
     """The data that a checkpoint needs besides the retained state.
 
-    kinds, classes, tied: as in Manifest, where the second is `optimizers`.
+    objects: all that is registered.
     optimizers: the sharded optimizers, by name.
     states: by name, those that a checkpoint has in another form than the retained state: of a
         module its state_dict, with the retained tensors; of a schedule that without functions.
     step: ctx.step.
     """
 
-    kinds: dict[str, str] = field(default_factory=dict)
-    classes: dict[str, list[str]] = field(default_factory=dict)
-    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    objects: RegisteredObjects = field(default_factory=RegisteredObjects)
     optimizers: dict[str, SavedOptimizer] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     step: int = 0
 
     @classmethod
     def of(cls, registry: Registry, retained: RestartState, step: int) -> Self:
-        kinds = {entry.name: kind_of(entry) for entry in registry}
-        made = cls(kinds, optimizers_of(registry), tied_of(registry), step=step)
+        made = cls(RegisteredObjects.of(registry), step=step)
         for entry in registry:
             if isinstance(entry.object, ZeroRedundancyOptimizer):
                 made.optimizers[entry.name] = SavedOptimizer.of(entry.name, entry.object)
@@ -102,9 +97,7 @@ def _state_of(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> d
 @dataclass(frozen=True, slots=True)
 class _RankSummary:
     summary: Summary
-    kinds: dict[str, str]
-    classes: dict[str, list[str]]
-    tied: dict[str, dict[str, str]]
+    objects: RegisteredObjects
     step: int
 
 
@@ -126,15 +119,15 @@ def save(
     storage; and errors that end the group.
     """
     of_rank = retained.summary(was_there, data)
-    one = _RankSummary(of_rank, saveable.kinds, saveable.classes, saveable.tied, saveable.step)
+    one = _RankSummary(of_rank, saveable.objects, saveable.step)
     summaries: list[_RankSummary] = all_gather_object(group, one)  # (a)
     there = [rank for rank, one in enumerate(summaries) if one.summary.was_there]
     if not there:
         raise StateLost(group.generation, 0, "every rank that had taken a step died")
     leader = leader_of([one.summary for one in summaries])
-    kinds = summaries[leader].kinds
+    objects, step = summaries[leader].objects, summaries[leader].step
     found = Contents()
-    for name, kind in kinds.items() if was_there else ():
+    for name, kind in objects.kinds.items() if was_there else ():
         if kind == ZERO:
             saved, mine = saveable.optimizers[name], retained.optimizers[name]
             held = {rank: summaries[rank].summary.held[name].ranges for rank in there}
@@ -160,10 +153,7 @@ def save(
     newest = up_to_date([one.summary for one in summaries])
     first = summaries[leader].summary
     progress = [first.data, *(one.data for one in newest if one is not first)]
-    lead = summaries[leader]
-    saving = checkpoints.save_contents(  # (d)
-        lead.step, found, kinds, lead.classes, lead.tied, progress, len(there)
-    )
+    saving = checkpoints.save_contents(step, found, objects, progress, len(there))  # (d)
     saving.wait(config.timeout_s)
     return saving.path
 
