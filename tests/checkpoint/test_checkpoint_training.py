@@ -24,6 +24,7 @@ from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.data.dealer import Counts, ShardIteration
 from chorusline.runtime.data.dealing import Hands, Remainder, deal
 from tests.references.checkpoint_runs import Parts, in_run, make_model, run_train, same
+from tests.references.training import per_channel
 
 
 class Ballast:
@@ -744,21 +745,10 @@ class Rows(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _per_channel() -> torch.nn.Module:
-    return torch.ao.quantization.FakeQuantize(
-        torch.ao.quantization.MovingAveragePerChannelMinMaxObserver,
-        quant_min=-128,
-        quant_max=127,
-        dtype=torch.qint8,
-        qscheme=torch.per_channel_symmetric,
-        ch_axis=1,
-    )
-
-
 GROWING = {
     "extra": Seen,
     "buffer": Rows,
-    "fake quantize": _per_channel,
+    "fake quantize": per_channel,
     "lazy": torch.nn.LazyBatchNorm1d,
 }
 

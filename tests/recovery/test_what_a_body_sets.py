@@ -20,6 +20,7 @@ from chorusline.runtime.program.context import call_of
 from chorusline.runtime.recovery.restart import RestartState
 from chorusline.runtime.recovery.state_transfer import transfer_state
 from tests.harness.stand_in_gpu.runs import in_run
+from tests.references.training import per_channel
 from tests.references.training_to_kill import die
 
 NUM_STEPS = 6
@@ -203,18 +204,6 @@ def made(max_norm: float | None = None) -> dict[str, Any]:
     beside = {"metric": Metric(), "quantized": per_channel()}
     counting = {"versioned": Versioned(), "reading": Reading()}
     return {"model": model, "optim": optim, **beside, **counting}
-
-
-def per_channel() -> torch.nn.Module:
-    """The first batch gives its buffers an element for each channel."""
-    return torch.ao.quantization.FakeQuantize(
-        torch.ao.quantization.MovingAveragePerChannelMinMaxObserver,
-        quant_min=-128,
-        quant_max=127,
-        dtype=torch.qint8,
-        qscheme=torch.per_channel_symmetric,
-        ch_axis=1,
-    )
 
 
 class Meter:

@@ -34,6 +34,18 @@ def make_model(dtype: torch.dtype, batch_norm: bool = False) -> torch.nn.Module:
     ).to(dtype)
 
 
+def per_channel() -> torch.nn.Module:
+    """The first batch gives its buffers an element for each channel."""
+    return torch.ao.quantization.FakeQuantize(
+        torch.ao.quantization.MovingAveragePerChannelMinMaxObserver,
+        quant_min=-128,
+        quant_max=127,
+        dtype=torch.qint8,
+        qscheme=torch.per_channel_symmetric,
+        ch_axis=1,
+    )
+
+
 def batches_of(rank: int, num_batches: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank + 1)
     return [

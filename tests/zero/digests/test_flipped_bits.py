@@ -67,6 +67,15 @@ def plant(optimizer, what, distance, seed):
     engine.digests.vote = vote_after_flip
 
 
+def warnings_of_step(optimizer):
+    """Of a step, after which the gradients are cleared."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    optimizer.zero_grad()
+    return [str(one.message) for one in caught]
+
+
 def trained(group, flips, without=(), dtype=torch.float32, kind=torch.optim.AdamW, **more):
     """Parameters, whole state, corrections and warnings after STEPS.
 
@@ -83,12 +92,8 @@ def trained(group, flips, without=(), dtype=torch.float32, kind=torch.optim.Adam
         for rank, *planted in flips.get(step, ()):
             if rank == group.rank:
                 plant(optimizer, *planted)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
+        said += warnings_of_step(optimizer)
         optimizer_engine_of(optimizer).digests.__dict__.pop("vote", None)
-        said += [str(one.message) for one in caught]
-        optimizer.zero_grad()
     optimizer.consolidate_state_dict(to=0)
     state = optimizer.state_dict() if group.rank == 0 else None
     found = [(one.step, one.rank, one.what, one.source) for one in optimizer.corrections]
@@ -175,11 +180,7 @@ def flipped_before_and_after_ranks_change(group):
             loss_of(model, batches_of(ranks.rank, 1, torch.float32)[0]).backward()
             if rank == ranks.rank:
                 plant(optimizer, "exp_avg", 0, 7)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                optimizer.step()
-            optimizer.zero_grad()
-            texts += [str(one.message) for one in caught]
+            texts += warnings_of_step(optimizer)
         return texts
 
     model, optimizer = make(group)
@@ -350,11 +351,7 @@ def moved_and_back(group):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(0.1).sub_(0.1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
-        optimizer.zero_grad()
-        texts += [(step, str(one.message)) for one in caught]
+        texts += [(step, text) for text in warnings_of_step(optimizer)]
     return texts
 
 
@@ -377,11 +374,7 @@ def flipped_in_channels_last(group):
         model(torch.ones(2, 3, 4, 4)).square().mean().backward()
         if (group.rank, step) == (1, 1):
             module[0].weight.detach().numpy()[1, 2, 1, 1] += 1
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
-        optimizer.zero_grad()
-        texts += [str(one.message) for one in caught]
+        texts += warnings_of_step(optimizer)
     return texts
 
 
@@ -403,11 +396,8 @@ def flipped_where_the_program_writes(group):
                     parameter.mul_(0.5)
             if group.rank == 1:
                 plant(optimizer, "exp_avg", 0, 1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
-        optimizer.zero_grad()
-    return [str(one.message) for one in caught]
+        texts = warnings_of_step(optimizer)
+    return texts
 
 
 def test_corrupted_state_is_told_as_that_where_the_program_writes_to_its_parameter(ranks_of):
