@@ -30,7 +30,7 @@ from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object, all_gather_row
 
 from ..join.engine import GroupJoinable, Joinable, JoinEngine
-from ..join.error_notes import FIRST_PLACE, LAST_PLACE
+from ..join.error_notes import flags_of_number
 from ..join.join import Join
 from ..join.join_hook import JoinHook
 from ..join.pass_pattern import PassPattern
@@ -85,9 +85,6 @@ _INSTEAD = {
     "_register_fused_optim": "leave it out: a step inside the backward pass gained nothing",
 }
 """By attribute of torch's DistributedDataParallel, what to write here."""
-
-_FIRST_GENERATION = 1
-"""Of a session; that of other groups is 0."""
 
 
 def engine_of(model: DistributedDataParallel) -> ModelEngine:
@@ -555,10 +552,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
         return [engine.reducer for engine in reversed(between_runs().models_of(self.group))]
 
     def _vote_flags(self) -> int:
-        # Later on there may be ranks that have not made all models which the others have counted.
-        if self._join is not None or self.group.generation > _FIRST_GENERATION:
-            return super()._vote_flags()
-        return FIRST_PLACE * (self._reducer.number % (LAST_PLACE + 1))
+        return super()._vote_flags() or flags_of_number(self._reducer.number, self.group.generation)
 
     def _on_backward_end(self) -> None:
         if self._join:

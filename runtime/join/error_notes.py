@@ -33,10 +33,23 @@ IN_TURN = (
     "in step_along cannot follow that: make them ZeroRedundancyOptimizers"
 )
 
-_SAME_MODELS = (
-    "All ranks run the backward passes of the same models, in the same order. A rank whose loss "
-    "needs one of them less adds 0 * other(x).sum() to it"
-)
+_DIFFERENT = {
+    "backward": (
+        "reduce gradients of different models, by the order of wrapping, at once",
+        "model",
+        "All ranks run the backward passes of the same models, in the same order. A rank whose "
+        "loss needs one of them less adds 0 * other(x).sum() to it",
+    ),
+    "step()": (
+        "step different sharded optimizers, by the order of construction, at once",
+        "optimizer",
+        "All ranks call step() of the same optimizers, in the same order",
+    ),
+}
+"""By operation: what the ranks do, what is numbered, and the remedy."""
+
+_FIRST_GENERATION = 1
+"""Of a session; that of other groups is 0."""
 
 _SETTINGS = {
     IN_JOIN: "whether the step is inside a Join that is enabled",
@@ -45,22 +58,31 @@ _SETTINGS = {
 }
 
 
-def check_same_joins(joins: Sequence[int], generation: int) -> None:
-    """Raise CollectiveMismatch, on all ranks, where their Joins differ, or the joinable or model
-    that is stepped. joins: by rank, as `JoinEngine.vote_flags_of`."""
+def flags_of_number(number: int, generation: int) -> int:
+    """What a vote says outside of a Join, in the place of a joinable's: the number of the model or
+    sharded optimizer among those that were made in its group."""
+    # Later on there may be ranks that have not made all those which the others have counted.
+    return FIRST_PLACE * (number % (LAST_PLACE + 1)) if generation <= _FIRST_GENERATION else 0
+
+
+def check_same_joins(operation: str, joins: Sequence[int], generation: int) -> None:
+    """Raise CollectiveMismatch, on all ranks, where their Joins differ, or what they step.
+
+    operation: outside of a Join, `backward` for a model's vote, `step()` for an optimizer's.
+    joins: by rank, as `JoinEngine.vote_flags_of`, or `flags_of_number`.
+    """
     bit = next((bit for bit in _SETTINGS if len({one & bit for one in joins}) > 1), 0)
     if not bit:
         # Models of equal size have buckets of equal size, and then their sums go through.
         places = [one // FIRST_PLACE for one in joins]
-        operation, name, remedy = "Join", "joinables[{}]", IN_TURN
-        what = "the ranks take steps of different models or optimizers of the list at once"
-        if not joins[0] & IN_JOIN:
-            operation, name, remedy = "backward", "model {}", _SAME_MODELS
-            what = (
-                "the ranks reduce gradients of different models, by the order of wrapping, at once"
-            )
+        if joins[0] & IN_JOIN:
+            operation, name, remedy = "Join", "joinables[{}]", IN_TURN
+            what = "take steps of different models or optimizers of the list at once"
+        else:
+            what, numbered, remedy = _DIFFERENT[operation]
+            name = f"{numbered} {{}}"
         by_rank = [f"{name.format(place)} on rank {rank}" for rank, place in enumerate(places)]
-        detail = f"{what}: {', '.join(by_rank)}"
+        detail = f"the ranks {what}: {', '.join(by_rank)}"
         check_like_rank_0(operation, generation, places, detail, remedy)
         return
     values = [bool(one & bit) for one in joins]

@@ -73,7 +73,7 @@ class Agreement:
     notes: by Note, how many ranks note it; empty where nobody asked.
     leftovers: by rank, what it says of them; empty where nobody asked.
     joins: by rank, the Join of the step, as the bits of `JoinEngine.vote_flags_of`; outside of one
-        the model's number, in the place of a joinable's.
+        the number of the model or sharded optimizer, in the place of a joinable's.
     epochs: by rank, the epoch of `ctx.epochs` that it is in, counted from 1; 0: none.
     digests: by rank. Above 0: of the steps of plain optimizers since the vote before
         (local_steps.py), or of the texts among a sharded optimizer's options. Below 0: of the

@@ -44,6 +44,8 @@ class OfGroup:
         """The number of checkpoints saved in it, for the names of their keys in the store."""
         self.num_models = 0
         """The number of models wrapped in it, for the names of their keys in the store."""
+        self.num_optimizers = 0
+        """The number of sharded optimizers made in it."""
         self.ended_saves: list[str] = []
         """The prefixes of the keys of saves whose outcome stands, which are still in the store."""
         self.over_key = ""

@@ -18,7 +18,7 @@ from chorusline.collectives.contract.errors import CollectiveMismatch
 from chorusline.collectives.group import Group
 from chorusline.collectives.operations.host_reads import device_numbers
 
-from ..join.error_notes import check_same_joins
+from ..join.error_notes import IN_JOIN, check_same_joins
 from ..process.agreement import (
     MAX_ITERATIONS,
     NOTES_AT,
@@ -42,7 +42,7 @@ _FARTHEST = 1 << 18
 """Steps travel modulo this: a float64 has the exact sum of their squares over 65,536 ranks."""
 
 _STEPS = "Every rank must call step() equally often"
-_IN_JOIN = "ranks that may run out of data at different steps belong inside Join()"
+_BELONG_IN_JOIN = "ranks that may run out of data at different steps belong inside Join()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Ballot:
         seen: tuple[float, ...] = tuple(group.all_reduce_and_read(vector).tolist())
         # First of all: of a sum that was stopped nothing else may be read.
         check_votes(seen[self._vote_at :], group)
-        check_same_joins(joins_in(seen[self._vote_at :], group.size), group.generation)
+        check_same_joins("step()", joins_in(seen[self._vote_at :], group.size), group.generation)
         # The variance of the steps is zero if and only if all are equal. As floats, the two sides
         # would be rounded, and differ.
         if group.size * int(seen[_STEP_SQUARED]) != int(seen[_STEP]) ** 2:
@@ -145,7 +145,7 @@ class Ballot:
                 group.generation,
                 list(range(group.size)),
                 f"the ranks have taken different numbers of steps (this rank: {sharded.step})",
-                f"{_STEPS}." if sharded.vote.join else f"{_STEPS}; {_IN_JOIN}.",
+                f"{_STEPS}." if sharded.vote.join & IN_JOIN else f"{_STEPS}; {_BELONG_IN_JOIN}.",
             )
         self._check_lengths(seen)
         return seen

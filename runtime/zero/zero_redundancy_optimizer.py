@@ -71,6 +71,7 @@ from ..data_parallel.same_model import (
     unlike_values,
 )
 from ..join.engine import GroupJoinable, Joinable, JoinEngine
+from ..join.error_notes import flags_of_number
 from ..join.join_hook import JoinHook
 from ..process.agreement import Agreement, Note, Vote, digest_of
 from ..process.between_runs import between_runs
@@ -694,6 +695,10 @@ class OptimizerEngine:
         # None: the run ends with a loss, or is over.
         self._recovery: RecoveryInterface | None = None
         self.faults = Faults()
+        of_group = between_runs().of_group(self.group)
+        self._number = of_group.num_optimizers
+        """Among the sharded optimizers that were made in its group."""
+        of_group.num_optimizers += 1
         given = [p for options in optimizer.param_groups for p in options["params"]]
         if model is not None and shard.elementwise:
             self.reducer = model.reducer
@@ -1225,7 +1230,8 @@ class OptimizerEngine:
                 *([Note.CHANGES_STATE] if self._tells_changes and self.state_changes.own else ()),
                 *([Note.PERTURBS] if self._perturbs else ()),
             ],
-            join=self.optimizer._vote_flags(),
+            join=self.optimizer._vote_flags()
+            or flags_of_number(self._number, self.group.generation),
             epoch=boundary().epoch,
             # A first vote compares draws: the constructor has just compared the texts.
             digest=-boundary().draws or self._digest_of_texts(),

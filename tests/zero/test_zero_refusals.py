@@ -230,6 +230,26 @@ def test_ranks_at_different_steps_are_told_on_every_rank(ranks_of, begin):
         assert f"different numbers of steps (this rank: {begin + rank})" in told
 
 
+def step_two_in_another_order(group, kind):
+    """Of equal models, whose gradients and ballots have equal sizes."""
+    with another_group(group) as own:
+        models = [cl.DistributedDataParallel(make_model(torch.float64), own) for _ in range(2)]
+        optimizers = [cl.ZeroRedundancyOptimizer(model, kind, lr=0.1) for model in models]
+        for number, model in enumerate(models):
+            loss_of(model, torch.full((3, 7), 1.0 + number, dtype=torch.float64)).backward()
+        with pytest.raises(cl.CollectiveMismatch) as raised:
+            for optimizer in optimizers if own.rank == 0 else reversed(optimizers):
+                optimizer.step()
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor], ids=lambda k: k.__name__)
+def test_two_optimizers_that_ranks_step_in_another_order_are_told_on_every_rank(ranks_of, kind):
+    for told in ranks_of(2).run(step_two_in_another_order, kind):
+        assert "optimizer 0 on rank 0, optimizer 1 on rank 1" in told
+        assert "All ranks call step() of the same optimizers, in the same order" in told
+
+
 def clip_on_one_rank(group):
     with another_group(group) as own:
         model = cl.DistributedDataParallel(make_model(torch.float32), own)

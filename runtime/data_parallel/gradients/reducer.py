@@ -676,7 +676,7 @@ class Reducer:
         """Wait for sums and votes, and set `.grad` to the mean for any kind of optimizer."""
         total = self._sum_of_votes()
         # First: what else the votes say is of one model.
-        check_same_joins(joins_in(total, self.group.size), self.group.generation)
+        check_same_joins("backward", joins_in(total, self.group.size), self.group.generation)
         if sends_again(votes := leftovers_in(total, self.group.size)):
             total = self._add_leftovers(total, votes)
         try:
