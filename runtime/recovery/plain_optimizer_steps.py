@@ -39,9 +39,10 @@ from torch.utils.hooks import RemovableHandle
 
 from chorusline.actors.messages.messages import OptimizerProgress
 
-from ..data_parallel.distributed_data_parallel import ModelEngine
+from ..data_parallel.distributed_data_parallel import ModelEngine, engines_of
 from ..join.engine import Joinable
 from ..process.agreement import MAX_ITERATIONS
+from ..process.between_runs import between_runs
 from ..process.registry import Registered, Registry
 from ..process.sharded_tensors import steps_shards
 
@@ -61,18 +62,30 @@ class _Watched:
 
     stepped_at: number of agreements seen at its last step, -1 before the first.
     inside: number of agreements seen since `step` was called; None outside of `step`.
+    has_closure: `step` was called with one, whose first pass comes before any change.
     is_sharded: its ranks agree at the beginning of `step`.
     is_apart: it has stepped twice without an agreement in between.
     num_groups: of its parameters, when it was registered.
+    is_own: it was registered with per_rank=True.
     """
 
     name: str
     optimizer: weakref.ref[torch.optim.Optimizer]
     num_groups: int
+    is_own: bool
     stepped_at: int = -1
     inside: int | None = None
+    has_closure: bool = False
     is_sharded: bool = False
     is_apart: bool = False
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether it has left `step` by an error, and may have changed parameters before."""
+        # A vote, or the first pass of a closure, comes before any change.
+        return self.inside is not None and (
+            self.inside > 0 or not (self.is_sharded or self.has_closure)
+        )
 
 
 class PlainSteps:
@@ -162,7 +175,11 @@ class PlainSteps:
                 "optimizer"
             )
         watched = _Watched(
-            entry.name, weakref.ref(optimizer), len(optimizer.param_groups), is_sharded=sharded
+            entry.name,
+            weakref.ref(optimizer),
+            len(optimizer.param_groups),
+            entry.per_rank,
+            is_sharded=sharded,
         )
         self._watched.append(watched)
         # A weak reference, because an optimizer may live on in a later run (`ctx.keep`).
@@ -170,8 +187,9 @@ class PlainSteps:
 
         def before(_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             watched.inside = 0
+            watched.has_closure = any(callable(one) for one in (*args, kwargs.get("closure")))
             if watched.is_sharded and (steps := mine()) is not None:
-                if any(callable(one) for one in (*args, kwargs.get("closure"))):
+                if watched.has_closure:
                     raise RuntimeError(
                         f"optimizer {watched.name!r} steps sharded parameters with a closure, and "
                         "the ranks agree on a step before it begins; call the closure first, and "
@@ -199,6 +217,9 @@ class PlainSteps:
                 one.inside += 1
 
     def _has_stepped(self, watched: _Watched) -> None:
+        # One of a net that only this rank has does not take the step of the model.
+        if watched.is_own and not engines_of(_parameters_of(watched.optimizer())):
+            return
         # No agreement since its last step: what it stepped with was this rank's own gradient.
         watched.is_apart |= watched.stepped_at == self._seen
         # Several optimizers that step after one agreement are one step.
@@ -231,6 +252,13 @@ class PlainSteps:
         """The reason why the function cannot run again from the top with these models; empty if it
         can."""
         registered = {id(entry.object) for entry in registry}
+        for entry in registry:
+            if any(p in between_runs().averaged for p in _parameters_of(entry.object)):
+                return (
+                    f"model averaging takes the mean of parameters of {entry.name!r}, and between "
+                    "two averages each rank has parameters of its own, and those of a lost rank "
+                    "are gone"
+                )
         for model in models:
             if id(model.wrapper) not in registered:
                 return f"{_name(model)} is not registered (ctx.register)"
@@ -280,13 +308,13 @@ class PlainSteps:
                     "them), so each rank has parameters of its own, and those of a lost rank are "
                     "gone"
                 )
-            if stepping.inside and stepping.is_sharded:
+            if stepping.was_interrupted and not stepping.has_closure:
                 return (
-                    f"optimizer {stepping.name!r} was interrupted inside step(), by a collective "
-                    "of its own, so it may have changed some of its parameters already"
+                    f"optimizer {stepping.name!r} was interrupted inside step(), as by a "
+                    "collective of its own or of a hook, so it may have changed some of its "
+                    "parameters already"
                 )
-            # Only a closure runs a backward pass inside step().
-            if stepping.inside:
+            if stepping.was_interrupted:
                 return (
                     f"optimizer {stepping.name!r} was interrupted inside step(), after an earlier "
                     "call of its closure, so it may have changed the parameters already, as LBFGS "
@@ -313,6 +341,14 @@ def is_plain(stateful: object) -> TypeGuard[torch.optim.Optimizer]:
         and not isinstance(stateful, Joinable)
         and hasattr(stateful, "_optimizer_step_post_hooks")
     )
+
+
+def _parameters_of(thing: object) -> list[torch.Tensor]:
+    """Those of a module or an optimizer; empty for anything else."""
+    if isinstance(thing, torch.nn.Module):
+        return [*thing.parameters()]
+    groups = thing.param_groups if isinstance(thing, torch.optim.Optimizer) else ()
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _name(model: ModelEngine) -> str:

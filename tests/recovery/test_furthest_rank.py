@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+import chorusline as cl
 from chorusline.runtime.data.dealer import Cut, Dealer, Left, ShardIteration
 from chorusline.runtime.process.agreement import (
     MAX_ITERATIONS,
@@ -16,7 +17,7 @@ from chorusline.runtime.process.agreement import (
     vote_numel,
 )
 from chorusline.runtime.process.leftovers import LeftoverVote
-from chorusline.runtime.process.registry import Registered
+from chorusline.runtime.process.registry import Registered, Registry
 from chorusline.runtime.recovery.plain_optimizer_steps import PlainSteps
 from chorusline.runtime.recovery.restart import Summary, leader_of, up_to_date
 
@@ -92,16 +93,24 @@ def test_a_vote_that_tells_no_samples_is_no_longer_than_before() -> None:
     assert read_agreement(total.tolist(), 3).cursors == ()
 
 
-def watched(*names: str) -> tuple[PlainSteps, list[torch.optim.SGD], list[object]]:
+def watched(
+    *names: str, kind: type[torch.optim.SGD] = torch.optim.SGD, own: str = ""
+) -> tuple[PlainSteps, list[torch.optim.SGD], list[object]]:
+    """own: which of them is registered with per_rank=True."""
     taken: list[object] = []
     steps = PlainSteps(lambda cursors, iterations: taken.append((cursors, iterations)))
     optims = []
     for name in names:
         weight = torch.nn.Parameter(torch.ones(1))
         weight.grad = torch.ones(1)
-        optims.append(torch.optim.SGD([weight], lr=0.1))
-        steps.watch(Registered(name, optims[-1], False))
+        optims.append(kind([weight], lr=0.1))
+        steps.watch(Registered(name, optims[-1], name == own))
     return steps, optims, taken
+
+
+def why_not_stepped(steps: PlainSteps, optim: torch.optim.Optimizer) -> str:
+    (weight,) = optim.param_groups[0]["params"]
+    return steps.why_not_stepped("the model", [("weight", weight)])
 
 
 def test_a_step_is_taken_when_its_optimizer_has_stepped_behind_an_agreement() -> None:
@@ -211,3 +220,60 @@ def test_an_agreement_on_an_iteration_that_is_over_says_nothing_of_the_next() ->
     dealer.begin(second)
     dealer.record(((4,),), numbers)
     assert second.counts.committed is None
+
+
+class Lost(RuntimeError):
+    pass
+
+
+class Gathering(torch.optim.SGD):
+    """Loses a rank in a collective of its own, as a distributed Muon would."""
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[no-untyped-def]
+        for weight in self.param_groups[0]["params"]:
+            weight -= weight.grad
+        raise Lost
+
+
+def test_an_optimizer_that_lost_a_rank_inside_its_step_may_have_changed_parameters() -> None:
+    steps, (optim,), taken = watched("optim", kind=Gathering)
+    steps.agreed(((4,),), [1])
+    assert not why_not_stepped(steps, optim)
+    with pytest.raises(Lost):
+        optim.step()
+    assert not taken and "'optim' was interrupted inside step()" in why_not_stepped(steps, optim)
+
+
+def test_a_closure_whose_first_pass_has_lost_a_rank_has_changed_nothing() -> None:
+    def closure() -> None:
+        raise Lost
+
+    steps, (optim,), _ = watched("optim")
+    with pytest.raises(Lost):
+        optim.step(closure)
+    assert not why_not_stepped(steps, optim)
+
+
+def test_an_optimizer_of_one_rank_takes_no_step_of_the_model() -> None:
+    steps, (own, optim), taken = watched("own", "optim", own="own")
+    steps.agreed(((4,),), [1])
+    own.step()
+    assert steps.place == (0, 0) and not taken
+    optim.step()
+    assert steps.place == (1, 1) and len(taken) == 1
+
+
+@pytest.mark.parametrize("by", ["module", "optimizer"])
+def test_averaged_parameters_are_each_ranks_own(by: str) -> None:
+    steps, registry = PlainSteps(lambda *_: None), Registry()
+    net = torch.nn.Linear(2, 1)
+    optim = torch.optim.SGD(net.parameters(), lr=0.1)
+    registry.add("net", net if by == "module" else optim)
+    assert not steps.why_not_again(registry, [])
+    with cl.Group.create(cl.HashStore(), 0, 1) as group:
+        averager = cl.PeriodicModelAverager(period=4, warmup_steps=8, process_group=group)
+        averager.average_parameters(net.parameters())
+    assert "model averaging takes the mean of parameters of 'net'" in steps.why_not_again(
+        registry, []
+    )
