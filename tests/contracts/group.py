@@ -24,6 +24,7 @@ from tests.contracts.operations import (
     check_all_reduce,
     check_all_to_all,
     check_an_input_in_another_part_of_the_output,
+    check_an_output_across_parts_of_the_input,
     check_broadcast,
     check_gather_and_scatter,
     check_halves_round_once,
@@ -37,6 +38,7 @@ from tests.contracts.operations import (
 )
 from tests.contracts.tensors import (
     check_arrays_and_strides,
+    check_negated_views,
     check_numpy,
     check_refusals,
 )
@@ -52,6 +54,7 @@ CONTRACT = (
     check_reduce_scatter,
     check_all_gather,
     check_an_input_in_another_part_of_the_output,
+    check_an_output_across_parts_of_the_input,
     check_broadcast,
     check_shapes_and_views,
     check_many_in_flight,
@@ -78,6 +81,7 @@ HOST_CONTRACT = (
     check_halves_round_once,
     check_messages_beside_collectives,
     check_many_objects_between_two,
+    check_negated_views,
     check_numpy,
     check_narrow_averages_do_not_overflow,
 )

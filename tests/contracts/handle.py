@@ -35,6 +35,11 @@ def check_results_and_futures(group: Group) -> None:
     assert work.result().data_ptr() == tensor.data_ptr()
     late = work.get_future()
     assert late.done()
+    for _ in range(20):
+        work = group.all_reduce(torch.ones(5, device=group.device))
+        future = work.get_future()
+        work.wait_on_host()
+        assert future.done(), "nor does wait_on_host() return before it"
 
     with group.coalesce() as block:
         group.all_reduce(tensor)
@@ -56,6 +61,30 @@ def check_results_and_futures(group: Group) -> None:
 
     asyncio.run(main())
     assert part.tolist() == [group.size] * 2
+
+
+def check_results_are_what_was_written(group: Group) -> None:
+    n, me = group.size, group.rank
+    last = n - 1
+    one, whole = torch.ones(2, device=group.device), torch.ones(2 * n, device=group.device)
+    parts = [torch.ones(2, device=group.device) for _ in range(n)]
+    assert group.all_reduce(one).wait() is one
+    assert group.reduce(one, last).wait() is one
+    assert group.broadcast(one, last).wait() is one
+    assert group.reduce_scatter(one, parts).wait() is one
+    assert group.all_gather(parts, one).wait() is parts
+    assert group.all_gather(whole, one).wait() is whole
+    for output in (whole, parts):
+        given = output if me == last else None
+        assert group.gather(one, given, last).wait() is given
+        assert group.scatter(one, given, last).wait() is one
+    assert group.all_to_all(whole, whole.clone()).wait() is whole
+    assert group.all_to_all(parts, [part.clone() for part in parts]).wait() is parts
+    if me == last and n > 1:
+        assert group.recv(one, 0).wait() is one
+    elif me == 0 and n > 1:
+        assert group.send(one, last).wait() is None
+    group.barrier().wait()
 
 
 def check_a_work_in_flight_has_no_result(group: Group) -> None:
@@ -193,6 +222,8 @@ def check_subgroups(group: Group) -> None:
     assert halves is not None
     mine = [r for r in reversed(range(size)) if r % 2 == group.rank % 2]
     assert halves.ranks == tuple(mine)
+    same = group.split(7)
+    assert same is not None and same.ranks == tuple(range(size)), "equal keys keep their order"
     alone = group.new_group([size - 1], name="alone")
     assert (alone is None) == (group.rank != size - 1)
 
@@ -215,7 +246,7 @@ def check_subgroups(group: Group) -> None:
     nobody = group.split(None)
     assert nobody is None
     group.barrier().wait()
-    for made in (backwards, halves, alone):
+    for made in (backwards, halves, same, alone):
         if made is not None:
             made.close()
     group.barrier().wait()
@@ -293,6 +324,7 @@ def check_an_operation_that_is_done_keeps_no_tensor(group: Group) -> None:
 HANDLE_CONTRACT = (
     check_an_operation_that_is_done_keeps_no_tensor,
     check_results_and_futures,
+    check_results_are_what_was_written,
     check_a_work_in_flight_has_no_result,
     check_objects,
     check_objects_and_tensors_in_flight_together,

@@ -90,6 +90,21 @@ def check_an_input_in_another_part_of_the_output(group: Group) -> None:
             assert rank != place or torch.equal(whole, wanted)
 
 
+def check_an_output_across_parts_of_the_input(group: Group) -> None:
+    """What is written there must not be read as input that is still to come."""
+    size, rank = group.size, group.rank
+    for numel in (3, 400_001):  # The latter in several turns of the memory between ranks.
+        numbers = torch.arange(size * numel, dtype=torch.float64) % 1000
+        wanted = numbers.numpy()[rank * numel :][:numel] * size + sum(range(size))
+        for place in range(size):
+            # One element later, so that it reaches into what a later turn reads.
+            at = min(place * numel + 1, (size - 1) * numel)
+            whole = (numbers + rank).to(group.device)
+            mine = whole[at : at + numel]
+            group.reduce_scatter(mine, whole).wait_on_host()
+            assert_equal(mine, wanted)
+
+
 def check_broadcast(group: Group) -> str:
     results = []
     for numel in (*SMALL_SIZES, LARGE_SIZE):

@@ -19,6 +19,7 @@ from chorusline.collectives.contract.errors import (
     GroupClosed,
     name_ranks,
 )
+from chorusline.collectives.contract.work import Work
 from chorusline.collectives.group import Group
 from chorusline.collectives.stores.store import HashStore
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Rank, Ranks, error_of, run_ranks, transports
@@ -230,6 +231,56 @@ def test_a_deadline_counts_while_an_operation_waits_for_one_with_more_time(
 ) -> None:
     told, _ = run_ranks(issue_with_less_time, 2, tmp_path, transport)
     assert "barrier #2 in generation 0: rank 1 did not arrive within 1 s" in told
+
+
+def deadlines_of_calls(group: Group) -> list[str]:
+    """The operations whose deadline is not the one that their call gave."""
+    one, whole, parts = torch.ones(2), torch.ones(4), [torch.ones(2), torch.ones(2)]
+    uneven = [torch.ones(1), torch.ones(2)]
+    mine, is_first, other = uneven[group.rank], group.rank == 0, 1 - group.rank
+    has: dict[str, Any] = {"timeout_s": 17.0}
+    works: list[Work] = [
+        *(group.all_reduce(one, **has), group.reduce(one, 1, **has)),
+        *(group.broadcast(one, 1, **has), group.barrier(**has), group.monitored_barrier(17.0)),
+        *(group.reduce_scatter(one, whole, **has), group.reduce_scatter(one, parts, **has)),
+        *(group.reduce_scatter(mine.clone(), uneven, **has), group.all_gather(whole, one, **has)),
+        *(group.all_gather(parts, one, **has), group.all_gather(uneven, mine, **has)),
+        group.gather(one, parts if is_first else None, **has),
+        group.scatter(one, parts if is_first else None, **has),
+        group.all_to_all(whole, whole.clone(), **has),
+        *(group.send(one, other, **has), group.recv(one, other, **has)),
+        *(group.broadcast_object_list([1], **has), group.all_gather_object(1, **has)),
+        *(group.gather_object(1, **has), group.scatter_object_list([1, 2], **has)),
+        *(group.send_object_list([1], other, **has), group.recv_object_list([1], other, **has)),
+    ]
+    for work in works:
+        work.wait()
+    return [str(work.operation) for work in works if work.operation.timeout_s != 17.0]
+
+
+def test_every_operation_has_the_deadline_of_its_call(ranks_of: Any) -> None:
+    assert ranks_of(2).run(deadlines_of_calls) == [[], []]
+
+
+def miss_a_block(rank: Rank) -> Any:
+    group = rank.group()
+    if rank.rank == 1:
+        rank.store.wait(["said/over/0"], 60)
+        return None
+    with group.coalesce(timeout_s=0.5) as work:
+        group.all_reduce(torch.ones(3))
+    error = error_of(work.wait)
+    rank.say("over")
+    return error
+
+
+@transports
+def test_the_operations_of_a_coalesced_block_have_its_deadline(
+    transport: str, tmp_path: Path
+) -> None:
+    error, _ = run_ranks(miss_a_block, 2, tmp_path, transport)
+    assert isinstance(error, CollectiveTimeout)
+    assert (error.ranks, error.timeout_s) == ([1], 0.5)
 
 
 def await_a_late_rank(rank: Rank) -> tuple[float, int]:

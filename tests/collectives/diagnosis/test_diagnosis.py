@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,23 +78,34 @@ def test_what_is_told_at_info_goes_to_the_users_logging(caplog: pytest.LogCaptur
 def profile(rank: Rank) -> Any:
     with rank.group() as group:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+            if rank.rank == 1:
+                time.sleep(0.2)  # Rank 0 has issued it, and waits.
             work = group.all_reduce(torch.ones(500_000))
             torch.ones(3).add_(1)
             work.wait()
+            other = 1 - rank.rank
+            with group.coalesce() as both:
+                group.send(torch.ones(3), other)
+                group.recv(torch.ones(3), other)
+            both.wait()
             group.barrier().wait()
         group.barrier().wait()
-    return {e.key: e.count for e in recorded.key_averages()}
+    took_us = [e.time_range.elapsed_us() for e in recorded.events() if "all_reduce" in e.name]
+    return {e.key: e.count for e in recorded.key_averages()}, took_us
 
 
 @transports
 def test_collectives_are_ranges_in_torchs_profiler(transport: str, tmp_path: Path) -> None:
-    for found in run_ranks(profile, 2, tmp_path, transport):
+    for rank, (found, took_us) in enumerate(run_ranks(profile, 2, tmp_path, transport)):
         if "aten::ones" not in found:
             pytest.skip("this build of torch profiles nothing in a process that was forked")
         ours = {key: count for key, count in found.items() if key.startswith("chorusline::")}
-        if len(ours) < 2 and torch.__version__ < "2.13":
+        if len(ours) < 4 and torch.__version__ < "2.13":
             pytest.skip("torch 2.11 drops ranges that end in a thread older than the recording")
-        assert ours == {"chorusline::all_reduce": 1, "chorusline::barrier": 1}
+        assert ours == {
+            f"chorusline::{name}": 1 for name in ("all_reduce", "send", "recv", "barrier")
+        }
+        assert rank != 0 or took_us[0] > 100_000, "from the issue to the end"
 
 
 def skip_a_number(rank: Rank) -> Any:

@@ -227,6 +227,27 @@ def test_a_rank_that_dies_is_named_by_those_who_wait_for_its_object(
             assert "all_gather_object #0" in str(error) or is_connected
 
 
+def map_what_comes(group: Group) -> list[str]:
+    """Where the tensors are that this rank is given."""
+    tensor = torch.ones(3)
+    copied = [tensor]
+    group.broadcast_object_list(copied, root=0, map_location="meta").wait()
+    gathered = group.gather_object(tensor, root=1, map_location="meta").wait() or []
+    scattered = [tensor, tensor] if group.rank == 0 else None
+    dealt = group.scatter_object_list(scattered, root=0, map_location="meta").wait()
+    received: list[Any] = []
+    if group.rank == 0:
+        group.send_object_list([tensor], 1).wait()
+    else:
+        received = [None]
+        group.recv_object_list(received, 0, map_location="meta").wait()
+    return [str(one.device) for one in (*copied, *gathered, dealt, *received)]
+
+
+def test_every_operation_on_objects_takes_map_location(ranks_of: Any) -> None:
+    assert ranks_of(2).run(map_what_comes) == [["cpu", "meta"], ["meta"] * 5]
+
+
 # -- one rank ------------------------------------------------------------------------------------
 
 

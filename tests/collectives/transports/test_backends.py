@@ -238,7 +238,7 @@ def test_a_name_is_registered_once() -> None:
 def test_an_interface_that_does_not_exist_is_refused_with_those_that_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
     here = ", ".join(name for _, name in socket.if_nameindex())
     with pytest.raises(ValueError, match=f"GLOO_SOCKET_IFNAME names nosuch0, but .* has {here};"):
         Group.create(HashStore(), 0, 1, backend="gloo")

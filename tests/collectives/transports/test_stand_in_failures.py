@@ -32,7 +32,7 @@ from chorusline.collectives.torch_backend.torch_work import TorchWork
 from chorusline.runtime.process.agreement import Vote, check_votes, vote_numel
 from chorusline.runtime.process.leftovers import LeftoverVote
 from chorusline.runtime.zero.ballot import Ballot, ShardedVote
-from tests.collectives.contract.test_work import abort_with_a_callback
+from tests.collectives.contract.test_work import abort_with_a_callback, miss_barriers
 from tests.harness.ranks import Rank, error_of
 from tests.harness.stand_in_gpu import nccl, streams
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
@@ -321,6 +321,18 @@ def block_with_nobody(rank: Rank) -> None:
 def test_each_deadline_in_a_coalesced_block_holds() -> None:
     with StandInRanks(2) as ranks:
         ranks.run(block_with_nobody)
+
+
+@needs_stand_in
+@pytest.mark.parametrize(("wait_all_ranks", "missing"), [(False, [1]), (True, [1, 3])])
+def test_a_monitored_barrier_of_nccl_names_the_missing_from_wait(
+    wait_all_ranks: bool, missing: list[int]
+) -> None:
+    with StandInRanks(4) as ranks:
+        for error in ranks.run(miss_barriers, wait_all_ranks)[::2]:
+            assert isinstance(error, CollectiveTimeout)
+            assert (error.ranks, error.timeout_s) == (missing, 0.5)
+            assert wait_all_ranks or "rank 3 " not in error.whereabouts
 
 
 def issue_after_abort(rank: Rank) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from chorusline.collectives.diagnosis.debug import DebugLevel, set_debug_level
 from chorusline.collectives.group import Group
 from chorusline.collectives.stores.store import HashStore
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
+from chorusline.runtime.data_parallel.gradients import step_statistics
 from tests.harness.log_lines import LogLines
 from tests.harness.reused_ranks import ReusedRanks
 
@@ -99,6 +101,22 @@ def test_steps_of_a_hook_count_and_every_hundred_steps_have_a_line() -> None:
     assert statistics.communication_s >= 0.001
     averages = [line for line in told.lines if " steps on average: " in line]
     assert len(averages) == 1 and averages[0].startswith("rank 0, model 0: 100 steps on average")
+
+
+def test_each_time_is_that_of_its_part_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(step_statistics, "time", SimpleNamespace(monotonic=lambda: now))
+    clock = step_statistics.StepClock(0, ["weight"])
+    for began_at in (100.0, 200.0):
+        now = began_at + 2
+        clock.forward_ran(began_at)
+        now = began_at + 6
+        clock.backward_ended([True])
+        # Launched a second before the end of the backward pass, and over three seconds after it.
+        assert clock.count(began_at + 5, began_at + 9, 2.5)
+    average = clock.average([])
+    assert (average.steps, average.forward_s, average.backward_s) == (2, 2, 4)
+    assert (average.communication_s, average.overlap_s, average.wait_s) == (4, 1, 2.5)
 
 
 def test_below_info_nothing_is_timed_and_the_mend_is_told() -> None:
