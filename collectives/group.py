@@ -413,6 +413,8 @@ class Group:
         wire_op = self._checked_op("all_reduce", op, factor, tensor)
         finishers = [*finishers]
         flat = written(tensor, finishers, also_read=True)
+        if factor is not None:
+            flat = _scaled(flat, tensor, factor, finishers)
         numel = tensor.numel()
         operation = self._begin(
             Kind.ALL_REDUCE,
@@ -423,9 +425,6 @@ class Group:
             2 * numel * (self.size - 1) / self.size,
             finisher(finishers),
         )
-        # After `_begin`, which may refuse the operation: then the caller's tensor is as it was.
-        if factor is not None:
-            _scale(flat, tensor, factor)
         return self._issued(self._communicator.all_reduce(operation, flat, wire_op), tensor)
 
     @tensor_operation(root="write dst=")
@@ -448,6 +447,8 @@ class Group:
         wire_op = self._checked_op("reduce", op, factor, tensor)
         finishers: list[Finisher] = []
         flat = written(tensor, finishers, also_read=True) if is_root else read(tensor)
+        if factor is not None:
+            flat = _scaled(flat, tensor, factor, finishers if is_root else None)
         numel = tensor.numel()
         operation = self._begin(
             Kind.REDUCE,
@@ -458,11 +459,6 @@ class Group:
             0 if is_root else numel,
             finisher(finishers),
         )
-        # The others keep their tensor: what is multiplied is a copy.
-        if factor is not None:
-            if not is_root:
-                flat = flat.clone()
-            _scale(flat, tensor, factor)
         return self._issued(self._communicator.reduce(operation, flat, dst, wire_op), tensor)
 
     @tensor_operation(src="write root=")
@@ -1821,6 +1817,18 @@ def _scale(flat: torch.Tensor, tensor: torch.Tensor, factor: complex) -> None:
     if tensor.is_complex():
         flat = torch.view_as_complex(flat.view(-1, 2))
     flat.mul_(factor)
+
+
+def _scaled(
+    flat: torch.Tensor, tensor: torch.Tensor, factor: complex, finishers: list[Finisher] | None
+) -> torch.Tensor:
+    """A scaled copy of `flat`; the result is copied back by `finishers`. The caller's tensor stays
+    as it is where the ranks turn out to disagree, or the operation is refused."""
+    scaled = flat.clone()
+    _scale(scaled, tensor, factor)
+    if finishers is not None:
+        finishers.insert(0, _copying(flat, scaled))
+    return scaled
 
 
 def _copying(target: torch.Tensor, source: torch.Tensor) -> Finisher:

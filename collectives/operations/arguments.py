@@ -306,7 +306,7 @@ def checked_op(
     integer = not (dtype.is_floating_point or dtype.is_complex)
     if integer and not isinstance(factor, int):
         raise ValueError(f"factor {factor!r} must be an int, because the tensor is {dtype}")
-    # Tried here, as the tensor is scaled after the operation has its number.
+    # Tried on one element, for an error that names the factor.
     if not hasattr(factor, "numel"):  # A tensor of one element serves as well.
         try:
             torch.ones((), dtype=dtype, device="cpu").mul_(factor)

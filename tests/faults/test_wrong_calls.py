@@ -84,6 +84,22 @@ MISMATCHES: dict[str, tuple[Issue, torch.Tensor, Issue, torch.Tensor, str, str]]
         "reduce_scatter #0 (12 float32) with SUM",
         "reduce_scatter #0 (12 float32) with MAX",
     ),
+    "factor": (
+        lambda group, t: group.all_reduce(t, ReduceOp.PREMUL_SUM, factor=2.0),
+        ONES,
+        lambda group, t: group.all_reduce(t),
+        ONES,
+        "all_reduce #0 (12 float32) with PREMUL_SUM",
+        "all_reduce #0 (12 float32) with SUM",
+    ),
+    "factor on a root": (
+        lambda group, t: group.reduce(t, 0, ReduceOp.PREMUL_SUM, factor=2.0),
+        ONES,
+        lambda group, t: group.reduce(t, 0),
+        ONES,
+        "reduce #0 (12 float32) with PREMUL_SUM to rank 0",
+        "reduce #0 (12 float32) with SUM to rank 0",
+    ),
     "barrier": (
         lambda group, t: group.barrier(),
         ONES,
