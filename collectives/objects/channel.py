@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..contract.call_site import users_frame
+from ..contract.call_site import SITE_BYTES, users_frame
 from ..contract.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -44,7 +44,7 @@ from ..diagnosis.blame import describe_issued, usual_and_blamed
 from ..diagnosis.flight_recorder import FlightRecorder
 from ..stores.signed_store import Seal
 from .blocking import BytesGroup, all_gather_row, broadcast_bytes
-from .payloads import MapLocation, loads, opened
+from .payloads import MapLocation, bytes_of, loads, opened, words_of
 
 
 class Owner(Protocol):
@@ -138,7 +138,7 @@ class ObjectChannel:
 
         def exchange(group: BytesGroup) -> dict[int, bytes]:
             table = all_gather_row(group, header)
-            self._compare(operation, [tuple(row[:3]) for row in table])
+            self._compare(operation, group, [tuple(row[:3]) for row in table])
             return body(group, [row[3] for row in table])
 
         work = ObjectWork(operation, self._in_flight, exchange, read, map_location)
@@ -218,10 +218,19 @@ class ObjectChannel:
             self._in_flight.changed.notify_all()
         work.call_back()
 
-    def _compare(self, operation: Operation, headers: list[tuple[int, ...]]) -> None:
+    def _compare(
+        self, operation: Operation, group: BytesGroup, headers: list[tuple[int, ...]]
+    ) -> None:
         _, blamed = usual_and_blamed(headers)
         if blamed:
-            detail = describe_issued([_named(what) for what in headers])
+            # All ranks see it, and so all of them take part.
+            mine = words_of(operation.padded_site(), SITE_BYTES).tolist()
+            sites = [torch.tensor(row, device="cpu") for row in all_gather_row(group, mine)]
+            at = [bytes_of(row, SITE_BYTES).rstrip(b"\0").decode(errors="replace") for row in sites]
+            issued = [_named(what) for what in headers]
+            detail = describe_issued(
+                [f"{what} at {site}" for what, site in zip(issued, at, strict=True)]
+            )
             raise CollectiveMismatch(str(operation), operation.generation, blamed, detail)
 
     def _unreadable(

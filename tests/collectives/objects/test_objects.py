@@ -168,11 +168,13 @@ def disagree(rank: Rank) -> Any:
 def test_ranks_in_different_object_collectives_are_told_both_sides(
     transport: str, tmp_path: Path
 ) -> None:
+    theirs = disagree.__code__.co_firstlineno + 3
     for error in run_ranks(disagree, 3, tmp_path, transport):
         assert isinstance(error, CollectiveMismatch)
         assert error.ranks == [1]
-        assert "ranks [0, 2] issued broadcast_object_list of 2 objects with root 0" in str(error)
-        assert "rank 1 issued gather_object with root 1" in str(error)
+        usual = "ranks [0, 2] issued broadcast_object_list of 2 objects with root 0"
+        assert f"{usual} at test_objects.py:{theirs + 1}" in str(error)
+        assert f"rank 1 issued gather_object with root 1 at test_objects.py:{theirs}" in str(error)
 
 
 def cancel_an_object(rank: Rank) -> Any:
