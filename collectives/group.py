@@ -1636,7 +1636,7 @@ class Group:
             self._kept.spoil("it sends objects through its group before its first step")
         self.statistics.count(kind, 0)
         if self._channel is None:
-            self._channel = ObjectChannel(self, self._channel_group)
+            self._channel = ObjectChannel(self, self._channel_group, self._with_nvtx)
             failure = self.failure()
             # The group had ended before the channel was made, and could not tell it.
             if failure is not None:

@@ -22,6 +22,13 @@ def nvtx_is_recorded(device: torch.device) -> bool:
     return device.type == "cuda" and any(name in os.environ for name in _SET_BY_TOOLS)
 
 
+def span_of(operation: Operation, with_nvtx: bool) -> RecordedSpan | None:
+    """The range of `operation`; None while nobody records."""
+    if profiler._is_profiler_enabled or with_nvtx:
+        return RecordedSpan(operation, with_nvtx)
+    return None
+
+
 class RecordedSpan:
     """The range `chorusline::all_reduce` of one operation, from now until `end`. In NVTX its name
     has the number and the size."""

@@ -42,6 +42,7 @@ from ..contract.operation import Kind, Operation
 from ..contract.work import every_cuda_device
 from ..diagnosis.blame import describe_issued, usual_and_blamed
 from ..diagnosis.flight_recorder import FlightRecorder
+from ..diagnosis.profiling import span_of
 from ..stores.signed_store import Seal
 from .blocking import BytesGroup, all_gather_row, broadcast_bytes
 from .payloads import MapLocation, bytes_of, loads, opened, words_of
@@ -97,11 +98,16 @@ class ObjectChannel:
     """One rank's end of the channel.
 
     connect: makes the channel's group and its recorder, for the first operation. It blocks.
+    with_nvtx: operations are ranges in NVTX as well.
     """
 
     def __init__(
-        self, owner: Owner, connect: Callable[[Operation], tuple[BytesGroup, RecorderOnBehalf]]
+        self,
+        owner: Owner,
+        connect: Callable[[Operation], tuple[BytesGroup, RecorderOnBehalf]],
+        with_nvtx: bool,
     ) -> None:
+        self._with_nvtx = with_nvtx
         self._owner = owner
         self._connect = connect
         self._in_flight: InFlight[ObjectWork] = InFlight(owner.rank, owner.abort)
@@ -134,6 +140,7 @@ class ObjectChannel:
         operation = Operation(kind, sequence, generation, 0, -1, root, timeout_s)
         caller = users_frame(sys._getframe(1))
         operation.caller, operation.caller_at = caller.f_code, caller.f_lasti
+        operation.span = span_of(operation, self._with_nvtx)
         header = (int(kind), root, count, len(payload))
 
         def exchange(group: BytesGroup) -> dict[int, bytes]:

@@ -88,6 +88,7 @@ def profile(rank: Rank) -> Any:
                 group.send(torch.ones(3), other)
                 group.recv(torch.ones(3), other)
             both.wait()
+            group.all_gather_object("objects").wait()
             group.barrier().wait()
         group.barrier().wait()
     took_us = [e.time_range.elapsed_us() for e in recorded.events() if "all_reduce" in e.name]
@@ -100,11 +101,10 @@ def test_collectives_are_ranges_in_torchs_profiler(transport: str, tmp_path: Pat
         if "aten::ones" not in found:
             pytest.skip("this build of torch profiles nothing in a process that was forked")
         ours = {key: count for key, count in found.items() if key.startswith("chorusline::")}
-        if len(ours) < 4 and torch.__version__ < "2.13":
+        if len(ours) < 5 and torch.__version__ < "2.13":
             pytest.skip("torch 2.11 drops ranges that end in a thread older than the recording")
-        assert ours == {
-            f"chorusline::{name}": 1 for name in ("all_reduce", "send", "recv", "barrier")
-        }
+        names = "all_reduce", "send", "recv", "all_gather_object", "barrier"
+        assert ours == {f"chorusline::{name}": 1 for name in names}
         assert rank != 0 or took_us[0] > 100_000, "from the issue to the end"
 
 
