@@ -356,10 +356,14 @@ def _links(environment: Mapping[str, str]) -> Iterator[Finding]:
     here = [name for _, name in socket.if_nameindex()]
     speeds = ", ".join(f"{name}{_speed(name)}" for name in here)
     yield fine("links", speeds)
+    of_gloo = os.environ.get(GLOO_VARIABLE, "")
     try:
         check_gloo_interfaces()
     except ValueError as error:
         yield broken(GLOO_VARIABLE, str(error), f"export {GLOO_VARIABLE}={_likely(here)}")
+    else:
+        if of_gloo:
+            yield fine(GLOO_VARIABLE, f"is {of_gloo!r}: ranks on CPUs of several hosts use that")
     wanted = environment.get(NCCL_VARIABLE, "")
     if wanted and not _nccl_finds(wanted, here):
         yield broken(
@@ -367,7 +371,11 @@ def _links(environment: Mapping[str, str]) -> Iterator[Finding]:
             f"is {wanted!r}, which leaves none of {', '.join(here)}",
             f"export {NCCL_VARIABLE}={_likely(here)}",
         )
+    elif wanted:
+        yield fine(NCCL_VARIABLE, f"is {wanted!r}: ranks on GPUs of several hosts use that")
     # Gloo listens on the address of the host's name, unless a variable names an interface.
+    if of_gloo:
+        return
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)

@@ -40,7 +40,7 @@ from chorusline.runtime.commands.arguments import (
 )
 from chorusline.runtime.commands.bench import Row, bus_factor, nbytes, table
 from chorusline.runtime.commands.command_line import main
-from chorusline.runtime.commands.doctor import Severity, _address, _exits, _ray
+from chorusline.runtime.commands.doctor import Severity, _address, _exits, _links, _ray
 from chorusline.runtime.commands.status import _show, survey
 from chorusline.runtime.commands.visible_gpus import traps
 from chorusline.runtime.session import connecting
@@ -580,6 +580,22 @@ def test_the_doctor_tells_the_mend_of_what_is_wrong_and_exits_with_1(
     assert "`ray start --head` there" in wrong["RAY_ADDRESS"]
     assert "RAY_AUTH_MODE=disabled" in wrong["ray's"]
     assert told.endswith("4 things prevent running here\n")
+
+
+def test_the_doctor_tells_the_interfaces_that_were_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    told = {one.topic: one for one in _links({})}
+    assert told["host name"].severity is Severity.POOR
+    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & set(told)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    told = {one.topic: one for one in _links({"NCCL_SOCKET_IFNAME": "=lo"})}
+    assert {one.severity for one in told.values()} == {Severity.FINE}
+    assert "'lo'" in told["GLOO_SOCKET_IFNAME"].says
+    assert "'=lo'" in told["NCCL_SOCKET_IFNAME"].says
+    assert "host name" not in told, "Gloo does not ask for its address"
 
 
 def test_the_doctor_finds_the_cluster_of_this_machine_by_auto(
