@@ -13,6 +13,7 @@ import pytest
 import ray
 
 import chorusline as cl
+from chorusline.collectives.transports.interfaces import network_of
 from chorusline.runtime.session import connecting
 
 FEW = {"CPU": 0.1}
@@ -23,15 +24,15 @@ async def test_variables_and_labels_reach_the_workers_and_the_driver(cluster: No
     async with cl.Session(
         2,
         resources_per_worker=FEW,
-        env_vars={"OF_THE_SESSION": "yes"},
+        env_vars={"OF_THE_SESSION": "yes", "GLOO_SOCKET_IFNAME": "lo"},
         runtime_env={"env_vars": {"OF_RAY": "too"}},
         label_selector={"ray.io/node-id": here},
         pause_s=7,
     ) as session:
         results = await session.run(
-            lambda ctx: (os.environ["OF_THE_SESSION"], os.environ["OF_RAY"])
+            lambda ctx: (os.environ["OF_THE_SESSION"], os.environ["OF_RAY"], network_of("gloo"))
         )
-        assert results == [("yes", "too")] * 2
+        assert results == [("yes", "too", "lo (GLOO_SOCKET_IFNAME)")] * 2
         assert session._holder.worker_group is not None
         look = session._holder.worker_group._driver.__ray_call__
         assert await look.remote(repr) == f"driver of {session.name}"
