@@ -198,6 +198,10 @@ class PlainSteps:
                 steps._vote()
 
         def after(*_: Any) -> None:
+            # torch calls the hooks for the step of a derived class, and for that of its base which
+            # it calls, if there is an optimizer of the base, too: the inner one is over already.
+            if watched.inside is None:
+                return
             watched.inside = None
             if (steps := mine()) is not None:
                 steps._has_stepped(watched)

@@ -245,6 +245,25 @@ def test_an_optimizer_that_lost_a_rank_inside_its_step_may_have_changed_paramete
     assert not taken and "'optim' was interrupted inside step()" in why_not_stepped(steps, optim)
 
 
+class Clamping(torch.optim.SGD):
+    """Calls the step of its base, for which torch calls the hooks, too."""
+
+    def step(self, closure=None):  # type: ignore[no-untyped-def]
+        super().step(closure)
+        for weight in self.param_groups[0]["params"]:
+            weight.data.clamp_(-1, 1)
+
+
+def test_a_step_that_calls_that_of_its_base_is_one_step() -> None:
+    watched("base")  # From now on SGD.step has hooks of its own.
+    steps, (optim,), taken = watched("optim", kind=Clamping)
+    for step in (1, 2):
+        steps.agreed(((4,),), [1])
+        optim.step()
+        assert steps.place == (step, step) and len(taken) == step
+    assert not why_not_stepped(steps, optim)
+
+
 def test_a_closure_whose_first_pass_has_lost_a_rank_has_changed_nothing() -> None:
     def closure() -> None:
         raise Lost
