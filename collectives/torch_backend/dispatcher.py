@@ -160,6 +160,8 @@ def install() -> None:
         if _library is None:
             library = torch.library.Library("c10d", "IMPL")
             for operator in _runs:
+                if not hasattr(torch.ops.c10d, operator):
+                    continue  # `gather_into_tensor_` came with torch 2.14.
                 kernel = functools.partial(_kernel, operator)
                 library.impl(operator, kernel, _KEY, with_keyset=True)
             _library = library

@@ -376,6 +376,15 @@ class ChoruslineProcessGroup(_TorchProcessGroup):
         )
         return self._in_flight(work, output or [], "gather", shapes_of=inputs)
 
+    @operation("gather_into_tensor_", 2, GatherOptions, single=True)
+    def gather_single(self, output: Any, input: Any, opts: Any = None) -> TorchWork:
+        group = self._device_groups.group(input.device)
+        root = 0 if opts is None else opts.rootRank
+        # Elsewhere torch passes an empty tensor.
+        whole = moved(output) if group.rank == root else None
+        work = group.gather(moved(input), whole, root, timeout_s=seconds(opts))
+        return self._in_flight(work, [output], "gather", shapes_of=[input])
+
     @operation("scatter_", 2, ScatterOptions)
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         group = self._device_groups.group(only(outputs).device)

@@ -124,6 +124,11 @@ def parts(rank, size):
     all_gather_single(whole, row(rank, 4))
     assert torch.equal(whole, torch.cat(rows))
 
+    if hasattr(dist, "gather_single"):  # It came with torch 2.14.
+        at_root = torch.empty(size, 4) if rank == 1 % size else None
+        dist.gather_single(row(rank, 4), at_root, dst=1 % size)
+        assert at_root is None or torch.equal(at_root, torch.stack(rows))
+
     uneven = [torch.empty(r + 1) for r in range(size)]
     dist.all_gather(uneven, row(rank, rank + 1))
     assert all(torch.equal(part, row(r, r + 1)) for r, part in enumerate(uneven))
