@@ -107,10 +107,14 @@ class DetachedActors:
 
     def clear(self) -> None:
         """End the driver and the workers, remove the groups, and have the head forget it all."""
+        self.end_actors()
+        self.forget()
+
+    def end_actors(self) -> None:
+        """End the driver and the workers, and remove the groups."""
         for actor in [*self.drivers().values(), *(worker for _, worker in self.workers())]:
             ray.kill(actor)
         self.remove_groups()
-        self.forget()
 
     def forget(self) -> None:
         """Have the head forget all of this session."""

@@ -64,9 +64,9 @@ _STOP_S = 30.0
 _REASON_S = 2.0
 """Seconds for the clients to read why the session has ended."""
 
-_NOT_TO_BE_FOUND = -1
-"""In place of the number of restarts: the session is starting, and nobody knows its seats yet, or
-it has ended. A session host that is started again then ends."""
+_STARTING = -1
+"""In place of the number of restarts: the session is starting, and nobody knows its seats yet. A
+session host that is started again then ends."""
 
 _MOST_OUTCOME_BYTES = 1 << 20
 """Bytes of results that the cluster's head remembers for a session host that is started again."""
@@ -105,14 +105,15 @@ class SessionHost:
         self._clients: dict[str, float] = {}  # when each was heard last
         self._busy_at = time.monotonic()
         self._ended = ""
-        self._ended_at = 0.0
+        self._ended_at = 0.0  # seconds since the epoch, as `began` of a run
         self._restarts = 0
         self._is_up = asyncio.Event()
         self._start_error: BaseException | None = None  # None: the start has not failed
         # Ray starts a session host again with its id.
         saved = self._detached.saved("session")
         is_again = saved is not None and saved[0] == ray.get_runtime_context().get_actor_id()
-        self._again: int | None = saved[1] if is_again else None  # None: this is the first start
+        # The restarts, and the end of the session, that were noted; None: this is the first start.
+        self._again: tuple[int, str, float] | None = saved[1:] if is_again else None
         self._tasks: set[asyncio.Task[None]] = set()
         self._start_lines: deque[tuple[int, str]] = deque(maxlen=_LINES)
         log = logging.getLogger("chorusline")
@@ -145,12 +146,12 @@ class SessionHost:
         self._has_begun = True
         try:
             if self._again is not None:
-                await self._wake(self._again)
+                await self._wake(*self._again)
             else:
                 self._detached.clear()  # What a session host has left that was killed for good.
                 # Until it has started: a host that dies now leaves nothing that could be taken
                 # over.
-                self._note_restarts(_NOT_TO_BE_FOUND)
+                self._note_restarts(_STARTING)
                 with Starting(None) as starting:
                     await self._local.start(starting, is_local=False)
             self._note_restarts(self._restarts)
@@ -171,16 +172,22 @@ class SessionHost:
         if self._start_error is not None:
             raise self._start_error
 
-    async def _wake(self, restarts: int) -> None:
+    async def _wake(self, restarts: int, ended: str, ended_at: float) -> None:
         """This session host was started again: find what the one before had."""
-        if restarts == _NOT_TO_BE_FOUND:
+        if restarts == _STARTING:
             raise StartupError(f"the session {self._name!r} has not started", "its host died")
         self._restarts = restarts + 1
+        self._ended, self._ended_at = ended, ended_at
         record, request = self._detached.saved("run"), self._detached.saved("request")
-        # Workers know a run by the number of its request: a run that had to begin more than once
-        # has taken several.
-        last = request.run if request else record[0] if record else -1
-        await self._local.start_again(last + 1)
+        if ended:
+            # The host before may have died before it had ended them.
+            self._detached.end_actors()
+            request = None  # No worker holds anything of it.
+        else:
+            # Workers know a run by the number of its request: a run that had to begin more than
+            # once has taken several.
+            last = request.run if request else record[0] if record else -1
+            await self._local.start_again(last + 1)
         if record is not None:
             number, token, began, took_s, ending = record
             run = _Run(number, token, self._id, began)
@@ -191,6 +198,8 @@ class SessionHost:
             else:
                 run.took_s = took_s
                 run.ending = cloudpickle.loads(ending) if ending else _forgotten(ending)
+                if ended and ending is None:
+                    run.ending, run.took_s = GroupAborted(0, [], ended), ended_at - began
                 # What the workers still hold of it, for clients that have not heard all.
                 if request is not None:
                     await self._read_again(run.history, request.run)
@@ -205,7 +214,8 @@ class SessionHost:
 
     def _note_restarts(self, restarts: int) -> None:
         """For a session host that is started again."""
-        self._detached.save("session", (ray.get_runtime_context().get_actor_id(), restarts))
+        actor_id = ray.get_runtime_context().get_actor_id()
+        self._detached.save("session", (actor_id, restarts, self._ended, self._ended_at))
 
     def _own(self, what: Any, name: str) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(what, name=name)
@@ -223,13 +233,13 @@ class SessionHost:
             elif self._idle_s > self._idle_timeout_s:
                 await self._end(f"it was idle for its limit of {self._idle_timeout_s:g} s")
         # The workers are gone; results cost only this process.
-        await asyncio.sleep(RESULTS_KEPT_S)
+        await asyncio.sleep(RESULTS_KEPT_S - (time.time() - self._ended_at))
         self._self.leave.remote()
 
     async def _end(self, why: str) -> None:
         """End the workers and give their resources back; results and reports stay here."""
-        self._ended, self._ended_at = why, time.monotonic()
-        self._note_restarts(_NOT_TO_BE_FOUND)
+        self._ended, self._ended_at = why, time.time()
+        self._note_restarts(self._restarts)
         run = self._run
         if run is not None and run.task is not None and not run.is_over.is_set():
             run.why = why
@@ -422,7 +432,7 @@ class SessionHost:
             self._idle_timeout_s,
             self._restarts,
             self._ended,
-            time.monotonic() - self._ended_at if self._ended else 0.0,
+            time.time() - self._ended_at if self._ended else 0.0,
             self._options.checkpoint,
             self._options.seed,
         )

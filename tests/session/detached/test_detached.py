@@ -302,7 +302,12 @@ async def test_an_idle_session_ends_gives_its_room_back_and_keeps_its_results(
         while detached.workers():
             await asyncio.sleep(0.5)
     async with cl.attach(name) as session:
-        check_run(await session.results(), await session.reports(), 20)
+        check_run(results := await session.results(), await session.reports(), 20)
+        with pytest.raises(RuntimeError, match="idle for its limit of 3 s"):
+            await session.submit(lambda ctx: None)
+    kill(name, "host")
+    async with cl.attach(name) as session:
+        assert await session.results() == results
         with pytest.raises(RuntimeError, match="idle for its limit of 3 s"):
             await session.submit(lambda ctx: None)
     again = Script(tmp_path, on_cluster, session=given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,12 @@ class Memory:
     def remove_groups(self, kept: object) -> None:
         pass
 
+    def end_actors(self) -> None:
+        pass
+
+    def clear(self) -> None:
+        self.values.clear()
+
 
 def host_of(local: Any, memory: Memory) -> Any:
     """A session host that has begun, and has had no run yet."""
@@ -45,6 +52,27 @@ def host_of(local: Any, memory: Memory) -> Any:
     host._is_up = asyncio.Event()
     host._is_up.set()
     return host
+
+
+def starting(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The host as it is before its `live`; it stays when it is told to leave."""
+    actor = SimpleNamespace(get_actor_id=lambda: "of the host")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: actor)
+    monkeypatch.setattr(ray, "kill", lambda actor: None)
+    monkeypatch.setattr(session_host, "_REASON_S", 0.01)
+    monkeypatch.setattr(session_host, "_STOP_S", 0.01)
+    host._is_up.clear()
+    host._self, host._has_begun, host._start_error = None, False, None
+    host._restarts, host._ended_at, host._busy_at, host._idle_timeout_s = 0, 0.0, 0.0, 60.0
+    host._options = cl.Session()._options
+    return host
+
+
+async def ended(host: Any) -> None:
+    """Cancel what the host does beside its calls."""
+    for task in [*host._tasks]:
+        task.cancel()
+    await asyncio.gather(*host._tasks, return_exceptions=True)
 
 
 async def begun(host: Any, token: str) -> int:
@@ -169,7 +197,7 @@ async def test_a_session_host_restarted_after_a_run_hears_that_run_and_the_next_
     )
     local._worker_group_of = lambda seats: worker_group
     host = host_of(local, memory)
-    await host._wake(0)
+    await host._wake(0, "", 0.0)
     assert [one.values["loss"] for one in await host.reports()] == [0.5, 0.25]
     assert await host.ending(await begun(host, "second")) == RunSucceeded(0, ())
     assert [one.values["loss"] for one in await host.reports()] == [0.125]
@@ -195,6 +223,45 @@ async def test_the_end_of_a_run_is_heard_after_another_program_has_begun_the_nex
             assert await begun(host, "of the slow one") == 0, "a call that is repeated begins none"
     assert "of its last two runs" in str(await host.ending(0)), "no more are kept"
     assert [one.values["number"] for one in await host.reports()] == [2]
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+async def test_a_session_that_has_ended_keeps_its_results_when_its_host_is_started_again(
+    is_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = cloudpickle.dumps(RunSucceeded(0, (b"a result",))) if is_over else None
+    memory = Memory(run=(4, "first", 0.0, 7.0, outcome), request=RunRequest(4, 1.0, True))
+    host = starting(host_of(SimpleNamespace(worker_group=None), memory), monkeypatch)
+    host._again = (0, "it was idle for its limit of 3 s", time.time() - 60.0)
+    await host.live()
+    try:
+        ending = await host.ending(4)
+        if is_over:
+            assert ending == RunSucceeded(0, (b"a result",))
+        else:
+            assert isinstance(ending, cl.GroupAborted) and "it was idle" in str(ending)
+        status = await host.status()
+        assert status.ended == "it was idle for its limit of 3 s" and status.run == 4
+        assert 59.0 < status.ended_s < 90.0
+        assert status.ran_s == 7.0 if is_over else status.ran_s > 1e9, "it began in 1970"
+        assert "was idle for its limit" in await host.begin("second", Parcel(b""), DebugLevel.OFF)
+        assert memory.values["session"][1:3] == (1, status.ended), "for the next restart"
+    finally:
+        await ended(host)
+
+
+async def test_a_host_that_dies_after_its_session_has_ended_leaves_a_note_of_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def close() -> None:
+        pass
+
+    memory = Memory()
+    host = starting(host_of(SimpleNamespace(close=close), memory), monkeypatch)
+    await host._end("it was idle")
+    actor_id, restarts, why, ended_at = memory.values["session"]
+    assert (actor_id, restarts, why) == ("of the host", 0, "it was idle")
+    assert ended_at == pytest.approx(time.time(), abs=30)
 
 
 class WatchedParcel(Parcel):
