@@ -159,6 +159,9 @@ class SessionHost:
         except Exception as error:
             await self._local.close()
             self._start_error = error
+            # For programs that have attached meanwhile: there is nothing to run a function on.
+            if not self._ended:
+                self._ended, self._ended_at = f"it did not start: {error}", time.time()
             self._is_up.set()
             await asyncio.sleep(_REASON_S)
             await self.leave()

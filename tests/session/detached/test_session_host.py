@@ -14,6 +14,7 @@ import ray
 from ray import cloudpickle
 
 import chorusline as cl
+from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import RunRequest, RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.reporting.report_buffer import Pulled, ReportBuffer
@@ -262,6 +263,31 @@ async def test_a_host_that_dies_after_its_session_has_ended_leaves_a_note_of_tha
     actor_id, restarts, why, ended_at = memory.values["session"]
     assert (actor_id, restarts, why) == ("of the host", 0, "it was idle")
     assert ended_at == pytest.approx(time.time(), abs=30)
+
+
+async def test_a_session_whose_start_has_failed_takes_no_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def start(starting: object, *, is_local: bool) -> None:
+        raise StartupError("there is no room", "for 2 workers")
+
+    async def close() -> None:
+        pass
+
+    local = SimpleNamespace(start=start, close=close, worker_group=None)
+    host = starting(host_of(local, Memory()), monkeypatch)
+    # Of a program that has attached while the session waited for room.
+    begins = asyncio.create_task(host.begin("first", Parcel(b""), DebugLevel.OFF))
+    await host.live()
+    try:
+        refused = await begins
+        assert isinstance(refused, str)
+        assert "has ended: it did not start: there is no room" in refused
+        assert host._runs == [] and "it did not start" in (await host.status()).ended
+        with pytest.raises(StartupError, match="there is no room"):
+            await host.started()
+    finally:
+        await ended(host)
 
 
 class WatchedParcel(Parcel):
