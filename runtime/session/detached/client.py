@@ -109,8 +109,9 @@ class DetachedClient:
         """End a session host, and what it has started or asked for: its placement groups outlive
         it."""
         ray.kill(host)
-        # Else what is there may be another program's, which has got the name.
-        if await _until_gone(detached.name):
+        # What is there may be another program's, which has got the name: that session clears what
+        # the one before has left.
+        if await _until_gone(detached.name, host) and not await asyncio.to_thread(detached.host):
             await asyncio.to_thread(detached.clear)
 
     @staticmethod
@@ -122,7 +123,7 @@ class DetachedClient:
             raise taken(name, status)
         with contextlib.suppress(ActorGone, NoAnswer):
             await answer(host.stop.remote(), _ANSWER_S)
-        await _until_gone(name)
+        await _until_gone(name, host)
 
     async def _tell_until_up(self, start: Any) -> None:
         """Wait for the session's start, and say meanwhile what it says."""
@@ -192,8 +193,7 @@ class DetachedClient:
                 return await answer(getattr(self._host, method).remote(*arguments), timeout_s)
             except ActorGone as gone:
                 self._check_connected()
-                # Ray has the name as long as it means to start the session host again.
-                is_there = await asyncio.to_thread(DetachedActors(self.name).host) is not None
+                is_there = await _is_there(self.name, self._host)
                 give_up_at = give_up_at or time.monotonic() + _RESTART_S
                 if is_there and time.monotonic() > give_up_at:
                     raise RuntimeError(
@@ -328,15 +328,14 @@ class DetachedClient:
         with contextlib.suppress(RuntimeError, TimeoutError):
             async with asyncio.timeout(_STOP_S):
                 await self._ask("stop", timeout_s=None)
-                await _until_gone(self.name)
+                await _until_gone(self.name, self._host)
         self._is_over = True
-        detached = DetachedActors(self.name)
-        if await asyncio.to_thread(detached.host) is not None:
+        if await _is_there(self.name, self._host):
             _log.warning(
                 "the session actor of %r did not end the session, and was killed with its workers",
                 self.name,
             )
-            await self._undo(detached, self._host)
+            await self._undo(DetachedActors(self.name), self._host)
 
     async def whereabouts(self, timeout_s: float) -> Any:
         return await self._ask("whereabouts", timeout_s)
@@ -356,10 +355,17 @@ class DetachedClient:
         )
 
 
-async def _until_gone(name: str) -> bool:
+async def _is_there(name: str, host: Actor) -> bool:
+    """Whether a session host lives, or Ray means to start it again: then it has the name, and it
+    keeps its id. A session that has ended leaves the name to others."""
+    found = await asyncio.to_thread(DetachedActors(name).host)
+    return found is not None and found._actor_id == host._actor_id
+
+
+async def _until_gone(name: str, host: Actor) -> bool:
     """Wait for a session host's end; whether it came in time."""
     give_up_at = time.monotonic() + _ANSWER_S
-    while await asyncio.to_thread(DetachedActors(name).host) is not None:
+    while await _is_there(name, host):
         if time.monotonic() > give_up_at:
             return False
         await asyncio.sleep(_AGAIN_S)

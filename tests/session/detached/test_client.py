@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 import chorusline as cl
 from chorusline.actors.parcels.parcel import Parcel
+from chorusline.actors.ray_calls.detached_actors import DetachedActors
 from chorusline.runtime.session.detached import client as clients
 from chorusline.runtime.session.detached.client import DetachedClient
 
@@ -67,3 +70,41 @@ async def test_a_client_whose_process_has_left_the_cluster_calls_nothing_of_ray(
             await call
     await client.close()
     assert host.num_calls == 1, "when it attached"
+
+
+class DeadHost:
+    """A session host that has ended. who: its id."""
+
+    def __init__(self, who: str) -> None:
+        self._actor_id = who
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        async def is_gone(*_: object) -> None:
+            raise RayActorError
+
+        return SimpleNamespace(remote=is_gone)
+
+
+async def test_a_new_session_of_the_same_name_is_none_of_the_clients_of_the_old_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "kill", lambda host: pytest.fail("it may be another program's"))
+    monkeypatch.setattr(DetachedActors, "host", lambda _: DeadHost("of the new session"))
+    client = DetachedClient("night", DeadHost("of the old session"))
+    async with asyncio.timeout(10):  # Far less than Ray has to start a session host again.
+        with pytest.raises(RuntimeError, match="'night' has ended: it was stopped by another"):
+            await client.status()
+        await client.stop()
+        await client.close()
+    assert caplog.text == ""
+
+
+async def test_a_start_that_is_given_up_leaves_a_new_session_of_the_same_name_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "kill", lambda host: None)
+    monkeypatch.setattr(DetachedActors, "clear", lambda _: pytest.fail("they are not its own"))
+    monkeypatch.setattr(DetachedActors, "host", lambda _: DeadHost("of the new session"))
+    async with asyncio.timeout(10):
+        await DetachedClient._undo(DetachedActors("night"), DeadHost("of the old session"))
