@@ -180,6 +180,8 @@ class Session:
         self._is_closed_in_start = False
         # Has the actors, or asks the host that has them while a detached session is open.
         self._holder: LocalSession | DetachedClient = LocalSession(self._options)
+        # Of the detached session that `close` has let go of; None: of none.
+        self._former_client: DetachedClient | None = None
         self._state = SessionState.NEW
         self._has_told_weight = False
         self._edited_modules = EditedModules()
@@ -293,7 +295,7 @@ class Session:
         # Taken first: a second close, or one while this one waits, finds nothing to do.
         holder = self._holder
         if isinstance(holder, DetachedClient):
-            self._holder = LocalSession(self._options)
+            self._holder, self._former_client = LocalSession(self._options), holder
         connection, self._connection = self._connection, None
         # After a ray.shutdown() of the user there is nothing left to end, and this process may be
         # connected to another cluster, with sessions of its own.
@@ -497,18 +499,32 @@ class Session:
         their resources are free when this returns. A program that waits for the run gets
         GroupAborted.
 
-        `await cl.attach("night").stop()` does not attach first, so that it also ends a session
-        whose host hangs; it raises StartupError if there is no such session."""
+        It ends a detached session even after `close` or the end of `async with`; before the start
+        it raises RuntimeError. `await cl.attach("night").stop()` does not attach first, so that it
+        also ends a session whose host hangs; it raises StartupError if there is no such session."""
+        # What has the name now may be another program's.
+        is_new = self._state is SessionState.NEW and self._starting is None
+        if is_new and self._kind is SessionKind.DETACHED:
+            raise RuntimeError(REMEDIES[self._state])
         try:
-            if self._kind is SessionKind.ATTACHED and self._state is SessionState.NEW:
-                self._connection = connecting.connect(
-                    self._address, self._log_to_driver, may_start=False
-                )
-                self._holder = await DetachedClient.named(self._detached_name)
+            if not isinstance(self._holder, DetachedClient):
+                await self._find_client()
             if isinstance(self._holder, DetachedClient):
                 await self._holder.stop()
         finally:
             await self.close()
+
+    async def _find_client(self) -> None:
+        """Have a client for `stop`, where this object has none and its session may be there."""
+        former = self._former_client
+        # Nothing is left of a start that has failed.
+        if self._kind is not SessionKind.ATTACHED and former is None:
+            return
+        if former is not None and former.is_over:
+            return
+        self._connection = connecting.connect(self._address, self._log_to_driver, may_start=False)
+        if former is None or await former.is_there():
+            self._holder = await DetachedClient.named(self._detached_name)
 
     def _detached_client(self) -> DetachedClient:
         if not isinstance(self._holder, DetachedClient):

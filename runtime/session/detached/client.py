@@ -49,7 +49,8 @@ _log = logging.getLogger("chorusline")
 
 
 class DetachedClient:
-    """A session host, asked by this process. knows_all: as of a Listener (worker_group/news.py)."""
+    """A session host, asked by this process. knows_all: as of a Listener (worker_group/news.py).
+    is_over: the session has ended, as far as this client has heard."""
 
     knows_all = True
 
@@ -61,7 +62,7 @@ class DetachedClient:
         self._whole = False
         self._latest: dict[int, float] = {}  # by rank, when its last report was made
         self._is_away = threading.Event()
-        self._is_over = False
+        self.is_over = False
         self.last: DetachedStatus | None = None  # None: before the first answer
 
     # ── How to come by one ───────────────────────────────────────────────────────────────────────
@@ -175,7 +176,7 @@ class DetachedClient:
 
     async def close(self) -> None:
         """Detach from the session, which continues."""
-        if not self._is_over and not (self.last and self.last.ended):
+        if not self.is_over and not (self.last and self.last.ended):
             _log.warning("%s", self.how_interrupted())
         self._is_away.set()
         if ray.is_initialized():
@@ -193,7 +194,7 @@ class DetachedClient:
                 return await answer(getattr(self._host, method).remote(*arguments), timeout_s)
             except ActorGone as gone:
                 self._check_connected()
-                is_there = await _is_there(self.name, self._host)
+                is_there = await self.is_there()
                 give_up_at = give_up_at or time.monotonic() + _RESTART_S
                 if is_there and time.monotonic() > give_up_at:
                     raise RuntimeError(
@@ -202,7 +203,7 @@ class DetachedClient:
                         f"{self._remedy}"
                     ) from None
                 if not is_there:
-                    self._is_over = True
+                    self.is_over = True
                     raise RuntimeError(
                         f"the detached session {self.name!r} has ended: it was stopped by another "
                         f"program, was idle for its limit, or its cluster has ended ({gone.detail})"
@@ -231,6 +232,10 @@ class DetachedClient:
                 "session that had started the cluster was closed). If the cluster is there still, "
                 f"cl.attach({self.name!r}) attaches to the session again"
             )
+
+    async def is_there(self) -> bool:
+        """Whether the session has its name still. It may have ended, and keep its results."""
+        return await _is_there(self.name, self._host)
 
     async def status(self) -> DetachedStatus:
         self.last = await self._ask("status")
@@ -329,8 +334,8 @@ class DetachedClient:
             async with asyncio.timeout(_STOP_S):
                 await self._ask("stop", timeout_s=None)
                 await _until_gone(self.name, self._host)
-        self._is_over = True
-        if await _is_there(self.name, self._host):
+        self.is_over = True
+        if await self.is_there():
             _log.warning(
                 "the session actor of %r did not end the session, and was killed with its workers",
                 self.name,

@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError
 import chorusline as cl
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.detached_actors import DetachedActors
+from chorusline.runtime.session import connecting
 from chorusline.runtime.session.detached import client as clients
 from chorusline.runtime.session.detached.client import DetachedClient
 
@@ -108,3 +109,51 @@ async def test_a_start_that_is_given_up_leaves_a_new_session_of_the_same_name_al
     monkeypatch.setattr(DetachedActors, "host", lambda _: DeadHost("of the new session"))
     async with asyncio.timeout(10):
         await DetachedClient._undo(DetachedActors("night"), DeadHost("of the old session"))
+
+
+class StoppableHost:
+    """A session host that counts how often it is stopped, and then is no longer there."""
+
+    def __init__(self, who: str) -> None:
+        self._actor_id, self.num_stops = who, 0
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        async def reply(*_: object) -> None:
+            self.num_stops += method == "stop"
+
+        return SimpleNamespace(remote=reply)
+
+
+@pytest.mark.parametrize("kind", ["detached", "attached"])
+@pytest.mark.parametrize("owner", ["ours", "another program's"])
+async def test_a_session_that_was_let_go_of_can_be_stopped(
+    kind: str, owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = StoppableHost("ours"), StoppableHost("another program's")
+    there = ours if owner == "ours" else theirs
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(connecting, "connect", lambda *_, **__: connecting.Connection(None, False))
+    monkeypatch.setattr(DetachedActors, "host", lambda _: None if there.num_stops else there)
+    session: Any = cl.attach("night")
+    if kind == "detached":
+        session = cl.Session(name="night", detached=True)
+    session._holder, session._state = DetachedClient("night", ours), cl.SessionState.READY
+    await session.close()
+    await session.stop()
+    assert (ours.num_stops, theirs.num_stops) == (owner == "ours", 0)
+    assert session.state is cl.SessionState.CLOSED
+    await session.stop()
+    assert ours.num_stops <= 1, "it was stopped already"
+
+
+async def test_a_session_that_has_not_started_stops_no_other_one_of_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connecting, "connect", lambda *_, **__: pytest.fail("it asks Ray"))
+    session = cl.Session(name="night", detached=True)
+    with pytest.raises(RuntimeError, match="has not started"):
+        await session.stop()
+    assert session.state is cl.SessionState.NEW
+    await session.close()  # As after a start that has failed.
+    await session.stop()
+    await cl.Session().stop()
