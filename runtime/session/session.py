@@ -217,6 +217,9 @@ class Session:
         """
         if self._state is not SessionState.NEW:
             raise RuntimeError(f"the session is {self._state.value}; make a new Session to start")
+        # Two starts would place its workers twice, and only one placement would have an owner.
+        if self._starting is not None:
+            raise RuntimeError("the session is starting already; await that start")
         caller = asyncio.current_task()
         async with notebook.waking():
             self._starting = caller

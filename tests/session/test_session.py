@@ -27,6 +27,7 @@ from chorusline.runtime.notebook import cells
 from chorusline.runtime.process.running import current, current_group
 from chorusline.runtime.program.context import Context, call_of
 from chorusline.runtime.session import connecting
+from chorusline.runtime.session.holding.local_session import LocalSession
 from chorusline.runtime.session.one_run import run
 from chorusline.runtime.session.session import Session, SessionState
 from tests.harness.forked_workers import STARTED_BY_RAY
@@ -350,6 +351,32 @@ async def test_closing_ends_a_start_that_waits_for_room(session: Session) -> Non
     assert time.monotonic() - began_at < WITHIN_S
     assert other.state is SessionState.CLOSED and not waiting()
     await assert_usable(session)
+
+
+async def test_a_session_that_is_starting_is_not_started_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connected, has_room = [], asyncio.Event()
+
+    def connect(*_: object, **__: object) -> connecting.Connection:
+        connected.append(connecting.Connection(None, False))
+        return connected[-1]
+
+    async def wait(*_: object, **__: object) -> None:
+        await has_room.wait()
+
+    monkeypatch.setattr(connecting, "connect", connect)
+    monkeypatch.setattr(LocalSession, "start", wait)
+    session = Session()
+    starting = asyncio.create_task(session.start())
+    while not connected:
+        await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="is starting already; await that start"):
+        await asyncio.wait_for(session.start(), 5)
+    assert len(connected) == 1
+    has_room.set()
+    assert await starting is session and session.state is SessionState.READY
+    await session.close()
 
 
 @pytest.mark.slow  # The tests' own cluster has been told of GPUs.
