@@ -211,9 +211,10 @@ class Session:
         """Connect to Ray, place and start the workers; return this session. `async with` calls it.
 
         If the start fails, nothing is left over. A notebook cell that runs again closes the session
-        that it started before. Raises StartupError if the workers do not come in time, NoCluster
-        without a cluster, GroupAborted if the session is closed meanwhile, and RuntimeError for a
-        session that was started before.
+        that it started before; if the cell starts a detached one, or attaches, only after that.
+        Raises StartupError if the workers do not come in time, NoCluster without a cluster,
+        GroupAborted if the session is closed meanwhile, and RuntimeError for a session that was
+        started before.
         """
         if self._state is not SessionState.NEW:
             raise RuntimeError(f"the session is {self._state.value}; make a new Session to start")
@@ -237,7 +238,10 @@ class Session:
 
     async def _start(self) -> None:
         try:
-            await notebook.close_earlier_session(self)
+            # A detached one keeps its place in the cluster: until this start has come through, the
+            # session that the cell has started before is the one that the user has.
+            if self._kind is SessionKind.OWN:
+                await notebook.close_earlier_session(self)
             # It needs a cluster that outlives this program.
             if self._kind is SessionKind.DETACHED:
                 connecting.check_stays(self._detached_name, self._address)
@@ -251,6 +255,7 @@ class Session:
                 if self._kind is not SessionKind.OWN:
                     starting.phase(f"waiting for the session {self._detached_name!r}")
                     await self._take_client()
+                    await notebook.close_earlier_session(self)
                     return
                 assert isinstance(self._holder, LocalSession)
                 forks_workers = connecting.has_started_node()

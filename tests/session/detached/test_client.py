@@ -13,11 +13,17 @@ import ray
 from ray.exceptions import RayActorError
 
 import chorusline as cl
+from chorusline.actors.errors import StartupError
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.detached_actors import DetachedActors
+from chorusline.runtime.notebook import cells
 from chorusline.runtime.session import connecting
 from chorusline.runtime.session.detached import client as clients
 from chorusline.runtime.session.detached.client import DetachedClient
+from chorusline.runtime.session.detached.status import DetachedStatus, taken
+
+READY = cl.SessionState.READY
+STATUS = DetachedStatus("night", 0, True, 1.0, (), 0, 1, None, 60.0, 0, "", 0.0, None, None)
 
 
 class Host:
@@ -157,3 +163,37 @@ async def test_a_session_that_has_not_started_stops_no_other_one_of_its_name(
     await session.close()  # As after a start that has failed.
     await session.stop()
     await cl.Session().stop()
+
+
+@pytest.mark.parametrize("attaches", [False, True])
+async def test_a_cell_that_runs_again_detaches_from_its_session_when_it_has_another_one(
+    attaches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def come_by(*_: object) -> DetachedClient:
+        if not attaches:
+            raise taken("night", None)
+        client = DetachedClient("night", StoppableHost("ours"))
+        client.last = STATUS
+        return client
+
+    executions = iter(("first", "second"))
+    monkeypatch.setattr(cells, "_started", [])
+    monkeypatch.setattr(cells, "_current_cell", lambda: ("a cell", next(executions)))
+    monkeypatch.setattr(connecting, "connect", lambda *_, **__: connecting.Connection(None, False))
+    monkeypatch.setattr(DetachedClient, "started", come_by)
+    monkeypatch.setattr(DetachedClient, "found", come_by)
+
+    def of_the_cell() -> Any:
+        return cl.attach("night") if attaches else cl.Session(name="night", detached=True)
+
+    first = of_the_cell()
+    first._holder, first._state = DetachedClient("night", StoppableHost("ours")), READY
+    await cells.close_earlier_session(first)
+    second = of_the_cell()
+    if attaches:
+        assert await second is second
+        assert first.state is cl.SessionState.CLOSED and second.state is READY
+    else:
+        with pytest.raises(StartupError, match="there is a detached session 'night'"):
+            await second
+        assert first.state is READY and cells.latest_session() is first
