@@ -33,6 +33,9 @@ NAMESPACE = "chorusline"
 
 INCARNATION, SESSION_HOST, WORKER = "/driver-", "/host", "/worker-"
 
+OF_PROGRAM = "session-"
+"""Beginning of the names of sessions that end with their program. No detached one has it."""
+
 _ON_HEAD = {"node:__internal_head__": 0.001}
 """Ray's resource of the head node, whose loss no session survives anyhow."""
 

@@ -35,7 +35,7 @@ from ..ray_calls.calls import (
     head_stays_gone,
     until_head_is_gone,
 )
-from ..ray_calls.detached_actors import INCARNATION, NAMESPACE, DetachedActors
+from ..ray_calls.detached_actors import INCARNATION, NAMESPACE, OF_PROGRAM, DetachedActors
 from ..ray_calls.versions import versions_here
 from ..worker.devices import environment_of_workers
 from ..worker.worker import LOADED_LATE, Worker, worker_class
@@ -95,7 +95,7 @@ class WorkerGroup:
         self._seats = seats
         self._fewest = fewest
         self._detached = detached
-        self.name = detached.name if detached else f"session-{uuid.uuid4().hex[:8]}"
+        self.name = detached.name if detached else f"{OF_PROGRAM}{uuid.uuid4().hex[:8]}"
         self._use_gpu = use_gpu
         self._modules = modules
         self._driver_options = driver_options

@@ -14,6 +14,7 @@ from typing import Any
 
 from chorusline.actors.errors import NoCluster
 from chorusline.actors.messages.outcomes import RemoteTraceback
+from chorusline.actors.ray_calls.detached_actors import OF_PROGRAM
 
 from ..session import connecting
 from ..session.detached.status import check_name
@@ -41,7 +42,7 @@ def name_for(script: Path, given: str | None) -> str:
 
     Raises WrongUsage for a name that no session can have."""
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).strip("._-")[:50] or "run"
-    if f"{stem}-".startswith("session-"):
+    if f"{stem}-".startswith(OF_PROGRAM):
         stem = f"run-{stem}"  # Sessions that are not detached have names that begin so.
     name = given if given is not None else f"{stem}-{uuid.uuid4().hex[:4]}"
     try:

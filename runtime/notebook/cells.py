@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol, TypeVar
 
+from chorusline.actors.ray_calls.detached_actors import OF_PROGRAM
+
 from .interrupt import in_kernel, shell
 
 Error = TypeVar("Error", bound=BaseException)
@@ -54,7 +56,8 @@ def open_sessions() -> list[tuple[str, Any]]:
 
 def hint_at_other_sessions(error: Error) -> Error:
     """The same error, with a note about other sessions of this notebook that hold workers."""
-    num_open = len(open_sessions())
+    # A detached one that is closed keeps its workers.
+    num_open = sum(one.name.startswith(OF_PROGRAM) for _, one in open_sessions())
     if num_open and isinstance(error, Exception) and in_kernel():
         error.add_note(
             f"{num_open} session{'s' if num_open > 1 else ''} of this notebook, started in another "

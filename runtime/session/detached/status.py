@@ -8,6 +8,7 @@ from typing import Any
 
 from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import WorkerSnapshot
+from chorusline.actors.ray_calls.detached_actors import OF_PROGRAM
 
 IDLE_TIMEOUT_S = 1800.0
 
@@ -15,10 +16,6 @@ RESULTS_KEPT_S = 24 * 3600.0
 """Seconds for which the session host of a session that has ended has its results and reports."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-_OF_OTHERS = "session-"
-"""Beginning of the names that sessions have which are not detached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +106,16 @@ def check_name(name: object, detached: bool) -> None:
         )
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {type(name).__name__}")
-    if not _NAME.fullmatch(name) or name.startswith(_OF_OTHERS):
+    if not _NAME.fullmatch(name) or name.startswith(OF_PROGRAM):
         raise ValueError(
             f"name must be of letters, digits, '.', '_' and '-', at most 64, and not begin with "
-            f"{_OF_OTHERS!r}, as other sessions do; got {name!r}"
+            f"{OF_PROGRAM!r}, as other sessions do; got {name!r}"
         )
 
 
 def check_attachable(name: object) -> None:
     """Raise as `check_name`, and ValueError for the name of a session that is not detached."""
-    if isinstance(name, str) and name.startswith(_OF_OTHERS):
+    if isinstance(name, str) and name.startswith(OF_PROGRAM):
         raise ValueError(
             f"{name!r} is a session that belongs to the program which has started it, and ends "
             "with it; only detached sessions can be attached to and stopped"

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
-from chorusline.actors.ray_calls.detached_actors import INCARNATION, names_of
+from chorusline.actors.ray_calls.detached_actors import INCARNATION, OF_PROGRAM, names_of
 from chorusline.actors.worker_group.retry import beside
 
 from ... import notebook
@@ -57,13 +57,20 @@ def who_holds(names: Sequence[str], ours: Sequence[tuple[str, Holder]]) -> str:
     here = {holder.name: (variable, holder) for variable, holder in ours}
     sentences = []
     for name in names:
+        is_detached = not name.startswith(OF_PROGRAM)
         if name in here:
             variable, holder = here[name]
             workers = f"{holder.num_workers} worker{'s' if holder.num_workers > 1 else ''}"
-            sentences.append(
-                f"{name}, which this program has open, holds {workers}; close it with `await "
-                f"{variable or 'session'}.close()`, or let its `async with` end first"
+            # `close` only lets go of a detached one, which keeps what it holds.
+            how = (
+                f"end it with `await {variable or 'session'}.stop()`"
+                if is_detached
+                else f"close it with `await {variable or 'session'}.close()`, or let its `async "
+                "with` end first"
             )
+            sentences.append(f"{name}, which this program has open, holds {workers}; {how}")
+        elif is_detached:
+            sentences.append(f"{name} is a detached session; `chorusline stop {name}` ends it")
         else:
             sentences.append(f"{name} belongs to another program; see `chorusline status`")
     return ". ".join(sentences)

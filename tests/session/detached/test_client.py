@@ -178,6 +178,7 @@ async def test_a_cell_that_runs_again_detaches_from_its_session_when_it_has_anot
 
     executions = iter(("first", "second"))
     monkeypatch.setattr(cells, "_started", [])
+    monkeypatch.setattr(cells, "in_kernel", lambda: True)
     monkeypatch.setattr(cells, "_current_cell", lambda: ("a cell", next(executions)))
     monkeypatch.setattr(connecting, "connect", lambda *_, **__: connecting.Connection(None, False))
     monkeypatch.setattr(DetachedClient, "started", come_by)
@@ -194,6 +195,7 @@ async def test_a_cell_that_runs_again_detaches_from_its_session_when_it_has_anot
         assert await second is second
         assert first.state is cl.SessionState.CLOSED and second.state is READY
     else:
-        with pytest.raises(StartupError, match="there is a detached session 'night'"):
+        with pytest.raises(StartupError, match="there is a detached session 'night'") as raised:
             await second
+        assert not hasattr(raised.value, "__notes__"), "to close the first one frees nothing"
         assert first.state is READY and cells.latest_session() is first

@@ -82,6 +82,17 @@ def test_a_session_of_another_program_is_told_with_the_command_that_shows_it() -
     )
 
 
+def test_a_detached_session_is_told_with_what_ends_it() -> None:
+    class Open:
+        name, num_workers = "night", 1
+
+    told = who_holds(["day", "night"], [("mine", Open())])
+    assert told == (
+        "day is a detached session; `chorusline stop day` ends it. night, which this program has "
+        "open, holds 1 worker; end it with `await mine.stop()`"
+    )
+
+
 async def test_a_start_that_takes_long_says_what_it_waits_for(
     cluster: None, caplog: pytest.LogCaptureFixture
 ) -> None:
