@@ -35,6 +35,7 @@ _HERE_S = 5.0
 """Seconds between two words of a client to the session host."""
 
 _ANSWER_S = 30.0
+_CLOSE_S = 1.0
 _STOP_S = 40.0
 """Seconds for a session host to end its workers, for which it gives itself 30 s, and itself."""
 
@@ -176,12 +177,21 @@ class DetachedClient:
 
     async def close(self) -> None:
         """Detach from the session, which continues."""
+        is_connected = ray.is_initialized()
+        # It may have ended since the last answer: another program has stopped it, perhaps.
+        if is_connected and not self.is_over:
+            try:
+                self.last = await answer(self._host.status.remote(), _CLOSE_S)
+            except ActorGone:
+                self.is_over = not await self.is_there()
+            except NoAnswer:
+                pass  # It is busy, as far as anybody knows.
         if not self.is_over and not (self.last and self.last.ended):
             _log.warning("%s", self.how_interrupted())
         self._is_away.set()
-        if ray.is_initialized():
+        if is_connected:
             with contextlib.suppress(ActorGone, NoAnswer):
-                await answer(self._host.gone.remote(self._id), 1.0)
+                await answer(self._host.gone.remote(self._id), _CLOSE_S)
 
     # ── What is asked ────────────────────────────────────────────────────────────────────────────
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,6 +116,29 @@ async def test_a_start_that_is_given_up_leaves_a_new_session_of_the_same_name_al
     monkeypatch.setattr(DetachedActors, "host", lambda _: DeadHost("of the new session"))
     async with asyncio.timeout(10):
         await DetachedClient._undo(DetachedActors("night"), DeadHost("of the old session"))
+
+
+@pytest.mark.parametrize("host", ["ended", "gone", "busy"])
+async def test_a_program_that_closes_is_not_told_that_a_session_trains_that_has_ended(
+    host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def status(*_: object) -> DetachedStatus:
+        if host == "gone":
+            raise RayActorError
+        await asyncio.sleep(60 if host == "busy" else 0)
+        return replace(STATUS, ended="it was stopped")
+
+    async def gone(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(clients, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(DetachedActors, "host", lambda _: None)
+    remote = {"status": SimpleNamespace(remote=status), "gone": SimpleNamespace(remote=gone)}
+    client = DetachedClient("night", SimpleNamespace(**remote))
+    client.last = STATUS
+    await client.close()
+    assert ("trains in the background" in caplog.text) == (host == "busy")
 
 
 class StoppableHost:
