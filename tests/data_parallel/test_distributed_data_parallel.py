@@ -13,16 +13,17 @@ from tests.harness.reused_ranks import another_group
 from tests.references.training import batches_of, largest_difference, loss_of, make_model, reference
 
 
-def starting_point(group):
+def starting_point(group, wrap):
     torch.manual_seed(group.rank)
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     module.register_buffer("mask", torch.rand(5) > 0.5)
-    model = cl.DistributedDataParallel(module, group)
+    model = wrap(module, group)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_all_ranks_start_from_rank_0_whatever_the_dtype(ranks_of):
-    first, *others = ranks_of(3).run(starting_point)
+@pytest.mark.parametrize("wrap", [cl.DistributedDataParallel, cl.PureDistributedDataParallel])
+def test_all_ranks_start_from_rank_0_whatever_the_dtype(ranks_of, wrap):
+    first, *others = ranks_of(3).run(starting_point, wrap)
     assert "module.0.weight" in first
     for other in others:
         assert all(torch.equal(other[name], tensor) for name, tensor in first.items())
@@ -94,6 +95,32 @@ def test_no_sync_accumulates_and_the_next_pass_sends_the_sum(ranks_of, sets_flag
     for mine, silent in ranks_of(2).run(accumulate, sets_flag):
         assert silent
         assert largest_difference(mine, expected) < 1e-15
+
+
+def accumulate_in_two_blocks(group, wrap):
+    model = wrap(make_model(torch.float64), group)
+    first, second, third = batches_of(group.rank, 3, torch.float64)
+    before = group.statistics.snapshot()
+    with model.no_sync():
+        with model.no_sync():
+            loss_of(model, first).backward()
+        loss_of(model, second).backward()
+    silent = group.statistics.since(before).total_operations() == 0
+    loss_of(model, third).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()], silent
+
+
+@pytest.mark.parametrize("wrap", [cl.DistributedDataParallel, cl.PureDistributedDataParallel])
+def test_a_no_sync_block_inside_another_one_does_not_end_it(ranks_of, wrap):
+    model = make_model(torch.float64)
+    for rank in range(2):
+        for batch in batches_of(rank, 3, torch.float64):
+            (loss_of(model, batch) / 2).backward()
+    for mine, silent in ranks_of(2).run(accumulate_in_two_blocks, wrap):
+        assert silent
+        assert (
+            largest_difference(mine, [parameter.grad for parameter in model.parameters()]) < 1e-15
+        )
 
 
 def three_layers():
