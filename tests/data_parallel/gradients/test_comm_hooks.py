@@ -174,6 +174,37 @@ def test_what_nobody_used_has_no_gradient_although_hooks_give_one(ranks_of):
         assert gradients == [[[1.0, 1.0]], [[0.5, 0.5]], None]
 
 
+def with_results_elsewhere(group):
+    """The hook leaves its buffer alone but for the gaps, and gives memory of its own."""
+    gaps = []
+
+    def elsewhere(group, bucket):
+        buffer = bucket.buffer()
+        is_gap = torch.ones(buffer.numel(), dtype=torch.bool)
+        for gradient in bucket.gradients():
+            offset = gradient.storage_offset() - buffer.storage_offset()
+            is_gap[offset : offset + gradient.numel()] = False
+        gaps.append(buffer[is_gap].tolist())
+        buffer[is_gap] = 1.0
+        return group.all_reduce(buffer.clone(), cl.ReduceOp.AVG).get_future()
+
+    model = cl.DistributedDataParallel(make_model(torch.float32), group)
+    model.register_comm_hook(group, elsewhere)
+    for batch in batches_of(group.rank, 2, torch.float32):
+        model.zero_grad()
+        loss_of(model, batch).backward()
+    return [p.grad.clone() for p in model.parameters()], gaps
+
+
+def test_a_hook_may_give_other_memory_and_finds_zeros_between_the_gradients(ranks_of):
+    model = make_model(torch.float32)
+    for rank in range(2):
+        (loss_of(model, batches_of(rank, 2, torch.float32)[1]) / 2).backward()
+    for gradients, gaps in ranks_of(2).run(with_results_elsewhere):
+        assert largest_difference(gradients, [p.grad for p in model.parameters()]) < 1e-7
+        assert len(gaps) == 2 and all(gap and not any(gap) for gap in gaps)
+
+
 def refusals(group):
     told = []
 
