@@ -117,9 +117,9 @@ def test_averages_go_with_what_the_table_says(ranks_of, name):
     assert largest_difference(expected[0], plain[0]) > 1e-3 or name == "half precision"
 
 
-def hierarchical(group):
+def hierarchical(group, warmup):
     model = make_model(torch.float64)
-    averager = cl.HierarchicalModelAverager({2: 2, 4: 4}, process_group=group)
+    averager = cl.HierarchicalModelAverager({2: 2, 4: 4}, warmup, process_group=group)
     optimizer = optimizer_of(model.parameters())
     for batch in batches_of(group.rank, STEPS, torch.float64):
         loss_of(model, batch).backward()
@@ -130,15 +130,15 @@ def hierarchical(group):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_a_hierarchy_averages_in_the_largest_group_that_is_due(ranks_of):
-    expected = apart(
-        4,
-        together=lambda step: [],
-        averaged=lambda step: (
-            [[0, 1, 2, 3]] if step % 4 == 0 else [[0, 1], [2, 3]] if step % 2 == 0 else []
-        ),
-    )
-    results = ranks_of(4).run(hierarchical)
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_a_hierarchy_averages_in_the_largest_group_that_is_due(ranks_of, warmup):
+    def averaged(step):
+        if step < warmup:
+            return []
+        return [[0, 1, 2, 3]] if step % 4 == 0 else [[0, 1], [2, 3]] if step % 2 == 0 else []
+
+    expected = apart(4, together=lambda step: [], averaged=averaged)
+    results = ranks_of(4).run(hierarchical, warmup)
     for mine, theirs in zip(results, expected, strict=True):
         assert largest_difference(mine, theirs) < 1e-14
     assert largest_difference(results[1], results[2]) > 1e-3
@@ -146,7 +146,10 @@ def test_a_hierarchy_averages_in_the_largest_group_that_is_due(ranks_of):
 
 def post_local(group, own_gradients):
     subgroup = None if own_gradients else group.split(group.rank // 2)
-    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    # In several buckets: the hook is called for each of them, and a step counts once.
+    model = cl.DistributedDataParallel(
+        make_model(torch.float64), group, bucket_cap_mb=64 * 8 / (1 << 20)
+    )
     state = cl.PostLocalSGDState(group, subgroup, WARMUP, not own_gradients)
     model.register_comm_hook(state, cl.post_localSGD_hook)
     averager = cl.PeriodicModelAverager(3, WARMUP, group)
@@ -164,6 +167,16 @@ def test_post_local_sgd_equals_one_process(ranks_of, own_gradients):
     )
     for mine, theirs in zip(ranks_of(4).run(post_local, own_gradients), expected, strict=True):
         assert largest_difference(mine, theirs) < 1e-14
+
+
+def on_two_hosts(group):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHORUSLINE_HOST_ID", f"host {group.rank % 2}")
+        return cl.PostLocalSGDState(group, None, start_localSGD_iter=1).subgroup.ranks
+
+
+def test_the_subgroup_of_post_local_sgd_is_by_default_that_of_a_host(ranks_of):
+    assert [list(ranks) for ranks in ranks_of(4).run(on_two_hosts)] == [[0, 2], [1, 3]] * 2
 
 
 def with_an_averager(group, way):
