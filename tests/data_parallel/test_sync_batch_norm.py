@@ -293,6 +293,32 @@ def test_layers_are_converted_copied_and_refused_with_the_mend(ranks_of):
         assert "expected 3 channels in dimension 1" in channels
 
 
+def with_a_group_of_its_own(group):
+    pair = group.split(group.rank // 2)
+    module = cl.SyncBatchNorm.convert_sync_batchnorm(make_model(), pair)
+    model = cl.DistributedDataParallel(module, group)
+    model(samples_of(group.rank, 1)[0])
+    return [layer.group is pair for layer in (module[1], module[4])], module[1].running_mean.clone()
+
+
+def test_a_group_that_the_user_gives_a_layer_is_not_that_of_the_model(ranks_of):
+    found = ranks_of(4).run(with_a_group_of_its_own)
+    for pair in (0, 1), (2, 3):
+        module = make_model()
+        module(torch.cat([samples_of(rank, 1)[0] for rank in pair]))
+        for rank in pair:
+            are_pairs, mean = found[rank]
+            assert are_pairs == [True, True]
+            assert torch.allclose(mean, module[1].running_mean)
+
+
+def test_a_converted_layer_keeps_what_was_set(alone):
+    given = torch.nn.BatchNorm2d(3, eps=0.5, momentum=0.3).eval()
+    layer = cl.SyncBatchNorm.convert_sync_batchnorm(given, alone)
+    assert (layer.eps, layer.momentum, layer.training) == (0.5, 0.3, False)
+    assert layer.weight is given.weight and layer.running_var is given.running_var
+
+
 def one_value(group):
     with another_group(group) as own:
         with pytest.raises(ValueError) as raised:
