@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from chorusline.runtime.process.random_state import RankSeed
 from tests.references.checkpoint_runs import in_run
 
 
@@ -56,6 +57,15 @@ def test_ranks_begin_alike_draw_apart_and_go_on_where_they_were(ranks_of, tmp_pa
         assert len(set(draws)) == 6
         drawn.append(set(draws))
     assert not drawn[0] & drawn[1]
+
+
+def test_a_worker_that_comes_later_draws_other_numbers_than_the_one_before_it() -> None:
+    before, drawn = cl.RandomState().state_dict(), []
+    for steps_taken in (0, 5, 5):
+        RankSeed(3, rank=1).begin_steps(steps_taken)
+        drawn.append(torch.rand(()).item())
+    cl.RandomState().load_state_dict(before)
+    assert drawn[0] != drawn[1] == drawn[2]
 
 
 def refused(group: cl.Group, seed: Any) -> str:

@@ -5,6 +5,7 @@ import copy
 import inspect
 import os
 import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -24,6 +25,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
 )
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -243,6 +245,57 @@ async def test_an_uneven_fit_with_manual_optimization_equals_one_process(session
         for mine, taken in fits:
             assert largest_difference(mine, list(model.parameters())) < 1e-13
             assert taken == steps
+
+
+class Watched(Regression):
+    """It notes what the strategy calls, and how many operations each batch sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.wrapped, self.sent = [], []
+
+    def operations(self):
+        return self.trainer.strategy.group.statistics.total_operations()
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.on_test_batch_start(batch, batch_idx)
+        assert not self.trainer.strategy.model.broadcast_buffers, "an option of the strategy"
+        self.before = self.operations()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.sent.append(self.operations() - self.before)
+
+    def on_test_batch_start(self, batch, batch_idx):
+        self.wrapped.append(isinstance(self.trainer.strategy.model, cl.DistributedDataParallel))
+
+
+class Ended(Precision):
+    ended = False
+
+    def teardown(self):
+        self.ended = True
+
+
+def tested_and_fitted(ctx):
+    """The parameters with which this rank has tested; then two batches of one step."""
+    module, ended = Watched(), Ended()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(ctx.rank)
+    options = {"enable_checkpointing": False, "max_epochs": 1, "accumulate_grad_batches": 2}
+    trainer_of(ctx, **options).test(module, loader(4), verbose=False)
+    tested = [p.detach().clone() for p in module.parameters()]
+    strategy = cl.ChoruslineStrategy(broadcast_buffers=False)
+    trainer_of(ctx, strategy=strategy, plugins=[ended], **options).fit(module, loader(8))
+    return tested, module.wrapped, module.sent, ended.ended
+
+
+async def test_a_module_is_wrapped_to_be_fitted_only_and_sends_once_in_a_step(session):
+    for tested, wrapped, (first, second), ended in await session.run(tested_and_fitted):
+        assert largest_difference(tested, list(make_model().parameters())) == 0, "those of rank 0"
+        assert wrapped == [False, True, True]
+        assert first == 0 < second
+        assert ended, "Lightning's own teardown has run"
 
 
 class Pairs(torch.utils.data.BatchSampler):
@@ -668,15 +721,29 @@ def twice(ctx):
     strategy = cl.ChoruslineStrategy()
     tensor = torch.ones(2, requires_grad=True)
     strategy.all_gather(tensor, sync_grads=True)[1].sum().backward()
-    return gathered, strategy.reduce(counts).tolist(), tensor.grad.tolist()
+    time.sleep(0.3 * ctx.rank)
+    came_at = time.monotonic()
+    strategy.barrier()
+    left_at = time.monotonic()
+    return {
+        "gathered": gathered,
+        "mean": strategy.reduce(counts).tolist(),
+        "sum": strategy.reduce(counts, reduce_op="sum").tolist(),
+        "gradient": tensor.grad.tolist(),
+        "of rank 1": strategy.broadcast(ctx.rank, src=1),
+        "met": (came_at, left_at),
+    }
 
 
 async def test_a_module_is_fitted_again_and_collectives_are_exact(session):
     results = await session.run(twice)
-    for rank, (gathered, mean, gradient) in enumerate(results):
-        assert gathered == 0
-        assert mean == [0.5, 1.5, 2.5], "counts are not truncated"
-        assert gradient == ([2.0, 2.0] if rank == 1 else [0.0, 0.0])
+    for rank, found in enumerate(results):
+        assert found["gathered"] == 0
+        assert found["mean"] == [0.5, 1.5, 2.5], "counts are not truncated"
+        assert found["sum"] == [1, 3, 5] and found["of rank 1"] == 1
+        assert found["gradient"] == ([2.0, 2.0] if rank == 1 else [0.0, 0.0])
+    came, left = zip(*(found["met"] for found in results), strict=True)
+    assert max(came) <= min(left), "the barrier has waited for rank 1"
 
 
 def arguments_of_lightning(ctx, names):
