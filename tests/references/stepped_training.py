@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 
 from benchmarks.proofs.invariance_training import digest
@@ -41,6 +43,20 @@ def tokens_of(number: int) -> list[torch.Tensor]:
 def points_of(number: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     return list(torch.randn(number, 10, generator=generator))
+
+
+class Augmented(torch.utils.data.Dataset[torch.Tensor]):
+    """Points, with noise that all three generators draw."""
+
+    def __init__(self, number: int) -> None:
+        self.points = points_of(number)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        noise = torch.rand(10) + float(numpy.random.rand()) + random.random()
+        return self.points[number] + noise
 
 
 def loss_of_tokens(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -80,6 +96,7 @@ class Spectral(torch.nn.Module):
 MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Any, Any]] = {
     "transformer": (Tied, tokens_of, loss_of_tokens),
     "perceptron": (_perceptron, points_of, loss_of_points),
+    "augmented": (_perceptron, Augmented, loss_of_points),
     "normalised": (_normalised, points_of, loss_of_points),
     "spectral": (Spectral, points_of, loss_of_points),
 }

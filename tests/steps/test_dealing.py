@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from chorusline.runtime.data.steps.micro_batch_dealing import (
     sizes_of_step,
 )
 from chorusline.runtime.data.steps.step_rows import DatasetRows
-from chorusline.runtime.data.steps.steps import Steps
+from chorusline.runtime.data.steps.steps import StepEnd, Steps
 from chorusline.runtime.data.stragglers import LONG_S, Stragglers, slowness
+from chorusline.runtime.process.micro_batches import StepPlan
 from tests.harness.reused_ranks import ReusedRanks
 
 
@@ -182,3 +185,17 @@ def test_a_rank_that_is_measured_to_be_slow_gets_fewer_micro_batches_of_the_next
     for epoch, slow in ((steps[1:5], 1), (steps[6:], 0)):
         taken = [sum(counts) for counts in zip(*epoch, strict=True)]
         assert taken[slow] < taken[1 - slow], steps
+
+
+def test_a_rank_that_becomes_slow_or_quick_later_is_measured_again(alone: cl.Group) -> None:
+    """Half of a pace is that of the last step, so that one slow step alone changes little."""
+    model: Any = SimpleNamespace(has_gradient=True, buffers_have_changed=False, weight=None)
+    pace, paces = 0.0, []
+    for seconds in ([1.0, 3.0], [6.0], [], [1.0]):
+        end = StepEnd(StepPlan(0, (1.0, 1.0), [0, 0]), 2, 1)
+        for number, of_one in enumerate(seconds):
+            end.note(number, [model], of_one)
+        end.meet(alone, [model], [pace])
+        [pace] = end.paces
+        paces.append(pace)
+    assert paces == [2.0, 4.0, 4.0, 2.5]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
 from typing import Any
 
 import numpy
@@ -10,8 +12,10 @@ import torch
 
 import chorusline as cl
 from benchmarks.proofs.invariance_training import digest
+from chorusline.runtime.data.dealer import Dealer
 from chorusline.runtime.data.fetching.options import FetchOptions
 from chorusline.runtime.data.steps.step_rows import DatasetRows, MicroBatch
+from chorusline.runtime.data.steps.steps import Steps
 
 
 class Noisy(torch.utils.data.Dataset[torch.Tensor]):
@@ -21,7 +25,7 @@ class Noisy(torch.utils.data.Dataset[torch.Tensor]):
         return 23
 
     def __getitem__(self, number: int) -> torch.Tensor:
-        noise = torch.rand(3) + float(numpy.random.rand())
+        noise = torch.rand(3) + float(numpy.random.rand()) + random.random()
         return torch.full((3,), float(number)) + noise
 
 
@@ -96,6 +100,29 @@ def test_what_was_foreseen_wrongly_is_made_anew(alone: cl.Group) -> None:
             assert digest([batch]) == here[place]
     finally:
         source.end()
+
+
+class Asked(DatasetRows):
+    """Notes each micro-batch that is asked for, with those that are to come."""
+
+    def __init__(self, num_samples: int) -> None:
+        data = torch.ones(num_samples, 3)
+        super().__init__(data, epoch=0, seed=0, shuffle=False)  # type: ignore[arg-type]
+        self.asked: list[tuple[int, list[int]]] = []
+
+    def batch(self, mine: MicroBatch, coming: Iterable[MicroBatch]) -> Any:
+        self.asked.append((mine.first, [one.first for one in coming]))
+        return super().batch(mine, ())
+
+
+def test_the_micro_batches_of_later_steps_are_foreseen(alone: cl.Group) -> None:
+    """Else loader processes would rest while a step ends, and the next one would wait for them."""
+    rows, model = Asked(10), cl.DistributedDataParallel(torch.nn.Linear(3, 1), alone)
+    for step in Steps(rows, 4, 2, key="", group=lambda: alone, dealer=Dealer(0, 1)):
+        for batch in step:
+            model(batch).sum().backward()
+        model.zero_grad()
+    assert rows.asked == [(first, [*range(first + 2, 10, 2)]) for first in range(0, 10, 2)]
 
 
 def steps_of_one(ctx: cl.Context, num_workers: int) -> str:

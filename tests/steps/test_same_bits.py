@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "changed in micro-batches": {"changes": True},
     "adafactor": {"optimizer_name": "adafactor"},
     "fewer micro-batches than ranks": {"global_batch_size": 6, "micro_batch_size": 3},
+    "augmented samples": {"model_name": "augmented", "optimizer_name": "sgd"},
 }
 
 
