@@ -103,6 +103,23 @@ def test_a_cut_drops_what_was_fetched_and_the_same_processes_go_on(num_workers: 
         fetcher.close()
 
 
+def test_as_many_batches_are_made_ahead_as_was_asked_for() -> None:
+    fetcher, asked = fetcher_of(Numbers(), num_workers=1, prefetch_factor=1), []
+    try:
+        next(fetcher.fetch(asked.append(indices) or indices for indices in LISTS))  # type: ignore[func-returns-value]
+        assert asked == LISTS[:2], "the one that was taken, and one ahead"
+    finally:
+        fetcher.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_pinned_where_that_was_asked_for(num_workers: int) -> None:
+    for pins in (False, True):
+        fetcher = fetcher_of(Numbers(), num_workers=num_workers, pin_memory=pins)
+        loader = fetcher._made()  # torch's, which pins where there is a GPU.
+        assert loader.pin_memory is pins
+
+
 def test_a_sample_that_fails_is_reported_and_the_next_list_goes_on() -> None:
     for num_workers in (0, 2):
         fetcher = fetcher_of(Numbers(), num_workers=num_workers)
