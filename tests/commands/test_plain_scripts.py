@@ -11,7 +11,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -229,6 +230,23 @@ def test_what_a_script_changes_in_its_process_is_undone_before_it_begins_again(
         assert dict(os.environ) == environment
     first, second = (tmp_path / "found").read_text().splitlines()
     assert first == second
+
+
+def test_the_state_of_accelerate_is_that_of_a_new_process_when_a_script_begins_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It holds the process group of the ranks before. accelerate need not be installed."""
+    resets: list[object] = []
+    state: Any = ModuleType("accelerate.state")
+    state.AcceleratorState = SimpleNamespace(
+        _reset_state=lambda reset_partial_state: resets.append(reset_partial_state)
+    )
+    state.GradientState = SimpleNamespace(_reset_state=lambda: resets.append("gradients"))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    (tmp_path / "train.py").write_text("")
+    with _undone(PlainScript.read(tmp_path / "train.py", (), "id")):
+        assert resets == []
+    assert resets == [True, "gradients"]
 
 
 def test_a_script_below_the_root_takes_no_installed_module_for_its_own(
