@@ -144,6 +144,39 @@ def test_flipped_parameters_are_copied_and_the_step_that_used_them_is_left_out(r
         assert "the step was left out" in results[rank][3][0]
 
 
+def test_of_so_many_steps_one_is_checked(ranks_of):
+    expected = run(ranks_of(2), {})
+    results = run(ranks_of(2), {4: [(1, "exp_avg", 0, 7)]}, check_every=2)
+    assert_same(results, expected)
+    for _, _, found, _ in results:
+        assert [one[:3] for one in found] == [(4, 1, "optimizer state")]
+
+
+def healed_in_each_bucket(group):
+    """A bit of each bucket's parameters flips on rank 1. The corrections, and what rank 1 warns."""
+    model = cl.DistributedDataParallel(make_model(torch.float32), group, bucket_cap_mb=0.0002)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, replicas=2, check_every=1)
+    texts, buckets = [], optimizer_engine_of(optimizer).shard.buckets
+    for step, batch in enumerate(batches_of(group.rank, 3, torch.float32)):
+        loss_of(model, batch).backward()
+        if (group.rank, step) == (1, 1):
+            for number, bucket in enumerate(buckets):
+                flip(bucket.flat[: bucket.plan.content], random.Random(number))
+        texts += warnings_of_step(optimizer)
+    found = [(one.step, one.rank, one.what, one.source) for one in optimizer.corrections]
+    return len(buckets), found, texts, [p.detach().clone() for p in model.parameters()]
+
+
+def test_flipped_parameters_are_copied_in_every_bucket(ranks_of):
+    results = ranks_of(2).run(healed_in_each_bucket)
+    for num_buckets, found, _, _ in results:
+        assert num_buckets > 1
+        assert found == [(1, 1, "parameters", 0)], "and the next ballot finds nothing left"
+    (_, _, nothing, ours), (_, _, (text,), theirs) = results
+    assert not nothing and all(f"{layer}." in text for layer in (0, 2))
+    assert all(map(torch.equal, ours, theirs))
+
+
 def test_masters_of_half_precision_are_checked_too(ranks_of):
     half = {"dtype": torch.bfloat16}
     expected = run(ranks_of(3), {}, **half)
