@@ -11,14 +11,15 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.speed import compared
-from benchmarks.trials import enclosure, faults
+from benchmarks.trials import check, enclosure, faults
 from benchmarks.trials.check import goodput, summed
 from benchmarks.trials.enclosure import Enclosure
 from benchmarks.trials.faults import KINDS, Fault, draw, is_alive, strike
@@ -179,6 +180,43 @@ def test_a_training_that_is_cut_off_says_nothing_of_its_end(ended: Trial) -> Non
         assert {summed(trials, None)[name] for name in only_known_at_the_end} == {None}, trials
     left = dataclasses.replace(ended, left=["a process"])
     assert [summed([cut, left], None)[name] for name in only_known_at_the_end] == [0, 0, 1]
+
+
+@pytest.mark.fast
+def test_what_was_lost_is_a_violation_in_words(ended: Trial) -> None:
+    assert ended.violations() == [] and ended.ending is not None
+    for what, said in (
+        ({"again": 2}, "0 samples never counted, 2 more than once"),
+        ({"never": 3}, "3 samples never counted, 0 more than once"),
+        ({"num_steps": None}, "the optimizer's state was lost"),
+        ({"differ": True}, "the ranks ended with different parameters"),
+    ):
+        other = dataclasses.replace(ended, ending=dataclasses.replace(ended.ending, **what))
+        assert other.violations() == [said]
+    assert dataclasses.replace(ended, left=["a process"]).violations() == ["left behind: a process"]
+    assert Trial(0, is_hung=True).violations() == ["hung"]
+
+
+@pytest.mark.fast
+def test_each_system_is_struck_by_the_faults_of_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    struck: list[tuple[str, int, tuple[Fault, ...]]] = []
+
+    def played(system: System, seed: int, faults: Sequence[Fault], size: Size) -> Trial:
+        struck.append((system.name, seed, tuple(faults)))
+        return Trial(seed)
+
+    monkeypatch.setattr(check, "play", played)
+    args = SimpleNamespace(storm_every=0.0, faults=3)
+    systems = [System(name, lambda _: [], lambda *_: True) for name in ("ours", "theirs")]
+    for system in systems:
+        for seed in (3, 4):
+            check.tried(system, seed, args, list(KINDS), Size())
+    assert struck == [
+        (system.name, seed, tuple(draw(seed, 3, list(KINDS))))
+        for system in systems
+        for seed in (3, 4)
+    ]
+    assert struck[0][2] != struck[1][2]
 
 
 @pytest.mark.fast
