@@ -26,6 +26,7 @@ from chorusline.collectives.shared_memory.layout import make_memory
 from chorusline.collectives.shared_memory.segment import SharedSegment
 from chorusline.collectives.shared_memory.symmetric_memory import NOWHERE, make_symmetric, place_of
 from chorusline.collectives.shared_memory.work_queue import Body
+from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
 from tests.harness.combinations import combinations
 from tests.harness.ranks import GLOO, Rank, Ranks, error_of, run_ranks
 from tests.harness.reused_ranks import ReusedRanks
@@ -118,6 +119,22 @@ def test_symmetric_tensors_are_read_in_place_and_mapped_once(
     # Otherwise every test of this file would pass with ordinary tensors.
     for before, after in reused_ranks(3).run(read_in_place):
         assert after == before + 1
+
+
+def train_a_step(group: Group) -> tuple[bool, int]:
+    """Whether the gradients lie where others can map them, and how often that was done."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(1100, 1100), group)
+    sharing = share_in_place(group)
+    before = len(sharing._known)
+    model(torch.full((2, 1100), group.rank + 1.0)).square().mean().backward()
+    gradient = model.module.weight.grad
+    assert gradient is not None and gradient.nbytes > IN_PLACE_BYTES
+    return place_of(gradient) != NOWHERE, len(sharing._known) - before
+
+
+def test_buckets_of_gradients_are_read_in_place(reused_ranks: Callable[[int], ReusedRanks]) -> None:
+    assert reused_ranks(2).run(train_a_step) == [(True, 1)] * 2
 
 
 def many_tensors(group: Group) -> int:
