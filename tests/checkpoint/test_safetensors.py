@@ -112,6 +112,18 @@ def test_safetensors_loads_back_every_bit_and_ties_what_was_tied(
     assert all(same(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_what_is_handed_to_safetensors_has_every_bit_and_names_what_is_tied(
+    ranks_of, tmp_path: Path, is_wrapped: bool
+) -> None:
+    """As above, where the library is not installed."""
+    saved, _ = ranks_of(2).run(save, tmp_path, is_wrapped, False)
+    tensors, metadata = safetensors_of(newest_whole(open_storage(tmp_path)))
+    assert tensors.keys() == saved.keys() - {"head.weight"}
+    assert all(same(tensors[name], saved[name]) for name in tensors)
+    assert metadata == {"format": "pt", "chorusline.step": "0", "head.weight": "wte.weight"}
+
+
 def test_several_modules_have_their_registered_names_before_their_tensors(
     ranks_of, tmp_path: Path
 ) -> None:
