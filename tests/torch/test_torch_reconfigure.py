@@ -233,6 +233,33 @@ def test_survivors_of_a_sigkill_reconfigure_by_the_methods_that_torch_calls(tmp_
         assert ranks.results(ranks=[0, 2]) == [[True, True]] * 2
 
 
+def membership(store, rank=0, size=1):
+    return GroupMembership(store, "by hand", rank, size, 20.0)
+
+
+def test_new_ranks_are_in_the_order_of_the_handles_and_of_a_set_in_that_of_former_ranks():
+    """On every torch, as the next ones. Ten stands after two."""
+    of_ranks = [membership(cl.HashStore(), rank, 12).handle for rank in range(12)]
+    last = membership(cl.HashStore(), 11, 12)
+    given = [of_ranks[4], last.handle, of_ranks[2], of_ranks[10]]
+    assert last.members(given) == given
+    ordered = [of_ranks[2], of_ranks[4], of_ranks[10], last.handle]
+    assert last.members({*given}) == last.members(frozenset(given)) == ordered
+
+
+def test_a_handle_and_a_number_are_good_for_one_meeting():
+    member = membership(store := cl.HashStore())
+    first = member.handle
+    with member.connect([first], 5, 3.0) as group:
+        assert (group.rank, group.size, group.generation) == (0, 1, 5)
+    with pytest.raises(RuntimeError, match="good for one reconfigure"):
+        member.members([first])
+    for one in (member, membership(store)):
+        with pytest.raises(RuntimeError, match="uuid 5 was already used"):
+            one.connect([one.handle], 5, 3.0)
+    member.connect([member.handle], 6, 3.0).close()
+
+
 def rank_with_unfinished_business(rank):
     init(rank.rank, rank.size, rank.store, enable_reconfigure=True)
     reconfigure(rank, 1, EVERYBODY)
