@@ -41,6 +41,19 @@ def test_every_extra_says_what_it_brings_where_people_install() -> None:
         assert f"| `{extra}` |" in page, f"docs/install.md has no row for {extra!r}"
 
 
+def test_a_build_has_one_name_at_the_top_level_with_its_types(tmp_path: Path) -> None:
+    """What a wheel is made of, without the wheel and its compiler."""
+    steps = f"-q egg_info -e {tmp_path} build_py -d {tmp_path / 'lib'}"
+    _run(sys.executable, "-c", "import setuptools; setuptools.setup()", *steps.split(), cwd=ROOT)
+    assert [path.name for path in (tmp_path / "lib").iterdir()] == ["chorusline"]
+    made = [path for path in (tmp_path / "lib").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(tmp_path / "lib")) for path in made} == {
+        f"chorusline/{path.relative_to(ROOT)}"
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+    } | {f"chorusline/{name}" for name in ("__init__.py", "__init__.pyi", "py.typed")}
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The wheel and the sdist."""
@@ -143,7 +156,7 @@ def test_type_checkers_know_the_types_of_an_installed_wheel(
     assert tuple(re.findall(r'Type of ".*" is "(.*)"', by_pyright)) == REVEALED
 
 
-def _run(*command: str | Path, cwd: Path, timeout_s: float) -> str:
+def _run(*command: str | Path, cwd: Path, timeout_s: float = 100.0) -> str:
     """What the command prints, in an environment that does not know this repository."""
     env = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"}
     done = subprocess.run(
