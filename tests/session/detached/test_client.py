@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.detached_actors import DetachedActors
 from chorusline.runtime.notebook import cells
 from chorusline.runtime.session import connecting
-from chorusline.runtime.session.detached import client as clients
+from chorusline.runtime.session.detached import client as clients, session_host
 from chorusline.runtime.session.detached.client import DetachedClient
 from chorusline.runtime.session.detached.status import DetachedStatus, taken
 
@@ -57,6 +58,30 @@ def test_a_session_that_nobody_holds_any_more_is_not_attached(
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+async def test_attaching_waits_for_one_answer_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than 2 s, as the page says: the session host waits for workers 1 s at most."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    asked: list[str] = []
+
+    class Answering:
+        def __getattr__(self, method: str) -> SimpleNamespace:
+            def called(*_: object) -> Any:
+                asked.append(method)
+                return remembered() if method == "status" else None
+
+            return SimpleNamespace(remote=called)
+
+    async def remembered() -> SimpleNamespace:
+        return SimpleNamespace(ended="")
+
+    monkeypatch.setattr(clients.DetachedActors, "host", lambda _: Answering())
+    began_at = time.monotonic()
+    client = await DetachedClient.found("night")
+    assert time.monotonic() - began_at < 2 and session_host._SNAPSHOT_S <= 1
+    assert asked == ["status", "here"]
+    client._is_away.set()
 
 
 async def test_a_client_whose_process_has_left_the_cluster_calls_nothing_of_ray(

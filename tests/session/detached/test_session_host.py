@@ -151,6 +151,35 @@ async def test_a_call_for_the_end_of_a_run_does_not_stay(monkeypatch: pytest.Mon
     host._runs[-1].task.cancel()
 
 
+async def test_a_session_that_trains_is_not_idle_though_no_program_is_attached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session_host, "_LOOK_S", 0.01)
+    monkeypatch.setattr(session_host, "RESULTS_KEPT_S", 60.0)
+    may_end, closed = asyncio.Event(), asyncio.Event()
+
+    async def run(*_: object) -> RunSucceeded:
+        await may_end.wait()
+        return RunSucceeded(0, ())
+
+    async def close() -> None:
+        closed.set()
+
+    host = host_of(SimpleNamespace(run=run, close=close), Memory())
+    host._idle_timeout_s, host._busy_at, host._restarts = 0.1, time.monotonic(), 0
+    monkeypatch.setattr(host, "_note_restarts", lambda restarts: None)
+    number = await begun(host, "of a program that is gone")
+    watch = asyncio.create_task(host._watch_idleness())
+    await asyncio.sleep(0.5)
+    assert not host._ended
+    may_end.set()
+    assert await host.ending(number) == RunSucceeded(0, ())
+    async with asyncio.timeout(20):
+        await closed.wait()
+    assert "idle for its limit of 0.1 s" in host._ended
+    watch.cancel()
+
+
 class BusyWorker:
     """A worker that holds the reports of its last run, and takes a moment for each answer."""
 
