@@ -7,8 +7,11 @@ import pytest
 import torch
 
 import chorusline as cl
+from chorusline.actors.fault_plan import Instant
 from chorusline.runtime.data_parallel.distributed_data_parallel import engine_of
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
+from tests.harness.allocations import Allocations
+from tests.harness.ranks import error_of
 from tests.harness.reused_ranks import another_group
 from tests.references.sharded_training import ELEMENTWISE, assert_same_state, plain_run, sharded_run
 from tests.references.training import OPTIMIZERS, batches_of, loss_of, make_model
@@ -30,15 +33,20 @@ def test_parameters_and_state_equal_the_plain_optimizers_bit_by_bit(ranks_of, na
     assert_same_state(results[-1][1], expected_state)
 
 
-def traffic_and_memory(group, replicas=1):
+def traffic_and_memory(group, replicas=1, max_norm=None, scales=False, passes=1):
     model = cl.DistributedDataParallel(
         torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(6))), group
     )
-    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, replicas=replicas)
+    optimizer = cl.ZeroRedundancyOptimizer(
+        model, torch.optim.AdamW, replicas=replicas, max_norm=max_norm
+    )
+    scaler = cl.GradScaler(optimizer, enabled=scales)
     for _ in range(3):  # In the first two the ranks compare their parameters.
         before = group.statistics.snapshot()
-        model(torch.randn(2, 64)).sum().backward()
-        optimizer.step()
+        for _ in range(passes):
+            scaler.scale(model(torch.randn(2, 64)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
     used = group.statistics.since(before)
     state = sum(
@@ -62,6 +70,13 @@ def test_gradients_travel_once_and_state_is_one_nth(ranks_of, size):
         assert state == 2 * parameters / size
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_norm_and_the_scale_travel_in_the_ballot_and_the_sum_of_passes_once(ranks_of, passes):
+    once = {"reduce_scatter": 1, "all_reduce": 1, "all_gather": 1}
+    for used, _, _ in ranks_of(2).run(traffic_and_memory, 1, 1.0, True, passes):
+        assert used.operations == once
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_replica_costs_a_shard_of_state_and_of_traffic(ranks_of, size, replicas):
@@ -74,6 +89,61 @@ def test_a_replica_costs_a_shard_of_state_and_of_traffic(ranks_of, size, replica
         assert expected <= sum(used.elements_sent.values()) < 1.01 * expected
         assert used.operations["all_to_all"] == 1
         assert state == 2 * replicas * parameters / size
+
+
+def kept_bytes(group, dtype, replicas):
+    with Allocations() as made:
+        layer = torch.nn.Linear(512, 512, bias=False, dtype=dtype)
+        model = cl.DistributedDataParallel(layer, group)
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, replicas=replicas)
+        for _ in range(2):
+            model(torch.ones(2, 512, dtype=dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return made.kept
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_parameters_and_gradients_a_rank_keeps_its_shards_and_nothing_whole(
+    ranks_of, dtype, replicas
+):
+    size, numel = 4, 512 * 512
+    # The reduced gradient and two averages; for half precision a float32 copy of both.
+    of_a_shard = dtype.itemsize + 2 * 4 + (0 if dtype is torch.float32 else 2 * 4)
+    # Whole are the parameters and this rank's own gradients.
+    expected = numel * (2 * dtype.itemsize + of_a_shard * replicas / size)
+    for kept in ranks_of(size).run(kept_bytes, dtype, replicas):
+        assert expected <= kept < 1.05 * expected
+
+
+def begun_in_the_first_step(group):
+    """Reductions that have begun when the first layer gets its gradient, the last of the pass; and
+    gathers when each bucket is stepped."""
+    layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(3)]
+    model = cl.DistributedDataParallel(torch.nn.Sequential(*layers), group, bucket_cap_mb=1e-5)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+    before = group.statistics.snapshot()
+    reductions, gathers = [], []
+
+    def note(name, into):
+        into.append(group.statistics.since(before).operations.get(name, 0))
+
+    layers[0].weight.register_hook(lambda _: note("reduce_scatter", reductions))
+    for number in (1, 2, 3):
+        optimizer_engine_of(optimizer).faults.at(
+            Instant.APPLY, lambda: note("all_gather", gathers), number
+        )
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return reductions, gathers
+
+
+def test_buckets_are_reduced_during_the_first_pass_and_gathered_while_others_are_stepped(ranks_of):
+    for reductions, gathers in ranks_of(2).run(begun_in_the_first_step):
+        assert reductions == [2], "that of the bucket whose gradient comes now is left"
+        # One more comes before, since the ranks compare their parameters in the first step.
+        assert [number - gathers[0] for number in gathers] == [0, 1, 2]
 
 
 def kept_after_each_step(group, replicas):
@@ -122,6 +192,33 @@ def test_without_data_parallelism_gradients_are_taken_as_they_are(ranks_of):
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     for parameters in ranks_of(3).run(local_gradients):
         assert all(torch.equal(a, b) for a, b in zip(parameters, model.parameters(), strict=True))
+
+
+def step_by_a_closure(group):
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    (batch,) = batches_of(group.rank, 1, torch.float64)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    return loss.item(), [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_closure_is_called_with_gradients_and_its_loss_is_returned(ranks_of):
+    model = make_model(torch.float64)
+    losses = [loss_of(model, batches_of(rank, 1, torch.float64)[0]) for rank in range(2)]
+    (sum(losses) / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    results = ranks_of(2).run(step_by_a_closure)
+    assert [loss for loss, _ in results] == [loss.item() for loss in losses]
+    for _, parameters in results:
+        for ours, expected in zip(parameters, model.parameters(), strict=True):
+            assert torch.allclose(ours, expected, rtol=1e-12, atol=1e-14)
 
 
 class Branches(torch.nn.Module):
@@ -274,6 +371,24 @@ def test_half_precision_parameters_keep_what_rounds_to_nothing_in_one_step(ranks
         assert end.dtype is torch.bfloat16
 
 
+def step_by_a_third(group):
+    """A gradient of one on rank 0, and none on the others."""
+    model = torch.nn.Linear(64, 3, bias=False).bfloat16()
+    torch.nn.init.zeros_(model.weight)
+    wrapped = cl.DistributedDataParallel(model, group)
+    optimizer = cl.ZeroRedundancyOptimizer(wrapped, torch.optim.SGD, lr=1.0)
+    output = wrapped(torch.ones(1, 64, dtype=torch.bfloat16)).sum()
+    (output * (group.rank == 0)).backward()
+    optimizer.step()
+    optimizer.consolidate_state_dict()
+    return optimizer.state_dict()["state"][0]["master"] if group.rank == 0 else None
+
+
+def test_the_mean_of_half_precision_gradients_is_taken_in_float32(ranks_of):
+    master = ranks_of(3).run(step_by_a_third)[0]
+    assert torch.equal(master, torch.full((3, 64), -1 / 3))
+
+
 def float16_model():
     torch.manual_seed(0)
     layers = torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
@@ -348,6 +463,46 @@ def test_a_learning_rate_schedule_reaches_the_shard(ranks_of):
     assert ranks_of(2).run(schedule) == [(5e-4, 5e-4)] * 2
 
 
+def with_a_schedule_of_each_group(model, optimizer, ranks):
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [lambda number: 0.5**number, lambda number: 1.0 + number]
+    )
+    for number in range(3):
+        for rank in ranks:
+            batch = batches_of(rank, 3, torch.float64)[number]
+            (loss_of(model, batch) / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def groups_with_rates(model, kind):
+    return [
+        {"params": [p for p in model.parameters() if (p.dim() > 1) is is_matrix], "lr": kind(lr)}
+        for is_matrix, lr in ((True, 0.1), (False, 0.2))
+    ]
+
+
+def train_with_a_schedule_of_each_group(group, kind, state):
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    optimizer = cl.ZeroRedundancyOptimizer(groups_with_rates(model, kind), torch.optim.SGD)
+    optimizer.load_state_dict(state)
+    found = with_a_schedule_of_each_group(model, optimizer, [group.rank])
+    return found, [float(options["lr"]) for options in state["param_groups"]]
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_each_group_has_its_own_schedule_and_the_rates_of_a_loaded_state_stay(ranks_of, kind):
+    model = make_model(torch.float64)
+    plain = torch.optim.SGD(groups_with_rates(model, kind), foreach=False)
+    state = copy.deepcopy(plain.state_dict())
+    expected = with_a_schedule_of_each_group(model, plain, range(2))
+    for found, rates in ranks_of(2).run(train_with_a_schedule_of_each_group, kind, state):
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(found, expected, strict=True))
+        assert rates == pytest.approx([0.1, 0.2])
+
+
 def train_among_some_ranks(group):
     """Ranks 0 and 2 of four train one model, ranks 1 and 3 another, with other data."""
     with another_group(group) as whole:
@@ -359,13 +514,15 @@ def train_among_some_ranks(group):
             optimizer.step()
             optimizer.zero_grad()
         optimizer.consolidate_state_dict(to=1)
+        has_state = error_of(optimizer.state_dict, RuntimeError) is None
         whole.barrier().wait()
-        return [p.detach().clone() for p in model.parameters()], own.rank
+        return [p.detach().clone() for p in model.parameters()], own.rank, has_state
 
 
 def test_a_group_of_some_ranks_trains_on_its_own(ranks_of):
     results = ranks_of(4).run(train_among_some_ranks)
-    assert [own_rank for _, own_rank in results] == [0, 0, 1, 1]
+    assert [own_rank for _, own_rank, _ in results] == [0, 0, 1, 1]
+    assert [has_state for *_, has_state in results] == [False, False, True, True]
     for color in range(2):
         model = make_model(torch.float32)
         plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -375,7 +532,7 @@ def test_a_group_of_some_ranks_trains_on_its_own(ranks_of):
             for batch in both:
                 (loss_of(model, batch) / 2).backward()
             plain.step()
-        for parameters, _ in results[color::2]:
+        for parameters, *_ in results[color::2]:
             for ours, theirs in zip(parameters, model.parameters(), strict=True):
                 assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
@@ -453,6 +610,21 @@ def test_optimizers_that_need_whole_parameters_get_them(ranks_of, name):
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
     assert sorted(shape for _, _, owned in results for shape in owned) == [(5, 13), (13, 7)]
     assert_same_state(results[0][1], expected_state)
+
+
+def owned_of_equal_parameters(group):
+    """Of four of equal size, in two dtypes, of which two are added later."""
+    first, later = (
+        [torch.nn.Parameter(torch.ones(8, 8, dtype=dtype)) for dtype in dtypes]
+        for dtypes in ([torch.float32, torch.float64], [torch.float32, torch.float64])
+    )
+    optimizer = cl.ZeroRedundancyOptimizer(first, torch.optim.Adafactor, group=group)
+    optimizer.add_param_group({"params": later})
+    return sum(len(one["params"]) for one in optimizer.shard_optimizer.param_groups)
+
+
+def test_whole_parameters_of_all_dtypes_and_groups_are_balanced_together(ranks_of):
+    assert ranks_of(2).run(owned_of_equal_parameters) == [2, 2]
 
 
 @pytest.mark.parametrize("name", WHOLE)

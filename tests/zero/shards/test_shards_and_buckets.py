@@ -74,5 +74,13 @@ def test_no_cut_goes_through_a_whole_parameter(numels, num_ranks):
     assert content // num_ranks <= max(sum(map(_up, numels)) / num_ranks + _up(max(numels)), 64)
 
 
+@pytest.mark.parametrize(
+    ("numels", "num_ranks", "shard"),
+    [((64, 64, 128), 2, 128), ((64,) * 3 + (192,), 2, 192), ((64, 128, 64, 256, 128), 3, 256)],
+)
+def test_whole_parameters_are_dealt_largest_first(numels, num_ranks, shard):
+    assert whole_parameter_spans(numels, num_ranks)[1] == num_ranks * shard
+
+
 def _up(numel):
     return -(-numel // ALIGNMENT) * ALIGNMENT

@@ -8,19 +8,17 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import chorusline as cl
 from chorusline.collectives.objects.blocking import broadcast_object
 from chorusline.runtime.zero.shards import optimizer_state
+from tests.harness.allocations import Allocations
 from tests.references.checkpoint_runs import in_run
 from tests.references.sharded_training import (
     ELEMENTWISE,
@@ -478,31 +476,6 @@ def test_state_dictionaries_hand_out_tensors_that_own_their_storage(ranks_of):
 
 
 # -- memory ---------------------------------------------------------------------------------------
-
-
-class Allocations(TorchDispatchMode):
-    """Bytes of the tensors that operations inside make, at the most at a time."""
-
-    def __init__(self):
-        super().__init__()
-        self.peak = 0
-        self._alive = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {
-            t.untyped_storage().data_ptr()
-            for t in pytree.tree_leaves((args, kwargs))
-            if isinstance(t, torch.Tensor)
-        }
-        result = func(*args, **(kwargs or {}))
-        self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in known:
-                    self._alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
-        return result
 
 
 def peak_of_consolidation(group):
