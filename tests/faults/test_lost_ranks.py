@@ -10,7 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +269,18 @@ def test_a_rank_missing_at_the_rendezvous_is_named() -> None:
     with pytest.raises(StoreTimeout, match=text) as caught:
         Group.create(store, 0, 3, generation=4, timeout_s=0.2)
     assert caught.value.waited_s == 0.2
+
+
+def test_ranks_of_two_generations_do_not_meet() -> None:
+    store = HashStore()
+
+    def meet(rank: int) -> str:
+        create = partial(Group.create, store, rank, 2, generation=rank, timeout_s=0.3)
+        return str(error_of(create, StoreTimeout))
+
+    with ThreadPoolExecutor(2) as threads:
+        for rank, told in enumerate(threads.map(meet, range(2))):
+            assert f"rank {1 - rank} of 2 did not come to generation {rank} of group" in told
 
 
 @transports

@@ -39,6 +39,17 @@ def test_a_rank_waits_before_its_step_until_the_generation_ends() -> None:
     assert not thread.is_alive()
 
 
+def test_the_end_of_an_earlier_generation_does_not_end_the_one_that_a_rank_is_in() -> None:
+    one = lifeline()
+    held = one.hold()
+    thread = before_a_step(one)
+    held.result(timeout=5)
+    one.freeze(2, GroupAborted(2, [], "rank 1 was lost"))
+    assert one._freeze_error is None, "this rank has left that one"
+    thread.join(5)
+    assert not thread.is_alive()
+
+
 def test_a_rank_whose_generation_does_not_end_goes_on() -> None:
     one = lifeline()
     held = one.hold()
