@@ -69,6 +69,20 @@ def dies_after(ballots: int, seconds: float = 1.0) -> Callable[[cl.Context, Any]
     )
 
 
+def misses_the_ballot(ballots: int) -> Callable[[cl.Context, Any], None]:
+    """In that step the rank votes, and the generation ends before it has read what came out."""
+
+    def act(ctx: cl.Context, optim: Any) -> None:
+        def lose() -> None:
+            while (failure := ctx.group.failure()) is None:
+                time.sleep(0.01)
+            raise failure
+
+        at_step(optim, ballots, lambda: wrap(optimizer_engine_of(optim)._ballot, "hold", then=lose))
+
+    return act
+
+
 def saves(act: Callable[[cl.Context, Any], None] | None = None) -> Callable[[Any, Any], None]:
     """Has something to save, and does the rest."""
 
@@ -105,6 +119,19 @@ async def test_a_death_before_the_first_step_after_a_death_repeats_no_sample(
     )
     assert [one.world_size for one in told] == [1]
     assert_as_if_nothing_was(ONE_BUCKET, str(tmp_path), told, victims)
+
+
+@pytest.mark.promise("SIGKILL of a worker at any instant of a step")
+@pytest.mark.parametrize("misses", [0, 2])
+async def test_a_ballot_that_one_survivor_has_seen_counts_for_the_one_that_has_not(
+    session: cl.Session, tmp_path: Path, misses: int
+) -> None:
+    kind = Kind(num_epochs=1)
+    victims = {1: (2, "when it has seen the ballot")}
+    acts = {misses: misses_the_ballot(2)}
+    told = await session.run(train, kind=kind, folder=str(tmp_path), victims=victims, acts=acts)
+    assert [one.world_size for one in told] == [2, 2]
+    assert_as_if_nothing_was(kind, str(tmp_path), told, victims)
 
 
 async def test_who_is_behind_takes_the_last_step_that_another_has_begun(
