@@ -123,6 +123,13 @@ class DetachedClient:
             status = await answer(host.status.remote(), _ANSWER_S)
         if status is None or not status.ended:
             raise taken(name, status)
+        if status.run is not None:
+            _log.warning(
+                "the earlier session %r %s; the new one takes its name, and deletes the results of "
+                "its last run",
+                name,
+                status.in_words,
+            )
         with contextlib.suppress(ActorGone, NoAnswer):
             await answer(host.stop.remote(), _ANSWER_S)
         await _until_gone(name, host)

@@ -166,6 +166,29 @@ async def test_a_program_that_closes_is_not_told_that_a_session_trains_that_has_
     assert ("trains in the background" in caplog.text) == (host == "busy")
 
 
+async def test_a_new_session_says_that_it_deletes_the_results_of_the_one_of_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    there: list[Any] = []
+
+    async def status() -> DetachedStatus:
+        return replace(STATUS, is_running=False, ended="it was idle", ended_s=3 * 3600.0)
+
+    async def stop() -> None:
+        there.clear()
+
+    host = SimpleNamespace(
+        status=SimpleNamespace(remote=status), stop=SimpleNamespace(remote=stop), _actor_id="ours"
+    )
+    there.append(host)
+    monkeypatch.setattr(DetachedActors, "host", lambda _: there[0] if there else None)
+    await DetachedClient._make_room("night", host)
+    assert (
+        "the earlier session 'night' ended 3 h ago (it was idle); the new one takes its name, and "
+        "deletes the results of its last run" in caplog.text
+    )
+
+
 class StoppableHost:
     """A session host that counts how often it is stopped, and then is no longer there."""
 
