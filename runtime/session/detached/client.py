@@ -35,7 +35,7 @@ _HERE_S = 5.0
 """Seconds between two words of a client to the session host."""
 
 _ANSWER_S = 30.0
-_CLOSE_S = 1.0
+_SOON_S = 1.0
 _STOP_S = 40.0
 """Seconds for a session host to end its workers, for which it gives itself 30 s, and itself."""
 
@@ -187,18 +187,13 @@ class DetachedClient:
         is_connected = ray.is_initialized()
         # It may have ended since the last answer: another program has stopped it, perhaps.
         if is_connected and not self.is_over:
-            try:
-                self.last = await answer(self._host.status.remote(), _CLOSE_S)
-            except ActorGone:
-                self.is_over = not await self.is_there()
-            except NoAnswer:
-                pass  # It is busy, as far as anybody knows.
+            await self._look()
         if not self.is_over and not (self.last and self.last.ended):
             _log.warning("%s", self.how_interrupted())
         self._is_away.set()
         if is_connected:
             with contextlib.suppress(ActorGone, NoAnswer):
-                await answer(self._host.gone.remote(self._id), _CLOSE_S)
+                await answer(self._host.gone.remote(self._id), _SOON_S)
 
     # ── What is asked ────────────────────────────────────────────────────────────────────────────
 
@@ -254,9 +249,19 @@ class DetachedClient:
         """Whether the session has its name still. It may have ended, and keep its results."""
         return await _is_there(self.name, self._host)
 
-    async def status(self) -> DetachedStatus:
-        self.last = await self._ask("status")
+    async def status(self, workers_s: float = _SOON_S) -> DetachedStatus:
+        """workers_s: seconds that silent workers delay it."""
+        self.last = await self._ask("status", workers_s, timeout_s=_ANSWER_S + workers_s)
         return self.last
+
+    async def _look(self) -> None:
+        """Hear how the session is, unless its host is busy."""
+        try:
+            self.last = await answer(self._host.status.remote(_SOON_S / 2), _SOON_S)
+        except ActorGone:
+            self.is_over = not await self.is_there()
+        except NoAnswer:
+            pass
 
     @property
     def seen(self) -> tuple[WorkerSnapshot | str, ...]:
@@ -271,7 +276,7 @@ class DetachedClient:
         return self.last.num_spares if self.last is not None else 0
 
     async def ask_workers(self, timeout_s: float) -> tuple[WorkerSnapshot | str, ...]:
-        return (await self.status()).workers
+        return (await self.status(timeout_s)).workers
 
     async def snapshots(self, timeout_s: float) -> tuple[None, tuple[WorkerSnapshot | str, ...]]:
         # The driver is an actor of the host, and this process has no handle of it.
@@ -315,6 +320,7 @@ class DetachedClient:
         """How a run has ended, when it has. Raises what ended it before there was an outcome."""
         while (ending := await self._ask("ending", run, timeout_s=None)) is None:
             pass  # The call itself has waited.
+        await self._look()  # Workers may have come and gone in the run.
         if isinstance(ending, BaseException):
             raise ending
         assert isinstance(ending, RunSucceeded | RunFailed)

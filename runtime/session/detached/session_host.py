@@ -412,11 +412,12 @@ class SessionHost:
         """Lines about the start, for whoever waits for it."""
         return [line for number, line in self._start_lines if number >= since]
 
-    async def status(self) -> DetachedStatus:
+    async def status(self, timeout_s: float = _SNAPSHOT_S) -> DetachedStatus:
+        """timeout_s: seconds that silent workers delay it."""
         if self._again is not None:
             await self._is_up.wait()  # It does not know yet what it has.
         run = self._run
-        seen = await self._local.ask_workers(_SNAPSHOT_S) if not self._ended else ()
+        seen = await self._local.ask_workers(timeout_s) if not self._ended else ()
         ran_s = 0.0
         if run is not None:
             ran_s = run.took_s if run.is_over.is_set() else time.time() - run.began

@@ -16,12 +16,14 @@ from ray.exceptions import RayActorError
 
 import chorusline as cl
 from chorusline.actors.errors import StartupError
+from chorusline.actors.messages.messages import RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.detached_actors import DetachedActors
 from chorusline.runtime.notebook import cells
 from chorusline.runtime.session import connecting
 from chorusline.runtime.session.detached import client as clients, session_host
 from chorusline.runtime.session.detached.client import DetachedClient
+from chorusline.runtime.session.detached.session_host import SessionHost
 from chorusline.runtime.session.detached.status import DetachedStatus, taken
 
 READY = cl.SessionState.READY
@@ -105,6 +107,13 @@ async def test_a_client_whose_process_has_left_the_cluster_calls_nothing_of_ray(
     assert host.num_calls == 1, "when it attached"
 
 
+def answering(host: Any, *methods: str) -> Any:
+    """A handle of a session host in this process."""
+    return SimpleNamespace(
+        _actor_id="ours", **{one: SimpleNamespace(remote=getattr(host, one)) for one in methods}
+    )
+
+
 class DeadHost:
     """A session host that has ended. who: its id."""
 
@@ -156,7 +165,7 @@ async def test_a_program_that_closes_is_not_told_that_a_session_trains_that_has_
     async def gone(*_: object) -> None:
         pass
 
-    monkeypatch.setattr(clients, "_CLOSE_S", 0.05)
+    monkeypatch.setattr(clients, "_SOON_S", 0.05)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(DetachedActors, "host", lambda _: None)
     remote = {"status": SimpleNamespace(remote=status), "gone": SimpleNamespace(remote=gone)}
@@ -171,7 +180,7 @@ async def test_a_new_session_says_that_it_deletes_the_results_of_the_one_of_befo
 ) -> None:
     there: list[Any] = []
 
-    async def status() -> DetachedStatus:
+    async def status(*_: object) -> DetachedStatus:
         return replace(STATUS, is_running=False, ended="it was idle", ended_s=3 * 3600.0)
 
     async def stop() -> None:
@@ -187,6 +196,48 @@ async def test_a_new_session_says_that_it_deletes_the_results_of_the_one_of_befo
         "the earlier session 'night' ended 3 h ago (it was idle); the new one takes its name, and "
         "deletes the results of its last run" in caplog.text
     )
+
+
+async def test_a_snapshot_of_a_detached_session_waits_for_its_workers_as_long_as_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[float] = []
+
+    async def ask_workers(timeout_s: float) -> tuple[str]:
+        waited.append(timeout_s)
+        return ("it is silent",)
+
+    host: Any = object.__new__(SessionHost)
+    host._name, host._runs, host._clients, host._again = "night", [], {}, None
+    host._local = SimpleNamespace(ask_workers=ask_workers, worker_group=None)
+    host._idle_timeout_s, host._restarts, host._ended, host._busy_at = 1.0, 0, "", 0.0
+    host._options = cl.Session()._options
+    session: Any = cl.attach("night")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    session._holder = DetachedClient("night", answering(host, "status"))
+    assert (await session.snapshot(timeout_s=7.0)).workers == ("it is silent",)
+    assert waited == [7.0]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_client_knows_the_workers_that_a_run_has_ended_with(
+    answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ending(run: int) -> RunSucceeded:
+        return RunSucceeded(0, (b"a result",))
+
+    async def status(*_: object) -> DetachedStatus:
+        if not answers:
+            raise RayActorError
+        return replace(STATUS, workers=("one", "another"))
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(DetachedActors, "host", lambda _: None)
+    host = answering(SimpleNamespace(ending=ending, status=status), "ending", "status")
+    client = DetachedClient("night", host)
+    client.last = replace(STATUS, workers=("one",))
+    assert await client.ending(0) == RunSucceeded(0, (b"a result",))
+    assert client.num_workers == (2 if answers else 1)
 
 
 class StoppableHost:
