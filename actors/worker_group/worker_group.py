@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -69,6 +70,22 @@ class _DriverGone(StartupError):
     """The driver died while it met the workers; another one can do that."""
 
 
+class Stop(enum.Enum):
+    """How a run was stopped whose caller was cancelled."""
+
+    AFTER_STEP = "after a step"
+    """Between the same two steps on all ranks."""
+
+    IN_STEP = "in a step"
+    """It was aborted: no rank had ended its step within STEP_S."""
+
+    WITHOUT_STEPS = "without steps"
+    """It was aborted at once: no rank takes steps."""
+
+    AT_ONCE = "at once"
+    """It was aborted at once: it had not begun, or its caller was cancelled once more."""
+
+
 class WorkerGroup:
     """The driver and the workers. `assemble` comes before each run, `dismiss` once, at the end.
 
@@ -115,6 +132,8 @@ class WorkerGroup:
         self.is_assembled = False
         """Whether the last run left all actors as they were, so that the next one just begins."""
         self._was_assembled = False  # Ever.
+        self.last_stop = Stop.AT_ONCE
+        """Of the run whose caller was cancelled last."""
         self._is_dismissed = False
 
     @property
@@ -137,6 +156,7 @@ class WorkerGroup:
         A driver that dies meanwhile is replaced by another. While all is well nothing is asked, so
         that a run costs no questions. Raises StartupError; GroupAborted after `dismiss`.
         """
+        self.last_stop = Stop.AT_ONCE
         for left in reversed(range(_DRIVERS_IN_A_ROW)):
             try:
                 await self._assemble(timeout_s)
@@ -411,11 +431,19 @@ class WorkerGroup:
         """
         asked = {seat: worker.stop_after_step.remote(run) for seat, worker in self._workers.items()}
         try:
-            if not any(reply is True for reply in (await answers(asked, _ANSWER_S)).values()):
+            replies = (await answers(asked, _ANSWER_S)).values()
+            if not any(reply is True for reply in replies):
+                if all(reply is False for reply in replies):
+                    self.last_stop = Stop.WITHOUT_STEPS
                 return False
             outcome = await answer(call, STEP_S)
-        except (ActorGone, NoAnswer, asyncio.CancelledError):
+        except NoAnswer:
+            self.last_stop = Stop.IN_STEP
             return False
+        except (ActorGone, asyncio.CancelledError):
+            return False
+        if isinstance(outcome, RunSucceeded):
+            self.last_stop = Stop.AFTER_STEP
         self.is_assembled = self._leaves_all(outcome)
         return True
 

@@ -7,14 +7,18 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import chorusline as cl
-from chorusline.actors.messages.messages import WorkerSnapshot
+from chorusline.actors.messages.messages import RunSucceeded, WorkerSnapshot
+from chorusline.actors.worker_group import worker_group
+from chorusline.actors.worker_group.worker_group import Stop, WorkerGroup
 from chorusline.runtime.process.between_runs import BetweenRuns
+from chorusline.runtime.session.holding.local_session import LocalSession
 from tests.references.interrupted_runs import (
     SIZES,
     assert_same,
@@ -46,6 +50,61 @@ async def test_a_run_interrupted_twice_goes_on_bit_by_bit_alike(
     assert results[0]["generation"] == reference[0]["generation"], "nothing was aborted"
     assert_same(results, reference)
     assert (await session.run(train, kind=kind, pause_s=0.0))[0]["taken"] == 0, "all is done"
+
+
+class Rank:
+    """A worker that takes steps, or takes none."""
+
+    def __init__(self, takes_steps: bool) -> None:
+        self.stop_after_step = SimpleNamespace(remote=self._reply)
+        self._takes_steps = takes_steps
+
+    async def _reply(self, run: int) -> bool:
+        return self._takes_steps
+
+
+@pytest.mark.parametrize(
+    ("stops", "told"),
+    [
+        ("after its step", "all ranks stopped between the same two steps"),
+        ("with one rank less", "all ranks stopped between the same two steps"),
+        ("in its step", "no step ended within 2 s, so the run was aborted"),
+        ("without steps", "no rank takes steps, so the run was aborted"),
+        ("before it begins", "Interrupted: the run was aborted"),
+    ],
+)
+async def test_an_interrupted_cell_is_told_how_its_run_was_stopped(
+    stops: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def outcome() -> RunSucceeded:
+        await asyncio.sleep(60 if stops == "in its step" else 0)
+        return RunSucceeded(0, (b"", b"")[: 1 if stops == "with one rank less" else 2])
+
+    async def nothing(timeout_s: float) -> None:
+        pass
+
+    group: Any = WorkerGroup(
+        SimpleNamespace(most=2),  # type: ignore[arg-type]
+        2,
+        use_gpu=False,
+        driver_options={},
+        environment={},
+        modules=(),
+        detached=None,
+    )
+    group._workers |= {seat: Rank(stops != "without steps") for seat in range(2)}
+    group._assemble = nothing
+    monkeypatch.setattr(worker_group, "STEP_S", 0.05)
+    local: Any = LocalSession(cl.Session()._options)
+    local.worker_group = group
+    for before in (Stop.AFTER_STEP, Stop.IN_STEP):  # Of another run.
+        group.last_stop = before
+        await group.assemble(0.0)
+        if stops != "before it begins":
+            call = asyncio.ensure_future(outcome())
+            await group._stopped_after_step(0, call)
+            call.cancel()
+        assert told in local.how_interrupted()
 
 
 def use_once(

@@ -20,7 +20,7 @@ from chorusline.actors.messages.whereabouts import Whereabouts
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.calls import HEAD_ANSWER_S, head_stays_gone
 from chorusline.actors.ray_calls.detached_actors import DetachedActors
-from chorusline.actors.worker_group.worker_group import CLOSED, STEP_S, WorkerGroup
+from chorusline.actors.worker_group.worker_group import CLOSED, STEP_S, Stop, WorkerGroup
 from chorusline.collectives.diagnosis.debug import get_debug_level
 
 from ..placing import placement
@@ -161,12 +161,17 @@ class LocalSession:
 
     def how_interrupted(self) -> str:
         """A text for the user who interrupted a cell: what happened to the run."""
-        if self.worker_group is not None and self.worker_group.is_assembled:
+        stop = self.worker_group.last_stop if self.worker_group is not None else Stop.AT_ONCE
+        if stop is Stop.AFTER_STEP:
             where = "all ranks stopped between the same two steps"
         else:
+            why = {
+                Stop.IN_STEP: f"no step ended within {STEP_S:g} s, so ",
+                Stop.WITHOUT_STEPS: "no rank takes steps, so ",
+            }.get(stop, "")
             where = (
-                f"no step ended within {STEP_S:g} s, so the run was aborted (a rank that stays "
-                f"stuck for {GRACE_S:g} s is replaced, and loses what it keeps)"
+                f"{why}the run was aborted (a rank that stays stuck for {GRACE_S:g} s is replaced, "
+                "and loses what it keeps)"
             )
         return (
             f"Interrupted: {where}. The session is ready, and keeps what ctx.keep made and the "
