@@ -19,7 +19,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -100,7 +100,7 @@ class Output:
         # None if Ray was told to write its workers' output to something else than plain files (to
         # rotate them, or to use the terminal): then it continues to show the output in its own way.
         self._files = _log_files()
-        self._beginning = Position()
+        self._beginning = Position()  # for a reader that has no position
         self._streams: tuple[Any, ...] = ()
         if self._files is not None:
             for number in (OUT, ERR):
@@ -108,12 +108,18 @@ class Output:
             self._beginning = Position(*_sizes())
             self._streams = sys.stdout, sys.stderr
             sys.stdout, sys.stderr = _Noted(sys.stdout, self, OUT), _Noted(sys.stderr, self, ERR)
+        self._asked = self._beginning  # by the last reader, who has had all before
 
     def set_rank(self, rank: int) -> None:
         """What is printed from now on is the output of this rank."""
         if rank != self._rank:
             self._rank = rank
             self._mark()
+
+    def begin_run(self) -> None:
+        """Another run begins. A session host that is started again in it reads what was printed in
+        it, and not once more what was heard of the runs before."""
+        self._beginning = self._asked
 
     def show(self, figure: bytes) -> None:
         """Show a picture (PNG) between what was printed before and after."""
@@ -140,14 +146,16 @@ class Output:
         self._num_dropped += 1
 
     def read(self, since: Position | None) -> Printed | None:
-        """What was printed since a position (None: since the beginning); the marks before it are
-        dropped. None if this process does not write to files, or they cannot be read now."""
+        """What was printed since a position; the marks before it are dropped. None if this process
+        does not write to files, or they cannot be read now.
+
+        since: None: from what nobody had read when the run began."""
         if self._files is None:
             return None
         for stream in self._streams:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()  # Bytes that were written to its `buffer` may wait in it.
-        since = since or self._beginning
+        since = self._asked = since or self._beginning
         with self._lock:
             while self._marks and self._num_dropped < since.marks:
                 self._drop()
@@ -184,6 +192,30 @@ def read_rest(
     # It may be exactly that much: then the next answer is empty.
     has_more = max(map(len, read)) == _MOST_BYTES
     return Printed(tuple(pieces), until, rank, has_more, files, node_id)
+
+
+def unseen(printed: Printed, since: Position) -> Printed:
+    """The part of an answer that is new to one who has had all up to a position, of another
+    reader's answers."""
+    left_out = {}  # bytes of its beginning, by kind
+    for kind, until, seen in (
+        (OUT, printed.until.out, since.out),
+        (ERR, printed.until.err, since.err),
+    ):
+        num_bytes = sum(len(piece.data) for piece in printed.pieces if piece.kind == kind)
+        left_out[kind] = max(0, seen - (until - num_bytes))
+    pieces = []
+    for piece in printed.pieces:
+        if piece.kind == FIGURE:
+            # Before bytes that were seen it was seen as well.
+            if not any(left_out.values()):
+                pieces.append(piece)
+            continue
+        num_bytes = min(len(piece.data), left_out[piece.kind])
+        left_out[piece.kind] -= num_bytes
+        if data := piece.data[num_bytes:]:
+            pieces.append(replace(piece, data=data))
+    return replace(printed, pieces=tuple(pieces))
 
 
 def _in_order(

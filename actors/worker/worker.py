@@ -205,6 +205,8 @@ class Worker:
                 # Two functions in one process would issue collectives in each other's order.
                 raise RuntimeError(f"run {self._run.request.run} is still in progress here")
             self._run = run
+            if request.run != self._last[0]:
+                self._output.begin_run()
             self._last = (request.run, run.report_buffer)
             self._last_status = run.status
             self._generation = assignment.generation

@@ -22,6 +22,7 @@ from chorusline.actors.messages.messages import Report, RunFailed, RunSucceeded,
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.calls import Actor, ActorGone, NoAnswer, answer
 from chorusline.actors.ray_calls.detached_actors import SESSION_HOST, DetachedActors, names_of
+from chorusline.actors.reporting.worker_logs import Position, Printed, unseen
 from chorusline.actors.worker_group.news import News
 from chorusline.collectives.diagnosis.debug import get_debug_level
 
@@ -62,6 +63,9 @@ class DetachedClient:
         self._place: Bookmark | None = None  # None: at the beginning of what the session host has
         self._whole = False
         self._latest: dict[int, float] = {}  # by rank, when its last report was made
+        # By a worker's files, how far its output was shown.
+        self._shown: dict[tuple[str, tuple[str, str]], Position] = {}
+        self._reads_again = False  # Another session host reads what was read before.
         self._is_away = threading.Event()
         self.is_over = False
         self.last: DetachedStatus | None = None  # None: before the first answer
@@ -310,6 +314,7 @@ class DetachedClient:
             run = await (self.current() if program is None else self.begin(program))
             # With all of its output, as the program wants it that has begun it.
             self._place, self._latest, self._whole = None, {}, program is not None
+            self._reads_again = False
             async with delivered_news(self, run, audience):
                 return await self.ending(run)
         except asyncio.CancelledError as error:
@@ -337,10 +342,19 @@ class DetachedClient:
             # Another session host, which begins with what the workers still hold.
             latest = self._latest
             news.reports = [one for one in news.reports if one.time > latest.get(one.rank, 0.0)]
+            self._reads_again = True
         self._place = place
+        news.printed = [(seat, self._unseen(printed)) for seat, printed in news.printed]
         for report in news.reports:
             self._latest[report.rank] = report.time
         return news
+
+    def _unseen(self, printed: Printed) -> Printed:
+        worker = printed.node_id, printed.files
+        seen = self._shown.get(worker, Position())
+        until = printed.until
+        self._shown[worker] = Position(max(seen.out, until.out), max(seen.err, until.err))
+        return unseen(printed, seen) if self._reads_again else printed
 
     async def reports(self) -> list[Report]:
         found: list[Report] = await self._ask("reports")

@@ -19,10 +19,13 @@ from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.detached_actors import DetachedActors
+from chorusline.actors.reporting.worker_logs import OUT, Position, Printed, PrintedPiece
+from chorusline.actors.worker_group.news import News
 from chorusline.runtime.notebook import cells
 from chorusline.runtime.session import connecting
 from chorusline.runtime.session.detached import client as clients, session_host
 from chorusline.runtime.session.detached.client import DetachedClient
+from chorusline.runtime.session.detached.history import Bookmark
 from chorusline.runtime.session.detached.session_host import SessionHost
 from chorusline.runtime.session.detached.status import DetachedStatus, taken
 
@@ -238,6 +241,40 @@ async def test_a_client_knows_the_workers_that_a_run_has_ended_with(
     client.last = replace(STATUS, workers=("one",))
     assert await client.ending(0) == RunSucceeded(0, (b"a result",))
     assert client.num_workers == (2 if answers else 1)
+
+
+async def test_a_session_host_that_was_started_again_shows_no_line_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def heard(host: str, printed: int, until: int, *texts: bytes) -> tuple[News, Bookmark]:
+        pieces = tuple(PrintedPiece(OUT, text, 0) for text in texts)
+        one = Printed(pieces, Position(until, 0, 0), 0, False, ("out", "err"), "node")
+        return News(printed=[(0, one)]), Bookmark(0, printed, host)
+
+    # The second one reads the run's output from its beginning, in other parts.
+    replies = iter(
+        (
+            heard("a", 1, 4, b"one\n"),
+            heard("a", 2, 8, b"two\n"),
+            heard("b", 1, 6, b"one\ntw"),
+            heard("b", 2, 14, b"o\n", b"three\n"),
+            heard("b", 3, 19, b"four\n"),
+        )
+    )
+
+    async def news_since(*_: object) -> tuple[News, Bookmark]:
+        return next(replies)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    host = answering(SimpleNamespace(news_since=news_since), "news_since")
+    client = DetachedClient("night", host)
+    shown = [
+        piece.data
+        for _ in range(5)
+        for _, printed in (await client.pull(0, 1.0)).printed
+        for piece in printed.pieces
+    ]
+    assert shown == [b"one\n", b"two\n", b"three\n", b"four\n"]
 
 
 class StoppableHost:

@@ -425,6 +425,32 @@ def test_a_kernel_that_is_killed_leaves_the_run_to_the_next_one(
         second.manager.shutdown_kernel(now=True)
 
 
+def count_aloud(ctx: cl.Context, name: str, until: int) -> None:
+    for number in range(until):
+        print(f"of the {name} run: {number}", flush=True)
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+async def test_each_line_is_shown_once_where_the_session_host_dies_meanwhile(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    few = {"CPU": 0.2}
+    options = cl.Session(1, resources_per_worker=few)._options
+    await (await DetachedClient.started(name, options, 60.0)).close()  # On the tests' cluster.
+    async with cl.attach(name) as session:
+        await session.run(count_aloud, name="first", until=40)
+        running = asyncio.create_task(session.run(count_aloud, name="second", until=300))
+        await asyncio.sleep(5)
+        await asyncio.to_thread(kill, name, "host")
+        await running
+    shown = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[rank 0]")]
+    assert shown == [
+        *(f"[rank 0] of the first run: {number}" for number in range(40)),
+        *(f"[rank 0] of the second run: {number}" for number in range(300)),
+    ]
+
+
 def test_only_placement_groups_of_the_session_are_removed_with_it(cluster: None) -> None:
     """Another program may name a group as it likes, also by the name of the session."""
     names = ["night/serving", new_group_name("night"), new_group_name("night-2")]

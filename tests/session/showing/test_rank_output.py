@@ -8,20 +8,24 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import chorusline as cl
+from chorusline.actors.reporting import worker_logs
 from chorusline.actors.reporting.worker_logs import (
     ERR,
     FIGURE,
     OUT,
+    Output,
     Position,
     Printed,
     PrintedPiece,
     _in_order,
     _Mark,
     read_rest,
+    unseen,
 )
 from chorusline.runtime.session.showing.rank_output import RankLines
 
@@ -123,6 +127,61 @@ def test_two_streams_are_shown_in_the_order_in_which_they_were_written() -> None
         "[rank 0] five",
     ]
     assert [piece.kind for piece in pieces] == [OUT, ERR, OUT, FIGURE, ERR, OUT]
+
+
+def test_one_who_hears_of_another_reader_is_shown_what_is_new() -> None:
+    pieces = (
+        PrintedPiece(OUT, b"one\n", 0),
+        PrintedPiece(FIGURE, b"a figure", 0),
+        PrintedPiece(ERR, b"trouble\n", 0),
+        PrintedPiece(OUT, b"two\n", 0),
+        PrintedPiece(FIGURE, b"another", 0),
+        PrintedPiece(OUT, b"three\n", 0),
+    )
+    answer = Printed(pieces, Position(114, 208, 5), 0, False, ("out", "err"), "node")
+    assert unseen(answer, Position()) == answer
+    assert unseen(answer, Position(100, 200, 1)) == answer
+
+    def data(out: int, err: int) -> list[bytes]:
+        return [piece.data for piece in unseen(answer, Position(out, err)).pieces]
+
+    assert data(104, 200) == [b"a figure", b"trouble\n", b"two\n", b"another", b"three\n"]
+    assert data(106, 208) == [b"o\n", b"another", b"three\n"]
+    assert data(108, 202) == [b"ouble\n", b"another", b"three\n"]
+    assert data(114, 208) == data(999, 999) == []
+
+
+def test_a_reader_that_begins_again_gets_the_output_of_the_run_and_not_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = tmp_path / "out", tmp_path / "err"
+    files[1].write_bytes(b"")
+    output: Any = Output("node")
+    output._files = tuple(map(str, files))
+    output._beginning = output._asked = Position()
+    monkeypatch.setattr(worker_logs, "_sizes", lambda: tuple(one.stat().st_size for one in files))
+
+    def prints(text: bytes) -> None:
+        with files[0].open("ab") as file:
+            file.write(text)
+
+    def read(since: Position | None) -> tuple[bytes, Position]:
+        printed = output.read(since)
+        return b"".join(piece.data for piece in printed.pieces), printed.until
+
+    prints(b"before any run\n")
+    output.begin_run()
+    prints(b"first run\n")
+    text, until = read(None)
+    assert text == b"before any run\nfirst run\n"
+    assert read(until) == (b"", until)
+    output.begin_run()
+    prints(b"second run\n")
+    text, until = read(until)
+    assert text == b"second run\n"
+    prints(b"and its end\n")
+    assert read(until)[0] == b"and its end\n"
+    assert read(None)[0] == b"second run\nand its end\n"
 
 
 def printed(data: bytes) -> Printed:
