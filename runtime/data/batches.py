@@ -193,6 +193,7 @@ class Batches(ShardIteration):
             # (5) Not in `finally`: a loop that was left by `break` or an error is resumed where it
             # was.
             self.is_over = True
+            self._dealer.end(self)  # It says whether a step has yet to use the last samples.
             self._end()
         except GeneratorExit:
             # The loop was left early. Its batch numbers no longer say which ranks have data.

@@ -122,6 +122,8 @@ class Cursor:
                 if has_trained and (one.is_over or one.rest.given is None):
                     # Without the dataset, which lives as long as its iteration.
                     rests[name] = Remainder((), None)
+            if not keeps_epoch or _OUTSIDE in name:
+                one.counts.await_no_step()  # Its samples are dealt again no more.
         inner = self._inner_now(Used.GIVEN)
         self._inner = {name: one for name, one in inner.items() if keeps_epoch or _OUTSIDE in name}
         self._rests = rests
@@ -351,6 +353,8 @@ def _state(
         given = shard.counts.num_agreed if used is Used.AGREED else taken
         # The batches that no step has used are taken again, by a run that continues from here.
         is_over = shard.is_over and given == taken
+        if used is Used.COMMITTED:
+            is_over = is_over and not shard.counts.awaits_step
         if is_within:
             given = min(given, shard.counts.num_ended)
         needs_ids = needs_ids or shard.needs_ids

@@ -36,6 +36,8 @@ class Counts:
     num_agreed: those that it was given before the last step that all ranks agreed on.
     committed: by rank, the samples of steps that count; None before the first such step.
     settled: the part of `committed` that counts whichever rank is lost now; None as `committed`.
+    awaits_step: the iteration is over here, and no step that counts has used its last samples yet,
+        as where a loop accumulates gradients and the step comes after it.
     """
 
     number: int = 0
@@ -46,6 +48,7 @@ class Counts:
     num_agreed: int = 0
     committed: tuple[int, ...] | None = None
     settled: tuple[int, ...] | None = None
+    awaits_step: bool = False
 
     def take(self, num_samples: int) -> None:
         """This rank is given samples."""
@@ -68,6 +71,14 @@ class Counts:
         """The ranks have other numbers now, and have learnt of the same steps."""
         self.committed = self.settled = committed
         self.holders = holders
+
+    def end(self, rank: int) -> None:
+        """The iteration is over on this rank, or a step has been recorded since."""
+        self.awaits_step = self.num_taken > (self.committed[rank] if self.committed else 0)
+
+    def await_no_step(self) -> None:
+        """A later step has used all samples, or they are not dealt again any more."""
+        self.awaits_step = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +269,8 @@ class Dealer:
     stragglers: Stragglers = field(default_factory=Stragglers)
     _last_begun: int = 0
     _active: list[ShardIteration] = field(default_factory=list)
+    _awaiting: list[Counts] = field(default_factory=list)
+    """Of iterations that are over, and await a step. The object may have begun again since."""
     _early: dict[int, list[Cut]] = field(default_factory=dict)
     """The cuts of iterations that this rank has yet to begin, by the iteration's number."""
 
@@ -332,12 +345,19 @@ class Dealer:
     def end(self, shard: ShardIteration) -> None:
         if any(one is shard for one in self._active):
             shard.beside.append(shard.counts.number)
+            if shard.is_over and shard.iteration:
+                shard.counts.end(self.rank)
+                self._awaiting.append(shard.counts)
         shard.is_in_progress = False
         self._active = [one for one in self._active if one is not shard]
 
     def inside(self) -> list[int]:
         """The numbers of the iterations in progress on this rank."""
         return [one.counts.number for one in self._active]
+
+    def unused(self) -> list[int]:
+        """The numbers of the iterations that are over on this rank, and await a step."""
+        return [counts.number for counts in self._awaiting if counts.awaits_step]
 
     def cursors(self) -> list[int]:
         """For the vote: how many samples this rank has taken of each iteration in progress."""
@@ -354,12 +374,18 @@ class Dealer:
         that they belong to, where the step was agreed on earlier; default: those in progress.
         is_settled: the step counts even if this rank is lost; if not, only the one before does."""
         recorded = list(self.inside() if numbers is None else numbers)
-        for one in self._active:
+        for counts in [*(one.counts for one in self._active), *self._awaiting]:
             # One that has begun since the vote was cast has no sample in that step.
-            if one.counts.number in recorded:
-                place = recorded.index(one.counts.number)
+            if counts.number in recorded:
+                place = recorded.index(counts.number)
                 committed = tuple(of_rank[place] for of_rank in cursors)
-                one.counts.record(committed, is_settled=is_settled)
+                counts.record(committed, is_settled=is_settled)
+        for counts in self._awaiting:
+            if counts.number in recorded:
+                counts.end(self.rank)
+            else:  # The vote was cast after its end, so the step has all that it gave.
+                counts.await_no_step()
+        self._awaiting = [counts for counts in self._awaiting if counts.awaits_step]
 
     def num_settled(self, shard: ShardIteration) -> int:
         """How many of this rank's samples belong to steps that count whichever rank is lost now.
@@ -398,6 +424,10 @@ class Dealer:
         self.rank, self.world_size = rank, len(former_ranks)
         # Ranks have other numbers now, and may have other work.
         self.stragglers = Stragglers()
+        # Their loops are over, so what a lost rank had of them can be given to nobody in place.
+        for counts in self._awaiting:
+            counts.await_no_step()
+        self._awaiting = []
         left: list[Left] = []
         for number, cut in cuts.items():
             if number > self._last_begun:  # Only other ranks are in it: keep the cut until `begin`.

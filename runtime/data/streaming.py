@@ -293,6 +293,10 @@ class StreamShard(Batches):
         return batch
 
     def _end(self) -> None:
+        # The function may run again inside the reading, whose last rows are in no step yet; then
+        # the next reading ends it.
+        if self.counts.awaits_step and self._survives():
+            return
         if self._reading is not None:
             with contextlib.suppress(ReaderGone):  # A new reader knows no reading to end.
                 answer(self._reader.end.remote(self._reading, self._holder))
@@ -363,7 +367,7 @@ class StreamShard(Batches):
                 self.rest.given,
                 lost,
                 self._holder,
-                dealer.inside(),
+                [*dealer.inside(), *dealer.unused()],
             )
             try:
                 self.ids_of_the_lost = answer(call)

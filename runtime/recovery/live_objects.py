@@ -134,6 +134,7 @@ class LiveObjects:
             self._call.group.size // self.replica_size - 1 if self.plain.is_watching else 0,
             active.follows_groups(),
             boundary().is_after_loop,
+            bool(self._call.dealer.unused()),
             checkpoints is not None and checkpoints.config is not None,
         )
 

@@ -88,6 +88,7 @@ class Facts:
     copies: number of other ranks that have a copy of all that the plain optimizers step.
     follows_groups: the function is inside a Join that follows groups.
     is_after_loop: it has left a loop over its data, and is in none.
+    awaits_step: it has left a loop whose last samples are in no step that counts yet.
     keeps_checkpoints: the session has a place for checkpoints.
     """
 
@@ -99,6 +100,7 @@ class Facts:
     copies: int = 0
     follows_groups: bool = False
     is_after_loop: bool = False
+    awaits_step: bool = False
     keeps_checkpoints: bool = False
 
     @property
@@ -331,6 +333,9 @@ def _waiting(facts: Facts, where: Where) -> Waiting:
         return Waiting.IN_STEP
     # A plain model has summed gradients of the lost rank, and may have been stepped with them.
     if facts.has_plain_steps:
+        return Waiting.NOWHERE
+    # A loop that is over gives nobody what a lost rank had of it. One that begins again does.
+    if where is Where.IN_STEP and facts.awaits_step and not facts.missing:
         return Waiting.NOWHERE
     at = {Where.IN_STEP: Waiting.IN_STEP, Where.AT_BOUNDARY: Waiting.AT_BOUNDARY}
     return at.get(where, Waiting.NOWHERE)

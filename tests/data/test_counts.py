@@ -13,7 +13,7 @@ from chorusline.runtime.data.dealer import Counts
 from tests import ROOT
 from tests.data.test_redealing import NUM_SAMPLES, Ranks
 
-ALONE = ["num_taken", "num_agreed", "committed", "settled", "dealt_for"]
+ALONE = ["num_taken", "num_agreed", "committed", "settled", "dealt_for", "awaits_step"]
 """The names that no other class has for what others write."""
 
 EVENTS = ["take", "agree", "settled", "unsettled", "renumber"]

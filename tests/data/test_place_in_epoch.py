@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from chorusline.actors.messages.run_status import RunStatus
 from chorusline.runtime.data.cursor import Cursor, Used
 from chorusline.runtime.data.dataset_batches import Shard
+from chorusline.runtime.data.dealer import Dealer
 from chorusline.runtime.process.step_boundary import entered
 from chorusline.runtime.session.showing.progress_model import Places
 
@@ -53,3 +55,52 @@ def test_without_training_an_evaluation_is_the_place() -> None:
         batches = iter(shard(10, cursor))
         next(batches)
         assert place(steps) == (1, 5)
+
+
+@pytest.mark.parametrize("num_used", [0, 2, 4])
+def test_a_restart_after_a_loop_gives_again_what_no_step_has_used(num_used: int) -> None:
+    """As where the loop accumulates gradients, and the step that comes after it was not taken."""
+    dealer, cursor, ids = Dealer(0, 1), Cursor(), list(range(8))
+
+    def begin(cursor: Cursor, dealer: Dealer) -> Shard:
+        return Shard(
+            ids,
+            2,
+            rank=0,
+            world_size=1,
+            cursor=cursor,
+            dealer=dealer,
+            collate_fn=list,
+            shuffle=False,
+        )
+
+    def left(cursor: Cursor) -> list[int]:
+        again = Cursor()
+        again.resume([cursor.state(Used.COMMITTED, by_id=True)])
+        next(again.epochs(1))
+        return [number for batch in begin(again, Dealer(0, 1)) for number in batch]
+
+    next(cursor.epochs(2))
+    vote: tuple[list[list[int]], list[int]] = [[0]], []
+    for number, _ in enumerate(begin(cursor, dealer), 1):
+        vote = [dealer.cursors()], dealer.inside()
+        if number == num_used:
+            dealer.record(*vote, is_settled=False)
+    assert left(cursor) == ids[2 * num_used :]
+    assert bool(dealer.unused()) == (num_used < 4)
+    # An evaluation, which is in no step, leaves it at that.
+    with torch.no_grad():
+        assert len(list(begin(cursor, dealer))) == 4
+    assert left(cursor) == ids[2 * num_used :]
+    # The step after the loop: agreed on at its last batch, or when it was over.
+    dealer.record(*(vote if num_used == 2 else ([[]], [])), is_settled=False)
+    assert left(cursor) == [] and not dealer.unused()
+
+
+def test_what_was_accumulated_over_the_end_of_an_epoch_is_not_waited_for() -> None:
+    dealer, cursor = Dealer(0, 1), Cursor()
+    epochs = cursor.epochs(2)
+    assert next(epochs) == 0
+    shard = Shard(range(4), 2, rank=0, world_size=1, cursor=cursor, dealer=dealer, collate_fn=list)
+    assert len(list(shard)) == 2 and dealer.unused()
+    assert next(epochs) == 1 and not dealer.unused()

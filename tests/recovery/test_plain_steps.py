@@ -6,8 +6,10 @@ What they end with is compared with one process that takes the same steps over t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 import chorusline as cl
 from chorusline.actors.errors import WorkerLost
 from chorusline.runtime.program.context import call_of
-from tests.references.killed_runs import Diary, Lines
+from tests.references.killed_runs import PHASES, Diary, Lines
 from tests.references.plain_runs import (
     MOMENTS,
     PlainKind,
@@ -202,6 +204,74 @@ async def test_a_death_costs_no_row_of_a_stream(
             train_plain, kind=kind, folder=str(tmp_path), acts=acts, stream=stream
         )
     assert_as_one_process(kind, str(tmp_path), told)
+
+
+def steps_after_its_loop(
+    ctx: cl.Context, folder: str, moment: str, sharded: bool, data: Any
+) -> None:
+    """A step for each epoch, after the loop over its batches. Rank 1 dies in the second epoch."""
+    is_first = not any(Path(folder).glob("*.died"))
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1)))
+    optim: Any = torch.optim.SGD(model.parameters(), lr=1e-6)
+    if sharded:
+        optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=1e-6, replicas=2)
+    ctx.register("optim", optim)
+    diary = Diary(folder, os.getpid())
+    for epoch in ctx.epochs(2):
+        numbers: list[int] = []
+        for batch in ctx.shard(data, 2, epoch=epoch):
+            numbers += batch.tolist()
+            # It is not known which batch of a stream is the last one.
+            with model.no_sync():
+                model(batch.float()[:, None]).mean().backward()
+        model(torch.ones(1, 1)).mean().backward()
+        if is_first and epoch == 1 and ctx.rank == 1:
+            (Path(folder) / f"{os.getpid()}.died").touch()
+            if moment == "in the step":
+                PHASES["before it votes (3)"](optim)
+            elif moment == "before it":
+                die()
+        if moment != "in the step":
+            ctx.reduce(1.0)
+        optim.step()
+        optim.zero_grad()
+        diary.note((epoch, numbers))
+        ctx.barrier()  # All have noted it.
+        if moment == "after it" and is_first and epoch == 1 and ctx.rank == 1:
+            die()
+
+
+@pytest.mark.parametrize("source", ["dataset", pytest.param("stream", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("sharded", "moment"),
+    [
+        (False, "before it"),
+        pytest.param(False, "after it", marks=pytest.mark.slow),
+        (True, "in the step"),
+        pytest.param(True, "before it", marks=pytest.mark.slow),
+        pytest.param(True, "after it", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_death_costs_no_sample_of_a_loop_before_its_step(
+    session: cl.Session, tmp_path: Path, sharded: bool, moment: str, source: str
+) -> None:
+    """The loop is over, so it has to begin again to give the samples of the lost rank."""
+    with cl.Stream(torch.arange(24)) as stream:
+        await session.run(
+            steps_after_its_loop,
+            folder=str(tmp_path),
+            moment=moment,
+            sharded=sharded,
+            data=stream if source == "stream" else torch.arange(24),
+        )
+    assert [*tmp_path.glob("*.died")]
+    used = Counter(
+        (epoch, number)
+        for path in tmp_path.glob("*.diary")
+        for epoch, numbers in Diary(str(tmp_path), int(path.stem)).read()
+        for number in numbers
+    )
+    assert used == Counter(itertools.product(range(2), range(24)))
 
 
 @pytest.mark.slow
