@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 import chorusline as cl
 from chorusline.actors.errors import WorkerLost
@@ -23,6 +24,7 @@ from chorusline.runtime.program.context import call_of
 from tests.references.killed_runs import PHASES, Diary, Lines
 from tests.references.plain_runs import (
     MOMENTS,
+    Count,
     PlainKind,
     assert_as_one_process,
     attempts_at,
@@ -272,6 +274,49 @@ async def test_a_death_costs_no_sample_of_a_loop_before_its_step(
         for number in numbers
     )
     assert used == Counter(itertools.product(range(2), range(24)))
+
+
+def registers_late(ctx: cl.Context, folder: str, deaths: int) -> tuple[int, int, int]:
+    """An average and a count begin at the third step. A rank dies after the fifth one, and of two
+    deaths another one after the next step, before these are registered again."""
+    assert call_of(ctx).recovery is not None
+    died = len([*Path(folder).glob("*.died")])
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1)))
+    optim = ctx.register("optim", torch.optim.SGD(model.parameters(), lr=0.1))
+    steps, count, average = ctx.register("steps", Count()), Count(), None
+    for _ in ctx.epochs(1):
+        with cl.Join([model], step_along=[optim], skew_warning=None):
+            for batch in ctx.shard(torch.ones(72, 1), batch_size=2):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+                steps.step()
+                dies = died < deaths and ctx.rank == ctx.world_size - 1 - died
+                if dies and died == 1:
+                    (Path(folder) / "second.died").touch()
+                    die()
+                if average is None and steps.value >= 3:
+                    average = ctx.register("average", AveragedModel(model.module))
+                    ctx.register("count", count)
+                if average is not None:
+                    average.update_parameters(model.module)
+                    count.step()
+                if dies and steps.value == 5:
+                    (Path(folder) / "first.died").touch()
+                    die()
+    assert average is not None
+    return steps.value, int(average.n_averaged), count.value
+
+
+@pytest.mark.parametrize("deaths", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_what_is_registered_after_a_step_has_its_state_again_after_a_death(
+    session: cl.Session, tmp_path: Path, deaths: int
+) -> None:
+    told = await session.run(registers_late, folder=str(tmp_path), deaths=deaths)
+    assert len([*tmp_path.glob("*.died")]) == deaths
+    for steps, averaged, counted in told:
+        # The function was left after a step that was counted, or before.
+        assert counted == averaged and steps - averaged in (2, 1 + deaths)
 
 
 @pytest.mark.slow
