@@ -363,6 +363,9 @@ class FunctionCall:
         if self.recovery is not None:
             self.recovery.note_flags()
             self.recovery.pass_boundary()
+            # A body that catches the error of each batch would train no more, to the end.
+            if self.recovery.steps_plain and (failure := self.group.failure()) is not None:
+                raise fresh_copy(failure)
         if self.checkpoints is not None:
             self._save_if_due(self.checkpoints)
         # After the last batch no step comes in which a leaving rank could hand over.

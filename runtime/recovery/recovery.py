@@ -138,6 +138,13 @@ class Recovery:
         With optimizers that are not registered, a lost rank ends the run."""
         return bool(self._objects.optimizers()) or self._objects.plain.is_watching
 
+    @property
+    def steps_plain(self) -> bool:
+        """Whether the steps of this function are those of plain optimizers, which do not wait for
+        the next generation."""
+        plain = self._objects.plain
+        return plain.has_begun or (plain.is_watching and not self._objects.optimizers())
+
     def cursors(self) -> list[int]:
         return self._objects.call.dealer.cursors()
 

@@ -267,13 +267,17 @@ async def test_a_death_costs_no_sample_of_a_loop_before_its_step(
             data=stream if source == "stream" else torch.arange(24),
         )
     assert [*tmp_path.glob("*.died")]
-    used = Counter(
+    assert used_in(tmp_path) == Counter(itertools.product(range(2), range(24)))
+
+
+def used_in(folder: Path) -> Counter[tuple[int, int]]:
+    """By epoch and number, how often the steps that counted had a sample."""
+    return Counter(
         (epoch, number)
-        for path in tmp_path.glob("*.diary")
-        for epoch, numbers in Diary(str(tmp_path), int(path.stem)).read()
+        for path in folder.glob("*.diary")
+        for epoch, numbers in Diary(str(folder), int(path.stem)).read()
         for number in numbers
     )
-    assert used == Counter(itertools.product(range(2), range(24)))
 
 
 def registers_late(ctx: cl.Context, folder: str, deaths: int) -> tuple[int, int, int]:
@@ -317,6 +321,36 @@ async def test_what_is_registered_after_a_step_has_its_state_again_after_a_death
     for steps, averaged, counted in told:
         # The function was left after a step that was counted, or before.
         assert counted == averaged and steps - averaged in (2, 1 + deaths)
+
+
+def skips_batches(ctx: cl.Context, folder: str, dies_at: int) -> None:
+    """A batch whose step fails is skipped, as one that is out of memory. Rank 1 dies once."""
+    is_first = not (died := Path(folder) / "died").exists()
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1)))
+    optim = ctx.register("optim", torch.optim.SGD(model.parameters(), lr=1e-6))
+    diary = Diary(folder, os.getpid())
+    for epoch in ctx.epochs(2):
+        for number, batch in enumerate(ctx.shard(torch.arange(72), 2, epoch=epoch)):
+            if is_first and ctx.rank == 1 and number == dies_at:
+                died.touch()
+                die()
+            try:
+                model(batch.float()[:, None]).mean().backward()
+                optim.step()
+            except RuntimeError:
+                continue
+            finally:
+                optim.zero_grad()
+            diary.note((epoch, batch.tolist()))
+
+
+@pytest.mark.parametrize("dies_at", [3, pytest.param(0, marks=pytest.mark.slow)])
+async def test_a_body_that_skips_a_batch_whose_step_fails_does_not_skip_all_after_a_death(
+    session: cl.Session, tmp_path: Path, dies_at: int
+) -> None:
+    await session.run(skips_batches, folder=str(tmp_path), dies_at=dies_at)
+    assert (tmp_path / "died").exists()
+    assert used_in(tmp_path) == Counter(itertools.product(range(2), range(72)))
 
 
 @pytest.mark.slow
