@@ -142,6 +142,12 @@ class Cursor:
         """What is left of the coming iteration over the data that `key` identifies."""
         return self._rests.get(self._name(key), Remainder())
 
+    def num_begun(self, ending: str) -> int:
+        """How many iterations over data whose key ends so have begun: in this epoch or, outside all
+        loops, after the last one."""
+        ending += self._outside
+        return sum(number for key, number in self._seen.items() if key.endswith(ending))
+
     def _name(self, key: str) -> str:
         """The coming iteration over the data that `key` identifies: its number in the epoch or,
         outside all loops, after the last one."""

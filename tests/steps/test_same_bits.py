@@ -7,6 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+import chorusline as cl
+from chorusline.runtime.data.cursor import Cursor
+from chorusline.runtime.data.dealer import Dealer
+from chorusline.runtime.data.steps.step_rows import DatasetRows
+from chorusline.runtime.data.steps.steps import Steps
+from chorusline.runtime.process.random_state import mixed
 from tests.harness.combinations import combinations
 from tests.references.stepped_training import stepped
 
@@ -85,3 +91,38 @@ def test_the_norm_of_complex_gradients_is_torchs(ranks_of: Any) -> None:
     for size in (1, 2, 3):
         assert ranks_of(size).run(_norms, True)[0] == pytest.approx(torchs, rel=1e-12)
         assert ranks_of(size).run(_norms, False)[0] == pytest.approx(torchs, rel=1e-12)
+
+
+def draws_of_two_passes(group: Any, parts: list[dict[str, Any]] | None = None) -> Any:
+    """What the micro-batches of two passes over one epoch's steps draw on this rank, by pass, step
+    and first sample; and where the second pass is after its first step."""
+    torch.manual_seed(0)
+    model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), group)
+    dealer, cursor, found, place = Dealer(group.rank, group.size), Cursor(), {}, None
+    if parts is not None:
+        cursor.resume(parts)
+    for _ in cursor.epochs(1):
+        for which in range(2):
+            rows = DatasetRows(torch.arange(24.0)[:, None], epoch=0, seed=0, shuffle=False)
+            steps = Steps(rows, 8, 2, key="24", group=lambda: group, dealer=dealer, cursor=cursor)
+            for step in steps:
+                for batch in step:
+                    found[which, step.number, int(batch[0])] = float(torch.rand(()))
+                    model(batch).sum().backward()
+                model.zero_grad()
+                if which == 1 and place is None:
+                    place = cursor.state()
+    return found, place
+
+
+def test_two_passes_over_the_steps_of_an_epoch_draw_other_numbers(ranks_of: Any) -> None:
+    [(alone, place)] = ranks_of(1).run(draws_of_two_passes)
+    assert len(alone) == 24 and len({*alone.values()}) == 24
+    # The first one draws what it has always drawn.
+    torch.manual_seed(mixed(0, 0, 0, 0))
+    assert alone[0, 0, 0] == float(torch.rand(()))
+    for size in (2, 3):
+        of_ranks = ranks_of(size).run(draws_of_two_passes)
+        assert {key: one for found, _ in of_ranks for key, one in found.items()} == alone
+    [(resumed, _)] = ranks_of(1).run(draws_of_two_passes, [place])
+    assert resumed == {key: one for key, one in alone.items() if key > (1, 1)}

@@ -162,7 +162,7 @@ class Steps(ShardIteration):
         self.epoch = epoch
         self._group = group
         self._dealer = dealer
-        self._noise = noise_seed, epoch
+        self._noise: tuple[object, ...] = noise_seed, epoch
         self._deterministic = deterministic
         self._to_device = None if device is None else ToDevice(device)
         self._cursor = cursor
@@ -203,6 +203,9 @@ class Steps(ShardIteration):
         # A model that the program has dropped would be waited for in each step.
         between_runs().forget_dropped_models(self._group())
         if self._cursor is not None:
+            # Another pass over the steps of this epoch draws other numbers than the first one.
+            passes = self._cursor.num_begun(f"/steps/{self.epoch}")
+            self._noise = (*self._noise[:2], f"pass {passes}") if passes else self._noise[:2]
             self._cursor.begin(self._key, self)
         self._first = _first_step(self.rest)
         self._dealt, self._sizes, self._together = {}, None, None
