@@ -72,7 +72,7 @@ def train(
     train, the steps are slow. stream: of the samples, of one epoch. scenario: what else happens,
     once: a worker dies in its dry run, or while it comes in; the driver dies in its
     dry run; rank 2 dies while one comes in, or when all have agreed to that; or after each step:
-    the body drops the optimizer's state."""
+    the body drops the optimizer's state; or the body has two loops, and they die in the second."""
     note(folder, "began")
     is_first = len(noted(folder, "began")) <= full and not noted(folder, "killed")
     seat = ctx.rank if is_first else -1
@@ -142,6 +142,12 @@ def train(
         dataset: Any = data(16 * STEPS_OF_EPOCH)
         if stream is not None:
             dataset = stream
+        if scenario == "in the second loop":
+            for step in ctx.steps(dataset[: 16 * 8], 16, 3, epoch=epoch):
+                for batch in step:
+                    loss_of(model, batch).backward()
+                optim.step()
+                optim.zero_grad()
         for step in ctx.steps(dataset, 16, 3, epoch=epoch):
             if ctx.world_size < full:
                 # Long enough for workers to start, also on a busy machine; the last ones for one

@@ -192,6 +192,15 @@ async def test_a_worker_that_hangs_in_its_dry_run_is_ended_and_the_next_one_come
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+async def test_a_worker_comes_in_the_second_loop_of_an_epoch(cluster: None, tmp_path: Path) -> None:
+    """Its dry run passes by the first one, which is over."""
+    alone = await told_alone(tmp_path, epochs=1, scenario="in the second loop")
+    told = await told_by_three(tmp_path, epochs=1, scenario="in the second loop")
+    assert_came(told, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
 async def test_two_workers_come_at_once(cluster: None, tmp_path: Path) -> None:
     alone = await told_alone(tmp_path)
     told = await told_by_three(tmp_path, (0, 2), replicas=3)

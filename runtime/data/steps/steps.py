@@ -216,8 +216,9 @@ class Steps(ShardIteration):
             with bound.iterating(self):
                 bound.begin_steps()
                 self._begin_rows(self.counts.number)
-                if self._admission is not None:
-                    # A worker that comes waits here, until it is admitted.
+                # A worker that comes waits here, until it is admitted; but not in a pass that was
+                # over before the one in which the others are.
+                if self._admission is not None and self.rest.given is not None:
                     self._admission.begin(self)
                 while sizes := self._sizes_of(number := self._first + self.counts.num_taken):
                     bound.status.batches_taken = number + 1
