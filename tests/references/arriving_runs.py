@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import ray
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 import chorusline as cl
 from benchmarks.proofs.invariance_training import digest
@@ -22,11 +25,36 @@ from tests.references.training_to_kill import die
 STEPS_OF_EPOCH = 100
 
 
+class Shown(torch.nn.Module):
+    """What a module has beside its tensors: a count of steps, and flags that the first one sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.zeros(()))
+        self.count = 0
+
+    def change(self) -> None:
+        self.count += 1
+        self.eval()
+        self.scale.requires_grad_(False)
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+    def told(self) -> tuple[int, bool, bool]:
+        return self.count, self.training, self.scale.requires_grad
+
+
 @dataclass(frozen=True)
 class Told:
     """What a rank returns. began: how often the function has begun in this process. sizes: by step
     that it took in this call, the number of ranks behind it. heard: what its own collectives gave
-    before its steps, in this call."""
+    before its steps, in this call. average: of the parameters, over the steps. shown: of a
+    module of that class. drawn: by epoch and step, what the body drew of each generator before its
+    first batch."""
 
     rank: int
     parameters: str
@@ -36,6 +64,9 @@ class Told:
     began: int
     sizes: list[int]
     heard: list[object]
+    average: str
+    shown: tuple[int, bool, bool]
+    drawn: dict[tuple[int, int], tuple[float, float, float]]
 
     @property
     def num_steps(self) -> int:
@@ -106,6 +137,8 @@ def train(
         time.sleep(1000)
     if scenario == "at its entry" and not is_first:
         strike_at_entry()
+    random.seed(3)
+    numpy.random.seed(3)
     torch.manual_seed(3)
     model = cl.DistributedDataParallel(make().to(ctx.device), bucket_cap_mb=0.004)
     optim: Any
@@ -121,8 +154,9 @@ def train(
     else:
         optim = optimizer_class(model.parameters(), **options)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optim, 0.999)
-    script = ScriptState()
+    script, average, shown = ScriptState(), AveragedModel(model.module), Shown()
     named: dict[str, Any] = {"model": model, "optim": optim, "schedule": schedule}
+    named |= {"average": average, "shown": shown}
     checkpoints = call_of(ctx).checkpoints
     # Classes of a script travel between ranks; a checkpoint refuses them.
     travels = checkpoints is None or checkpoints.config is None
@@ -130,6 +164,7 @@ def train(
         ctx.register(name, one)
     sizes: list[int] = []
     heard: list[object] = []
+    drawn: dict[tuple[int, int], tuple[float, float, float]] = {}
     if scenario == "asks the others":
         heard = [ctx.broadcast(os.getpid()), ctx.reduce(float(ctx.rank)), ctx.reduce(2, "sum")]
         ctx.barrier()
@@ -153,6 +188,8 @@ def train(
                 # Long enough for workers to start, also on a busy machine; the last ones for one
                 # that has begun again, as its driver had died.
                 time.sleep(0.03 if step.number < 50 else 0.5 if step.number < 90 else 3.0)
+            numbers = random.random(), float(numpy.random.rand()), float(torch.rand(()))
+            drawn[epoch, step.number] = numbers
             if scenario == "a rank at the entry" and sizes[-1:] == [2] and seat == 2:
                 strike_at_entry()
             for number, batch in enumerate(step):
@@ -164,7 +201,9 @@ def train(
             if scenario == "a rank behind the vote" and seat == 2 and boundary().admits:
                 strike()
             schedule.step()
+            average.update_parameters(model.module)
             script.change()
+            shown.change()
             optim.zero_grad()
             if scenario == "drops its state":
                 optim.state.clear()
@@ -182,4 +221,7 @@ def train(
         noted(folder, "began").count(os.getpid()),
         sizes,
         heard,
+        digest(dict(average.state_dict())),
+        shown.told(),
+        drawn,
     )

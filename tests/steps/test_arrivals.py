@@ -37,6 +37,10 @@ async def told_by_three(
 def assert_same(told: list[Told], alone: Told) -> None:
     assert {one.parameters for one in told} == {alone.parameters}
     assert {one.learning_rate for one in told} == {alone.learning_rate}
+    assert {one.average for one in told} == {alone.average}
+    assert {one.shown for one in told} == {alone.shown}
+    # A worker that comes has taken a part of the steps, and a run that began again the rest.
+    assert all(one.drawn.items() <= alone.drawn.items() for one in told)
     assert told[0].state == alone.state
 
 
