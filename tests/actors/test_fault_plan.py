@@ -91,7 +91,9 @@ async def test_a_session_commits_what_is_ordered_and_says_so(
     monkeypatch.delenv(VARIABLE)
     async with session:
         (one,) = await session.run(train, folder=str(tmp_path))
+        driver = (await session.snapshot()).driver
     assert one[1] == 1
+    assert driver is not None and driver.incarnation == 1, "the first one was killed"
     victim = next(tmp_path.glob("1-*")).name.split("-")[1]
     with pytest.raises(ProcessLookupError):
         os.kill(int(victim), signal.SIGCONT)

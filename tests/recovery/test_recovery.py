@@ -22,7 +22,9 @@ import torch
 import chorusline as cl
 from benchmarks.faults.chaos_training import loss_of, network, take_step
 from chorusline.actors.errors import StateLost, WorkerLost
+from chorusline.actors.fault_plan import Instant
 from chorusline.runtime.program.context import call_of
+from chorusline.runtime.recovery.recovery import Recovery
 from chorusline.runtime.zero.digests.digest_checks import Correction
 from chorusline.runtime.zero.shards.parameter_shard import ParameterShard
 from chorusline.runtime.zero.zero_redundancy_optimizer import OptimizerEngine, optimizer_engine_of
@@ -43,6 +45,33 @@ class Told:
     num_steps: int
     state_numel: int
     corrections: list[Correction]
+    recovery: InRecovery
+
+
+@dataclass
+class InRecovery:
+    """What happens to a rank in the recovery in place. instants: of the fault plan, in which it has
+    been. bytes_moved: that it has sent. came_to_keep: elements that it keeps since."""
+
+    instants: list[Instant]
+    bytes_moved: int = 0
+    came_to_keep: int = 0
+
+    @classmethod
+    def noted(cls, recovery: Recovery) -> InRecovery:
+        told = cls([])
+        for instant in INSTANTS:
+            recovery.faults.at(instant, lambda instant=instant: told.instants.append(instant))
+        return told
+
+
+INSTANTS = [
+    Instant.MEET,
+    Instant.MOVE,
+    Instant.ENTER,
+    Instant.GATHER_AGAIN,
+    Instant.RECOVERED,
+]
 
 
 def train(
@@ -69,6 +98,10 @@ def train(
     )
     taken: dict[int, list[int]] = {}
     lost: list[int] = []
+    recovery, parameters = call_of(ctx).recovery, optimizer_engine_of(optim).shard
+    assert recovery is not None
+    told_of_recovery = InRecovery.noted(recovery)
+    told_of_recovery.came_to_keep = -kept_numel(parameters)
     for epoch in ctx.epochs(num_epochs):
         with cl.Join([model, optim], divide_by_initial_world_size=False):
             shard = ctx.shard(Samples(), BATCH_SIZE, epoch=epoch)
@@ -84,6 +117,8 @@ def train(
                 taken[optim.num_steps] = numbers.tolist()
             lost += shard.ids_of_the_lost
     state = optim.shard_optimizer.state.values() if optim.shard_optimizer else ()
+    told_of_recovery.bytes_moved = recovery.bytes_moved
+    told_of_recovery.came_to_keep += kept_numel(parameters)
     return Told(
         os.getpid(),
         ctx.rank,
@@ -94,7 +129,12 @@ def train(
         optim.num_steps,
         sum(t.numel() for s in state for t in s.values() if t.dim() > 0),
         optim.corrections,
+        told_of_recovery,
     )
+
+
+def kept_numel(shard: ParameterShard) -> int:
+    return sum(kept.numel for kept in shard.kept())
 
 
 def flip_in_replica(optim: cl.ZeroRedundancyOptimizer) -> None:
@@ -168,6 +208,12 @@ async def test_a_killed_worker_costs_no_step_and_no_sample(
     assert_equal_and_whole(told)
     expected = reference(told, victim, num_ranks=3)
     assert all(map(torch.equal, told[0].parameters, expected))
+    recoveries = [one.recovery for one in told]
+    assert all(one.instants == INSTANTS for one in recoveries)
+    # What a survivor had kept stays where it is: only the rest moves, in float64: the numbers that
+    # are stepped, and two moments of each.
+    moved = sum(one.bytes_moved for one in recoveries)
+    assert moved == sum(one.came_to_keep for one in recoveries) * 3 * 8 > 0
 
 
 def drawn() -> int:
