@@ -17,8 +17,12 @@ from chorusline.actors.worker_group.news import Listener
 from chorusline.actors.worker_group.recruiting import Recruiter
 from chorusline.actors.worker_group.spare_workers import SpareWorkers
 
-AFTER_A_DRIVER: list[list[Any]] = [[(1, "worker-1")], []]
-"""What a driver that has taken over says of lost workers: one, and then that the run is over."""
+AFTER_A_DRIVER: dict[str, list[list[Any]]] = {
+    "both": [[(1, "worker-1")], []],
+    "the session": [[]],
+}
+"""What a driver that has taken over says of lost workers: one, or none, where it died with the
+driver before; and then that the run is over. By who knows of the death."""
 
 
 class Worker:
@@ -36,7 +40,8 @@ def remote(reply: Any) -> Any:
     return SimpleNamespace(remote=called)
 
 
-async def test_a_death_of_which_both_the_driver_and_the_session_know_is_replaced_once() -> None:
+@pytest.mark.parametrize("who_knows", AFTER_A_DRIVER)
+async def test_a_worker_that_died_with_the_driver_is_replaced_once(who_knows: str) -> None:
     workers: dict[int, Any] = {seat: Worker(f"worker-{seat}") for seat in range(2)}
     started = []
     there_is_room = asyncio.Event()
@@ -51,7 +56,7 @@ async def test_a_death_of_which_both_the_driver_and_the_session_know_is_replaced
         dead = [seat for seat, one in asked.items() if one._actor_id.hex() == "worker-1"]
         return tuple(Unfit(seat, True, "is gone") for seat in dead)
 
-    answers = iter(AFTER_A_DRIVER)
+    answers = iter(AFTER_A_DRIVER[who_knows])
     driver = SimpleNamespace(
         adopt=remote(adopt),
         lost_workers=remote(lambda run, known: next(answers)),
@@ -85,6 +90,65 @@ async def test_a_death_of_which_both_the_driver_and_the_session_know_is_replaced
     recruiting.cancel()
     await asyncio.wait([recruiting])
     assert started == [1]
+
+
+async def test_seats_for_which_there_was_no_room_at_first_are_filled_when_there_is() -> None:
+    """As when a node comes to a run that began below its most workers."""
+    workers: dict[int, Any] = {0: Worker("worker-0")}
+    started: list[int] = []
+    rooms = {seat: asyncio.Event() for seat in range(3)}
+    is_over = asyncio.Event()
+
+    def start(seat: int) -> Any:
+        started.append(seat)
+        workers[seat] = Worker(f"worker-{seat}")
+        workers[seat].prepare = remote(lambda program: None)
+        return workers[seat]
+
+    async def lost_workers(run: int, known: int) -> list[Any]:
+        await is_over.wait()
+        return []
+
+    async def wait_for(seat: int) -> None:
+        await rooms[seat].wait()
+
+    async def no_spare(seat: int) -> None:
+        return None
+
+    adopted: list[int] = []
+
+    def adopt(asked: dict[int, Any], timeout_s: float, versions: Any) -> tuple[Unfit, ...]:
+        adopted.extend(asked)
+        return ()
+
+    seats: Any = SimpleNamespace(most=3, spare_seats=range(0), wait_for=wait_for)
+    recruiter = Recruiter(
+        SimpleNamespace(
+            adopt=remote(adopt),
+            lost_workers=SimpleNamespace(remote=lost_workers),
+            why_waits=remote(lambda run, worker: ""),
+        ),
+        RunRequest(0, 5.0, keep_reports=False, max_failures=None),
+        seats,
+        workers,
+        start,
+        SpareWorkers(seats, start),
+        no_spare,
+        set(),
+        None,
+        Listener({}, set()),
+    )
+    filling = asyncio.create_task(recruiter._recruit(has_taken_over=False))
+    for seat, known in ((2, [2]), (1, [2, 1])):
+        await asyncio.sleep(0.02)
+        assert started == known[:-1], "there is no room yet"
+        rooms[seat].set()
+        async with asyncio.timeout(5):
+            while len(adopted) < len(known):
+                await asyncio.sleep(0.01)
+        assert started == adopted == known
+    filling.cancel()
+    await asyncio.wait([filling])
 
 
 async def test_a_worker_that_cannot_take_part_is_told_of_once() -> None:

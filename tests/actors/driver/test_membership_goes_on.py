@@ -347,6 +347,20 @@ def test_a_newcomer_is_taken_in_with_a_rank_of_its_seat() -> None:
     assert all(word.restarts for word in resumptions(told).values())
 
 
+def test_a_worker_on_a_node_that_is_told_to_go_is_not_taken_in() -> None:
+    """It would have to leave again: each of the two changes interrupts all ranks."""
+    membership, _ = running(worker(0), worker(1))
+    for seat in (2, 3):
+        told = membership.handle(WorkerRegistered(worker(seat, f"node-{seat}")))
+    assert membership.handle(Leaving("node-2", "preempted")) == []
+    membership.handle(RanksReady(0))
+    for rank in (0, 1):
+        told = membership.handle(froze(rank, missing=""))
+    (start,) = [one for one in told if isinstance(one, StartRank)]
+    assert start.worker_id == "worker-3-0"
+    assert {one.assignment.world_size for one in resumptions(told).values()} == {3}
+
+
 def test_no_generation_is_ended_for_a_newcomer_before_all_functions_can_run_again() -> None:
     membership, _ = running(worker(0), worker(1))
     (ask,) = membership.handle(WorkerRegistered(worker(2)))

@@ -1,7 +1,11 @@
 """Where a rank waits for the end of its generation, as the driver sees to."""
 
+import os
 import threading
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
 
 from chorusline.actors.messages.messages import (
     Assignment,
@@ -10,7 +14,9 @@ from chorusline.actors.messages.messages import (
     RunRequest,
 )
 from chorusline.actors.messages.run_status import MOST_CHANGES, Gone, RunStatus
-from chorusline.actors.ray_calls.calls import ENDED
+from chorusline.actors.ray_calls import calls
+from chorusline.actors.ray_calls.calls import ENDED, HEAD_S
+from chorusline.actors.worker import lifeline as lifeline_module
 from chorusline.actors.worker.lifeline import Lifeline
 from chorusline.collectives.contract.errors import GroupAborted
 
@@ -100,3 +106,77 @@ def test_nobody_waits_for_a_rank_whose_function_is_over() -> None:
     one.let_go()
     assert held.done()
     assert one.hold().done()
+
+
+class Driver:
+    """It notes what it is asked, and answers nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.is_asked = threading.Event()
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*arguments: object) -> None:
+            self.asked.append(method)
+            self.is_asked.set()
+
+        return SimpleNamespace(remote=remote)
+
+
+def until_asked(ask: Any, one: Lifeline) -> tuple[threading.Thread, Driver]:
+    """A rank that waits for its driver's answer."""
+    driver = Driver()
+    one.attach(driver)
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    assert driver.is_asked.wait(5)
+    return thread, driver
+
+
+def test_what_a_rank_waits_for_is_asked_of_the_driver_that_takes_over() -> None:
+    one = lifeline()
+    frozen = one.leave_generation(GroupAborted(3, [], "a rank is lost"))
+    resumption = Resumption(Assignment(4, 0, 1, 0, 1, 0), FormerRanks.of((0,)), (), 3)
+    one.group = SimpleNamespace(rest=lambda: None, turn=lambda: None)  # type: ignore[assignment]
+    for ask, method, decide in (
+        (one.finish, "finished", one.release),
+        (lambda: one.regenerate(frozen), "froze", lambda: one.resume(resumption)),
+    ):
+        thread, first = until_asked(ask, one)
+        second, third = Driver(), Driver()
+        one.attach(second)
+        one.attach(third)
+        assert first.asked == second.asked == third.asked == [method]
+        decide()
+        thread.join(5)
+        assert not thread.is_alive()
+        one.attach(after := Driver())
+        assert after.asked == [], "it waits for nothing any more"
+
+
+def test_a_rank_that_neither_driver_nor_head_answers_ends_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A head that is back in time is waited for."""
+    ended: list[int] = []
+    looks = iter([True, False, True, True, True])
+    now = [0.0]
+
+    def is_gone(timeout_s: float) -> bool:
+        now[0] += 0.6 * HEAD_S
+        return next(looks)
+
+    def leave(status: int) -> NoReturn:
+        ended.append(status)
+        raise SystemExit
+
+    monkeypatch.setattr(calls, "head_is_gone", is_gone)
+    monkeypatch.setattr(calls.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(lifeline_module, "HEAD_WATCH_S", 0.0)
+    monkeypatch.setattr(os, "_exit", leave)
+    one = lifeline()
+    one.attach(Driver())
+    token: Any = None
+    with pytest.raises(SystemExit):
+        one.dry_run_ready(token)
+    assert ended == [1] and not [*looks], "after the third refusal in a row"
