@@ -38,7 +38,7 @@ from chorusline.runtime.commands.arguments import (
     script_and_function,
     workers,
 )
-from chorusline.runtime.commands.bench import Row, bus_factor, nbytes, table
+from chorusline.runtime.commands.bench import OPERATIONS, Row, _case, bus_factor, nbytes, table
 from chorusline.runtime.commands.command_line import main
 from chorusline.runtime.commands.doctor import Severity, _address, _exits, _links, _ray
 from chorusline.runtime.commands.status import _show, survey
@@ -49,6 +49,7 @@ from tests.checkpoint.failures.test_forgeries import _write
 from tests.data.fetching.test_fetcher import runs
 from tests.harness.forked_workers import python
 from tests.harness.head_node import free_ports, head_node, wait_until
+from tests.harness.reused_ranks import ReusedRanks
 
 if typing.TYPE_CHECKING:
     from chorusline import Context as OfCheckers
@@ -780,6 +781,36 @@ def test_the_bench_counts_wrong_elements_of_every_operation_and_finds_none() -> 
         assert row.wrong == 0 and row.time_us > 0
         assert row.busbw == pytest.approx(row.algbw * bus_factor(row.op, 2))
         assert row.algbw == pytest.approx(row.size / row.time_us / 1e3)
+
+
+class Idle:
+    """A group whose operations move nothing."""
+
+    def __init__(self, group: cl.Group) -> None:
+        self.rank, self.size, self.device = group.rank, group.size, group.device
+        self._group = group
+
+    def __getattr__(self, operation: str) -> typing.Any:
+        return lambda *arguments: self._group.barrier()
+
+
+def wrong_elements(group: cl.Group, is_idle: bool) -> dict[str, int]:
+    measured: typing.Any = Idle(group) if is_idle else group
+    wrong = {}
+    for op in OPERATIONS:
+        call, count_wrong, _ = _case(measured, op, 52)
+        call()
+        wrong[op] = count_wrong()
+    return wrong
+
+
+def test_the_bench_sees_what_an_operation_has_not_done(
+    ranks_of: typing.Callable[[int], ReusedRanks],
+) -> None:
+    for is_idle in (False, True):
+        by_rank = ranks_of(2).run(wrong_elements, is_idle)
+        wrong = {op for op in OPERATIONS if sum(of_rank[op] for of_rank in by_rank)}
+        assert wrong == ({*OPERATIONS} - {"barrier"} if is_idle else set())
 
 
 @pytest.mark.slow
