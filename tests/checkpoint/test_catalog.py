@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -40,6 +41,15 @@ def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(ranks_of,
     assert {2, 5} <= set(steps_in(tmp_path))  # The two that are whole.
     ranks_of(2).run(run_train, config, {"until": 6, "save_at": 6})
     assert steps_in(tmp_path)[-2:] == [5, 6] and 2 not in steps_in(tmp_path)
+
+
+def test_a_damaged_checkpoint_that_no_run_has_read_does_not_count_either(ranks_of, tmp_path):
+    """A run that begins afresh sees the sizes of its files only."""
+    write_two(ranks_of, tmp_path)
+    (folder_of(tmp_path, 4) / "rank-1.distcp").unlink()
+    afresh = cl.CheckpointConfig(tmp_path, num_to_keep=2, resume="never")
+    ranks_of(2).run(run_train, afresh, {"until": 1, "save_at": 1})
+    assert steps_in(tmp_path) == [1, 2, 4], "the two that are whole, and the damaged one"
 
 
 def _save_while_another_run_begins(group: cl.Group, place: Path) -> str:
@@ -102,6 +112,44 @@ def test_a_checkpoint_that_has_lost_its_files_deletes_no_older_one(alone, tmp_pa
     word, steps = _complete_what_was_deleted(alone, tmp_path)
     assert "its files were deleted while it was being written" in word
     assert steps == [1]
+
+
+def _save_after_steps(group: cl.Group, place: Path, steps: list[int]) -> str:
+    """By rank."""
+    registry = Registry()
+    registry.add("model", torch.nn.Linear(3, 3))
+    with Checkpoints(group, registry, cl.CheckpointConfig(place)) as checkpoints:
+        saving = checkpoints.save(None, steps[group.rank], [0, 1])
+        with pytest.raises(cl.CheckpointWriteFailed) as raised:
+            saving.wait(20)
+    return str(raised.value)
+
+
+def test_ranks_that_save_after_different_steps_write_no_checkpoint(ranks_of, tmp_path):
+    for word in ranks_of(2).run(_save_after_steps, tmp_path, [3, 4]):
+        assert "the ranks are at different steps (by rank: [3, 4])" in word
+    assert candidates(Folder(tmp_path)) == []
+
+
+def test_a_file_that_has_lost_bytes_before_the_end_of_the_save_is_no_checkpoint(
+    alone, tmp_path, monkeypatch
+):
+    """Also at a place that the program has named, in which nothing is deleted."""
+
+    def write_and_lose(*args: Any) -> Any:
+        part = write_part(*args)
+        os.truncate(tmp_path / "named" / "rank-0.distcp", 100)
+        return part
+
+    monkeypatch.setattr("chorusline.runtime.checkpoint.checkpoints.write_part", write_and_lose)
+    registry = Registry()
+    registry.add("model", torch.nn.Linear(3, 3))
+    with Checkpoints(alone, registry, None) as checkpoints:
+        saving = checkpoints.save(tmp_path / "named", 1, [0])
+        with pytest.raises(cl.CheckpointWriteFailed, match=r"rank-0.distcp has 100 bytes of the"):
+            saving.wait(20)
+    with pytest.raises(cl.CheckpointNotFound):
+        newest_whole(open_storage(tmp_path / "named"))
 
 
 def test_one_without_a_manifest_does_not_exist_and_is_swept(ranks_of, tmp_path):

@@ -106,12 +106,12 @@ def test_a_plain_optimizer_begins_the_state_of_a_parameter_that_a_sharded_one_ha
     in_run(alone, train, config, is_sharded=True)  # And back.
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_each_byte_of_what_all_ranks_have_is_written_once_and_a_third_by_each_of_three(
-    ranks_of, tmp_path
+    ranks_of, tmp_path, replicas
 ):
-    ranks_of(3).run(
-        run_train, cl.CheckpointConfig(tmp_path), {"until": 1, "save_at": 1, "width": 40_000}
-    )
+    options = {"until": 1, "save_at": 1, "width": 40_000, "replicas": replicas}
+    ranks_of(3).run(run_train, cl.CheckpointConfig(tmp_path), options)
     (folder,) = tmp_path.iterdir()
     manifest = newest_whole(open_storage(tmp_path)).manifest
     numel = sum(p.numel() for p in make_model(width=40_000).parameters())
@@ -122,6 +122,24 @@ def test_each_byte_of_what_all_ranks_have_is_written_once_and_a_third_by_each_of
     for entry in manifest.entries:
         if entry.dtype is not None:
             assert [item.start for item in entry.items] == [0, *(i.stop for i in entry.items[:-1])]
+
+
+def _go_on_with_replicas(group: cl.Group, config: cl.CheckpointConfig) -> tuple[int, list[Any]]:
+    def train(ctx: cl.Context) -> tuple[int, list[Any]]:
+        parts = Parts(ctx, replicas=2, check_every=1)
+        for _ in range(2):
+            parts.step()
+        return ctx.step, parts.optim.corrections
+
+    return in_run(group, train, config)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_replica_of_a_shard_is_loaded_as_its_owner_loads_it(ranks_of, tmp_path, size):
+    """Else the loss of the owner would bring up what the replica never had."""
+    config = cl.CheckpointConfig(tmp_path)
+    ranks_of(3).run(run_train, config, {"until": 3, "save_at": 3, "replicas": 2})
+    assert ranks_of(size).run(_go_on_with_replicas, config) == [(5, [])] * size
 
 
 def _load_some(group: cl.Group, config: cl.CheckpointConfig) -> tuple[int, int]:
@@ -466,3 +484,26 @@ def test_a_folder_that_is_made_is_synchronised_in_the_one_above_it(tmp_path, mon
     synced.clear()
     Folder(place).write("step/other", b"x")
     assert synced == [place / "step"]
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_write_returns(
+    tmp_path, monkeypatch
+):
+    """Or a power cut leaves a whole checkpoint by its names, with files of zeros."""
+    told: list[str] = []
+    rename, fsync = Path.rename, os.fsync
+
+    def synced(descriptor: int) -> None:
+        told.append(f"sync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        told.append(f"rename to {target.name}")
+        return rename(path, target)
+
+    place = Folder(tmp_path / "step")
+    place.write("first", b"x")
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    place.write("file", b"x")
+    assert told == ["sync file.tmp", "rename to file", "sync step"]

@@ -56,7 +56,7 @@ def batch_of(step: int, rank: int, size: int, dtype: torch.dtype) -> torch.Tenso
 
 
 class Parts:
-    """The objects of a run."""
+    """The objects of a run. zero: of the sharded optimizer."""
 
     def __init__(
         self,
@@ -65,12 +65,13 @@ class Parts:
         dtype: torch.dtype = torch.float32,
         width: int = 13,
         is_local: bool = True,
+        **zero: Any,
     ) -> None:
         self.ctx = ctx
         self.is_local = is_local
         self.dtype = dtype
         self.model = cl.DistributedDataParallel(make_model(dtype, width, is_local).to(ctx.device))
-        self.optim = cl.ZeroRedundancyOptimizer(self.model, optimizer, lr=1e-2)
+        self.optim = cl.ZeroRedundancyOptimizer(self.model, optimizer, lr=1e-2, **zero)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optim, 2, 0.5)
         ctx.register("model", self.model)
         ctx.register("optimizer", self.optim)
