@@ -24,8 +24,6 @@ from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_o
 from tests.references.killed_runs import wrap
 from tests.references.training_to_kill import BATCH_SIZE, LEARNING_RATE, NUM_SAMPLES, Samples, die
 
-pytestmark = pytest.mark.slow
-
 NUM_EPOCHS = 2
 DIES_AT = 3
 
@@ -169,7 +167,14 @@ async def assert_nothing_is_lost(
 
 
 @pytest.mark.parametrize(
-    ("where", "fewest"), [("step", 2), ("outside", 2), ("top", 2), ("counted", 3)]
+    ("where", "fewest"),
+    [
+        ("step", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("outside", 2), ("top", 2), ("counted", 3))
+        ),
+    ],
 )
 async def test_below_the_fewest_the_next_run_goes_on_where_the_survivors_were(
     cluster: None, tmp_path: Path, where: str, fewest: int
@@ -180,6 +185,7 @@ async def test_below_the_fewest_the_next_run_goes_on_where_the_survivors_were(
         await assert_nothing_is_lost(session, place, tmp_path / "notes", where, why)
 
 
+@pytest.mark.slow
 async def test_a_loss_more_than_allowed_loses_no_step_either(cluster: None, tmp_path: Path) -> None:
     place = tmp_path / "checkpoints"
     async with session_of((1, 3), place, max_failures=1) as session:
@@ -187,6 +193,7 @@ async def test_a_loss_more_than_allowed_loses_no_step_either(cluster: None, tmp_
         await assert_nothing_is_lost(session, place, tmp_path / "notes", "step", why)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["outside", "top"])
 async def test_a_plain_optimizer_is_saved_as_well(
     cluster: None, tmp_path: Path, where: str
@@ -197,6 +204,7 @@ async def test_a_plain_optimizer_is_saved_as_well(
         await assert_nothing_is_lost(session, place, tmp_path / "notes", where, why, plain=True)
 
 
+@pytest.mark.slow
 async def test_the_float32_copies_of_a_model_in_half_precision_are_saved(
     cluster: None, tmp_path: Path
 ) -> None:
@@ -209,6 +217,7 @@ async def test_the_float32_copies_of_a_model_in_half_precision_are_saved(
     assert all(map(torch.equal, told[0].parameters, told[-1].parameters))
 
 
+@pytest.mark.slow
 async def test_what_nobody_holds_any_more_is_named_and_the_run_ends_all_the_same(
     cluster: None, tmp_path: Path
 ) -> None:
