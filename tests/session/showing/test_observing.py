@@ -35,6 +35,7 @@ from chorusline.collectives.diagnosis.flight_recorder import CAPACITY, FlightRec
 from chorusline.collectives.group import Group
 from chorusline.collectives.stores.store import HashStore
 from chorusline.runtime.data_parallel.distributed_data_parallel import DistributedDataParallel
+from chorusline.runtime.join.join import Join
 from chorusline.runtime.program.context import Context
 from chorusline.runtime.session.session import Session
 from chorusline.runtime.session.trace import RankTraced, clock_offsets, events
@@ -45,7 +46,12 @@ from tests.harness.programs import last_line_of
 
 @pytest.fixture(scope="module")
 async def session(cluster: None) -> AsyncIterator[Session]:
-    async with Session(num_workers=2, timeout_s=30, on_report=lambda report: None) as session:
+    async with Session(
+        num_workers=(1, 2),
+        resources_per_worker={"CPU": 0.1},
+        timeout_s=30,
+        on_report=lambda report: None,
+    ) as session:
         yield session
 
 
@@ -59,6 +65,24 @@ def take_steps(ctx: Context, count: int, pause_s: float = 0.0) -> int:
         time.sleep(pause_s)
         ctx.report(loss=1.0)
     return count
+
+
+def take_steps_of_epochs(ctx: Context, count: int) -> None:
+    """In Join, and in ctx.steps: a worker could come after each of these."""
+    model = ctx.register("model", DistributedDataParallel(torch.nn.Linear(4, 3)))
+    optim = ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, replicas=2)
+    ctx.register("optim", optim)
+    for epoch in ctx.epochs(2):
+        with Join([model, optim]):
+            for batch in ctx.shard(torch.ones(2 * count, 4), 1, epoch=epoch):
+                model(batch).sum().backward()
+                optim.step()
+                optim.zero_grad()
+        for step in ctx.steps(torch.ones(2 * count, 4), 2, 1, epoch=epoch):
+            for batch in step:
+                model(batch).sum().backward()
+            optim.step()
+            optim.zero_grad()
 
 
 # ── Trace ────────────────────────────────────────────────────────────────────────────────────────
@@ -133,6 +157,21 @@ def test_what_is_in_flight_at_once_has_rows_of_its_own() -> None:
     rows = [event["tid"] for event in made if event["ph"] == "X"]
     assert rows == [1, 2, 2, 1]
     assert [e["tid"] for e in made if e["name"] == "thread_name"] == [1, 2]
+
+
+@pytest.mark.parametrize(("place", "num_arrows"), [("barrier", 3), ("send to rank 1", 0)])
+def test_arrows_lead_to_the_same_collective_and_from_no_message(
+    place: str, num_arrows: int
+) -> None:
+    """Ranks count messages by themselves, so that equal numbers say nothing."""
+    with Group.create(HashStore(), 0, 1) as group:
+        for _ in range(3):
+            group.barrier().wait()
+        recording = group.flight_recorder
+    issued = tuple(replace(collective, place=place) for collective in recording.collectives)
+    told = Whereabouts((replace(recording, collectives=issued),), "", True)
+    made = events([RankTraced(rank, rank, "a", told) for rank in range(2)])
+    assert [event["ph"] for event in made if event["ph"] in "sf"] == ["s", "f"] * num_arrows
 
 
 def shifted(recording: FlightRecording, by_s: float) -> FlightRecording:
@@ -334,6 +373,7 @@ def take_steps_and_count(ctx: Context, count: int, driver: Any) -> tuple[list[st
     ray.actor.ActorMethod._remote = counted
     try:
         take_steps(ctx, count)
+        take_steps_of_epochs(ctx, count)
         during = list(sent)
         driver.snapshot.remote()
     finally:
@@ -348,6 +388,67 @@ async def test_a_step_sends_no_message_to_the_driver_or_any_actor(session: Sessi
     for during, all_of_them in await session.run(take_steps_and_count, count=50, driver=driver):
         assert during == []
         assert all_of_them == ["snapshot"]
+
+
+# ── What the driver counts ───────────────────────────────────────────────────────────────────────
+
+
+class Noted:
+    """In the place of the driver's counters, which can be written only."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def add(self, name: str) -> None:
+        self.names.append(name)
+
+
+def noted_by(driver: Any) -> list[str]:
+    """What has been counted since this was asked last."""
+    before, driver._counters = driver._counters, Noted()
+    return list(getattr(before, "names", ()))
+
+
+def lose_rank_1(ctx: Context) -> int:
+    model = DistributedDataParallel(torch.nn.Linear(4, 3))
+    optim = ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1, replicas=2)
+    for step in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        if (ctx.rank, step) == (1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optim.step()
+        optim.zero_grad()
+    return ctx.world_size
+
+
+async def test_lost_workers_recoveries_and_failed_runs_are_counted_and_generations_shown(
+    session: Session,
+) -> None:
+    assert session._holder.worker_group is not None
+    look = session._holder.worker_group._driver.__ray_call__
+    await look.remote(noted_by)
+    assert await session.run(lambda ctx: ctx.world_size) == [2, 2]
+    assert await look.remote(noted_by) == []
+    with pytest.raises(ZeroDivisionError):
+        await session.run(lambda ctx: 1 / 0)
+    assert await look.remote(noted_by) == ["chorusline_failed_runs"]
+    running = asyncio.create_task(session.run(take_steps, count=1000, pause_s=0.05))
+    await asyncio.sleep(0.2)
+    running.cancel()
+    await asyncio.wait([running])
+    assert await look.remote(noted_by) == [], "who cancels a run knows of it"
+    assert await session.run(lose_rank_1) == [1]
+    # A rank may have seen the death before Ray reports it.
+    counted = sorted(await look.remote(noted_by))
+    assert counted == ["chorusline_lost_workers", "chorusline_recoveries"]
+    # And the gauge of the survivor has the generation in which it continued.
+    driver = (await session.snapshot()).driver
+    of_rank_0 = session._holder.worker_group._workers[0].__ray_call__
+    generation = await of_rank_0.remote(lambda worker: worker._look().generation)
+    assert driver is not None and generation == driver.generation > 0
+    async with asyncio.timeout(60):
+        while await session.run(lambda ctx: ctx.world_size) != [2, 2]:
+            await asyncio.sleep(0.2)
 
 
 # ── Versions ─────────────────────────────────────────────────────────────────────────────────────
