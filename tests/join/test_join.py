@@ -143,6 +143,37 @@ def test_join_adds_no_collective_to_a_step(ranks_of):
     assert inside[0].total_operations() > 0
 
 
+def operations_of_steps(group, inside, sharded, weighs, throws):
+    """Over a list of batches, by step."""
+    model = cl.DistributedDataParallel(make_model(torch.float32, batch_norm=True), group)
+    if sharded:
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        joined, along = [model, optimizer], []
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        joined, along = [model], [optimizer]
+    by_step = []
+    with cl.Join(joined, inside, throws, step_along=along):
+        for batch in batches_of(group.rank, 4, torch.float32):
+            before = group.statistics.snapshot()
+            loss = loss_of(model, batch)
+            (model.weigh(loss, len(batch)) if weighs else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            by_step.append(group.statistics.since(before).operations)
+    return by_step
+
+
+@pytest.mark.parametrize("throws", [False, True], ids=["shadows", "throws"])
+@pytest.mark.parametrize("weighs", [False, True], ids=["", "weighed"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
+def test_no_option_of_a_join_adds_a_collective_to_a_step(ranks_of, sharded, weighs, throws):
+    """torch's throw_on_early_termination takes an all-reduce in each step."""
+    outside = ranks_of(2).run(operations_of_steps, False, sharded, weighs, False)
+    assert ranks_of(2).run(operations_of_steps, True, sharded, weighs, throws) == outside
+    assert all(outside[0])
+
+
 def configuration_after_join(group):
     model = cl.DistributedDataParallel(make_model(torch.float32, batch_norm=True), group)
     optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
