@@ -1,6 +1,7 @@
 """Joinables of the user's own: hooks, arguments, notifications, and the word about skew."""
 
 import asyncio
+import time
 import warnings
 
 import pytest
@@ -94,23 +95,70 @@ def test_what_steps_along_with_joinables_of_the_users_own_alone_runs_in_each_ste
     assert ranks_of(size).run(called_along, lengths, follows) == [max(lengths)] * size
 
 
-def warned_of_skew(group, lengths, threshold):
+def throw_early(group, lengths):
+    with another_group(group) as own:
+        joinable, told = CountingJoinable(own), ""
+        try:
+            with cl.Join([joinable], throw_on_early_termination=True):
+                for _ in range(lengths[own.rank]):
+                    joinable.step()
+        except RuntimeError as error:
+            told = str(error)
+        return joinable.total.item(), joinable.calls, told
+
+
+@pytest.mark.parametrize(
+    ("lengths", "exhausted"), [((2, 5), "rank 0"), ((3, 1), "rank 1"), ((1, 3, 1), "ranks [0, 2]")]
+)
+def test_joinables_of_the_users_own_end_at_one_step_where_a_join_throws(
+    ranks_of, lengths, exhausted
+):
+    size, fewest = len(lengths), min(lengths)
+    for total, calls, told in ranks_of(size).run(throw_early, lengths):
+        assert total == size * fewest and calls == [], "no rank shadows"
+        assert f"exhausted inputs: {exhausted}. Every rank raises" in told
+    assert ranks_of(2).run(throw_early, (2, 2)) == [(4.0, [("post", True, {})], "")] * 2
+
+
+def warned_of_skew(group, lengths, options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         joinable = CountingJoinable(group)
-        with cl.Join([joinable], skew_warning=threshold):
+        with cl.Join([joinable], **options):
             for _ in range(lengths[group.rank]):
                 joinable.step()
     return [f"{warning.filename}: {warning.message}" for warning in caught]
 
 
 def test_skew_past_the_threshold_is_told_once_with_the_numbers_of_all_ranks(ranks_of):
-    others, told = ranks_of(2).run(warned_of_skew, (2, 8), 0.5)
-    assert len(told) == 1 and others == []
-    assert "60%" in told[0] and "rank 0: 2, rank 1: 5" in told[0]
-    assert "joinables.py: " in told[0], "the line that takes the step"
-    assert ranks_of(2).run(warned_of_skew, (5, 8), 0.5) == [[], []]
-    assert ranks_of(2).run(warned_of_skew, (2, 8), None) == [[], []]
+    for options in ({}, {"skew_warning": 0.5}):  # A half is the default.
+        others, told = ranks_of(2).run(warned_of_skew, (2, 8), options)
+        assert len(told) == 1 and others == []
+        assert "60%" in told[0] and "rank 0: 2, rank 1: 5" in told[0]
+        assert "joinables.py: " in told[0], "the line that takes the step"
+        assert ranks_of(2).run(warned_of_skew, (5, 8), options) == [[], []]
+    assert ranks_of(2).run(warned_of_skew, (2, 8), {"skew_warning": None}) == [[], []]
+
+
+def warned_in_one_join_entered_twice(group):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        joinable, told = CountingJoinable(group), []
+        epochs = cl.Join([joinable])
+        for _ in range(2):
+            with epochs:
+                for _ in range((2, 8)[group.rank]):
+                    joinable.step()
+            told.append([str(warning.message) for warning in caught])
+            caught.clear()
+    return told
+
+
+def test_one_join_around_each_epoch_counts_from_its_beginning(ranks_of):
+    others, (first, second) = ranks_of(2).run(warned_in_one_join_entered_twice)
+    assert others == [[], []]
+    assert len(first) == 1 and "rank 0: 2, rank 1: 5" in first[0]
+    assert second == first
 
 
 def steps_when_warned(group, sharded):
@@ -235,6 +283,31 @@ def test_an_exception_skips_the_hooks_that_end_a_join(ranks_of):
     peer, culprit = ranks_of(2).run(raise_at_the_second_step)
     assert culprit == [("it", {}), "KeyError"]
     assert peer[-1] == "GroupAborted" and not any("post" in str(line) for line in peer)
+
+
+async def raise_in_an_async_body(group, told):
+    with another_group(group) as own:
+        joinable, began = Telling(own, "it", told), time.monotonic()
+        try:
+            async with cl.Join([joinable]):
+                joinable.step()
+                if own.rank == 1:
+                    raise KeyError("no such column")
+        except (KeyError, cl.GroupAborted) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        group.barrier().wait()  # Closing would free the peer, too.
+        return told, time.monotonic() - began
+
+
+def run_and_raise(group):
+    return asyncio.run(raise_in_an_async_body(group, []))
+
+
+def test_an_exception_in_an_async_body_frees_the_peers_and_skips_the_hooks(ranks_of):
+    (peer, seconds), (culprit, _) = ranks_of(2).run(run_and_raise)
+    assert culprit == [("it", {}), "KeyError: 'no such column'"]
+    assert "by rank 1" in peer[-1] and "no such column" in peer[-1]
+    assert not any("post" in str(line) for line in peer) and seconds < 10
 
 
 def test_torchs_name_for_the_group_of_a_joinable_is_told_what_it_is_called_here() -> None:
