@@ -1,6 +1,7 @@
 """Collectives of the loop's own while ranks run out of data: neutral elements, and refusals."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -74,6 +75,101 @@ def test_a_rank_without_data_changes_no_reduction(ranks_of):
     }
     with pytest.raises(ValueError, match="AVG counts the ranks"):
         neutral_element(cl.ReduceOp.AVG, torch.float32)
+
+
+def infinite_reductions(group):
+    """The least and the greatest of infinities, while rank 2 has nothing."""
+    found = []
+    for op, infinity in ((cl.ReduceOp.MIN, torch.inf), (cl.ReduceOp.MAX, -torch.inf)):
+        for dtype in DTYPES:
+            if not dtype.is_floating_point:
+                continue
+            if group.rank == 2:
+                take_part(group, Kind.ALL_REDUCE, 2, DTYPES.index(dtype), op)
+                continue
+            value = torch.tensor([infinity, 1.0], dtype=dtype)
+            group.all_reduce(value, op).wait()
+            found.append((dtype, value.tolist() == [infinity, 1.0]))
+    return found
+
+
+def test_a_rank_without_data_leaves_infinities_as_they_are(ranks_of):
+    first, second, _ = ranks_of(3).run(infinite_reductions)
+    assert first == second and len(first) >= 8
+    assert all(kept for _, kept in first), first
+
+
+def exchange_parts(group, lengths):
+    """Scatter and all_to_all in each batch: to and from a rank without data nothing."""
+    beside = group.new_group(range(group.size))
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    seen = []
+    with cl.Join([model], groups=[beside], skew_warning=None) as join:
+        for batch in batches_of(group.rank, lengths[group.rank], torch.float64):
+            loss_of(model, batch).backward()
+            live = join.live_ranks
+            sizes = [2 * (rank in live) for rank in range(group.size)]
+            part = torch.zeros(2)
+            parts = [torch.full((n,), 1.0 + rank) for rank, n in enumerate(sizes)]
+            root = min(live)
+            beside.scatter(part, parts if group.rank == root else None, root).wait()
+            got = [torch.zeros(n) for n in sizes]
+            beside.all_to_all(got, [torch.full((n,), 1.0 + group.rank) for n in sizes]).wait()
+            seen.append((live, part.tolist(), [one.tolist() for one in got]))
+    beside.close()
+    return seen
+
+
+@pytest.mark.parametrize("lengths", [(1, 3, 2), (2, 0, 2)])
+def test_parts_go_to_and_come_from_the_ranks_that_have_data(ranks_of, lengths):
+    for rank, seen in enumerate(ranks_of(3).run(exchange_parts, lengths)):
+        assert len(seen) == lengths[rank]
+        for step, (live, part, got) in enumerate(seen):
+            assert live == tuple(r for r, n in enumerate(lengths) if step < n)
+            assert part == [1.0 + rank] * 2
+            assert got == [[1.0 + r] * 2 if r in live else [] for r in range(3)]
+
+
+def evaluate(group, lengths):
+    beside = group.new_group(range(group.size))
+    model = cl.DistributedDataParallel(make_model(torch.float64), group).eval()
+    seen = []
+    with torch.no_grad(), cl.Join([model], groups=[beside], skew_warning=None) as join:
+        for batch in batches_of(group.rank, lengths[group.rank], torch.float64):
+            model(batch)
+            count = torch.ones(1)
+            beside.all_reduce(count).wait()
+            seen.append((int(count), join.live_ranks))
+    beside.close()
+    return seen
+
+
+@pytest.mark.parametrize("lengths", [(2, 4), (3, 0, 1)])
+def test_an_evaluation_may_use_a_group_that_a_join_follows(ranks_of, lengths):
+    for rank, seen in enumerate(ranks_of(len(lengths)).run(evaluate, lengths)):
+        live = [tuple(r for r, n in enumerate(lengths) if step < n) for step in range(max(lengths))]
+        assert seen == [(len(ranks), ranks) for ranks in live[: lengths[rank]]]
+
+
+def reduce_after_early_termination(group):
+    """Rank 0 is known to be out of data when the Join ends."""
+    with another_group(group) as own:
+        beside = own.new_group(range(own.size))
+        model = cl.DistributedDataParallel(make_model(torch.float64), own)
+        with (
+            pytest.raises(RuntimeError, match="exhausted inputs: rank 0"),
+            cl.Join([model], throw_on_early_termination=True, groups=[beside]),
+        ):
+            for batch in batches_of(own.rank, 1 + own.rank, torch.float64):
+                loss_of(model, batch).backward()
+        before, mean = beside.statistics.snapshot(), torch.tensor([own.rank + 1.0])
+        beside.all_reduce(mean, cl.ReduceOp.AVG).wait()
+        return mean.item(), beside.statistics.since(before).operations
+
+
+def test_a_join_that_is_over_follows_no_group(ranks_of):
+    for mean, operations in ranks_of(2).run(reduce_after_early_termination):
+        assert mean == 1.5 and operations == {"all_reduce": 1}
 
 
 def train(group, lengths, looks_ahead):
@@ -366,6 +462,53 @@ def test_groups_that_a_join_cannot_hold_are_refused_with_the_mend(ranks_of):
         for told in (fewer, joinables):
             assert "multiple process groups of different ranks" in told
             assert f"has [{rank}]" in told and "has [0, 1]" in told
+
+
+def pairs(group):
+    """A joinable of ranks 0 and 1 beside one of as many other ranks, and of these in another order;
+    what the ranks of both are told."""
+    told = []
+    first = group.new_group([0, 1])
+    for ranks in ([0, 2], [1, 0]):
+        second = group.new_group(ranks)
+        if first is not None and second is not None:
+            with pytest.raises(ValueError, match="multiple process groups") as raised:
+                cl.Join([CountingJoinable(first), CountingJoinable(second)])
+            told.append(str(raised.value))
+    return told
+
+
+def test_groups_of_as_many_ranks_have_to_be_of_the_same_ones_in_one_order(ranks_of):
+    (other, *turned), also_turned, _ = ranks_of(3).run(pairs)
+    assert "has [0, 2]" in other and "has [0, 1]" in other
+    for told in (*turned, *also_turned):
+        assert "has [1, 0]" in told and "has [0, 1]" in told
+    assert len(turned) == len(also_turned) == 1
+
+
+def raise_beside_a_second_joinable(group):
+    """Rank 0 waits in the group of the second joinable, which is of another family."""
+    with another_group(group) as own, another_group(group) as others:
+        first, second = CountingJoinable(own), CountingJoinable(others)
+        began = time.monotonic()
+        try:
+            with cl.Join([first, second]):
+                first.step()
+                if own.rank == 1:
+                    raise KeyError("no such column")
+                second.step()
+        except (KeyError, cl.GroupAborted) as error:
+            told = type(error).__name__, str(error), time.monotonic() - began
+            group.barrier().wait()  # Closing would free the peer, too.
+            return told
+    return None
+
+
+def test_an_exception_frees_the_peers_in_the_groups_of_all_joinables(ranks_of):
+    (waiting, told, seconds), (culprit, _, _) = ranks_of(2).run(raise_beside_a_second_joinable)
+    assert (waiting, culprit) == ("GroupAborted", "KeyError")
+    assert "by rank 1" in told and "no such column" in told
+    assert seconds < 10
 
 
 def raise_while_somebody_follows(group):
