@@ -444,6 +444,41 @@ def test_gradients_that_no_step_has_used_are_there_in_the_next_epoch(ranks_of, l
         assert largest_difference(parameters, list(model.parameters())) < 1e-14
 
 
+def buffers_at_the_end(group, lengths, sharded, broadcasts):
+    """The statistics of a BatchNorm, each rank of its own batches."""
+    module = make_model(torch.float64, batch_norm=True)
+    model = cl.DistributedDataParallel(module, group, broadcast_buffers=broadcasts)
+    if sharded:
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.0)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with cl.Join([model, optimizer] if sharded else [model], skew_warning=None):
+        for batch in batches_of(group.rank, lengths[group.rank], torch.float64):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [buffer.clone() for buffer in module.buffers()]
+
+
+@pytest.mark.parametrize("broadcasts", [True, False], ids=["in each step", "at the end"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
+@pytest.mark.parametrize("lengths", [(3, 3, 1), (2, 3, 3), (2, 2, 2), (3, 1, 2)])
+def test_the_buffers_at_the_end_are_those_of_the_largest_rank_of_the_last_step(
+    ranks_of, lengths, sharded, broadcasts
+):
+    newest = [max(r for r, n in enumerate(lengths) if step < n) for step in range(max(lengths))]
+    modules = [make_model(torch.float64, batch_norm=True) for _ in lengths]
+    for step, root in enumerate(newest):
+        for rank, module in enumerate(modules):
+            if step < lengths[rank]:
+                loss_of(module, batches_of(rank, step + 1, torch.float64)[step])
+        for module in modules if broadcasts else ():
+            module.load_state_dict(modules[root].state_dict())
+    expected = [*modules[newest[-1]].buffers()]
+    for buffers in ranks_of(3).run(buffers_at_the_end, lengths, sharded, broadcasts):
+        assert largest_difference(buffers, expected) < 1e-12
+
+
 def refusals(group):
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
     optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)

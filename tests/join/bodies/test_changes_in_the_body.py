@@ -304,6 +304,38 @@ def test_what_the_body_unfreezes_is_trained_by_all_ranks_in_the_next_epoch(ranks
         assert largest_difference(found, expected) < 1e-12
 
 
+def unfreeze_in_a_function(
+    group: cl.Group | None, lengths: Sequence[int]
+) -> list[torch.Tensor] | str:
+    """A function in step_along, from the second step on."""
+    module = make_model(DTYPE)
+    layer, taken = next(module.children()).requires_grad_(False), 0
+    model = module if group is None else cl.DistributedDataParallel(module, group)
+    optim = torch.optim.SGD(module.parameters(), lr=0.1)
+    data = data_of(group, lengths, DTYPE)
+
+    def step() -> None:
+        nonlocal taken
+        optim.step()
+        optim.zero_grad()
+        taken += 1
+        layer.requires_grad_(taken >= 2)
+
+    is_alone = group is None
+    with contextlib.nullcontext() if is_alone else cl.Join([model], step_along=[step]):
+        for number in range(max(map(len, data))):
+            backward_of_all(model, data, number)
+            step()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("lengths", [(1, 5), (5, 0, 4)])
+def test_what_a_listed_function_unfreezes_is_reduced_with_a_rank_without_data(ranks_of, lengths):
+    expected = unfreeze_in_a_function(None, lengths)
+    for found in ranks_of(len(lengths)).run(on_own_group, unfreeze_in_a_function, lengths):
+        assert largest_difference(found, expected) < 1e-12
+
+
 def clear_in_parts(
     group: cl.Group | None, first: Sequence[int], last: Sequence[int], lengths: Sequence[int]
 ) -> list[torch.Tensor] | str:
