@@ -41,6 +41,18 @@ def test_changes_by_several_processes_are_all_there(tmp_path: Path) -> None:
         assert ranks.store.multi_get([f"own/{rank}" for rank in range(3)]) == [b"199"] * 3
 
 
+def test_what_another_one_writes_is_seen_by_each_question(tmp_path: Path) -> None:
+    with FileStore(tmp_path / "store") as store, FileStore(tmp_path / "store") as other:
+        other.set("key", "1")
+        assert store.num_keys() == 1
+        other.set("second", "2")
+        assert store.check(["key", "second"])
+        other.delete_key("key")
+        assert store.num_keys() == 1
+        other.delete_key("second")
+        assert not store.check(["second"])
+
+
 def write_for_ever(rank: Rank) -> None:
     rank.say("writing")
     while True:

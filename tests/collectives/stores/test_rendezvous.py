@@ -20,9 +20,10 @@ from chorusline.collectives.contract.errors import PeerLost, StaleStore, StoreLo
 from chorusline.collectives.group import Group
 from chorusline.collectives.stores.file_store import FileStore
 from chorusline.collectives.stores.rendezvous import store_from_url
-from chorusline.collectives.stores.store import HashStore
+from chorusline.collectives.stores.store import HashStore, Store
 from tests.harness.programs import output_of
 from tests.harness.ranks import FORKS, error_of
+from tests.harness.torch_groups import tcp_store
 
 
 class Processes:
@@ -252,6 +253,34 @@ def test_what_the_environment_lacks_is_named(monkeypatch: pytest.MonkeyPatch) ->
         store_from_url(80)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timeout_s must be positive"):
         store_from_url("env://", timeout_s=0)
+
+
+def test_what_a_url_says_counts_more_than_the_environment(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "WORLD_SIZE": "5"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    meeting = store_from_url("env://?rank=0&world_size=2", timeout_s=1)
+    assert (meeting.rank, meeting.size) == (0, 2)
+    in_a_file = store_from_url(f"file://{tmp_path}/store", 0, 2, timeout_s=1)
+    assert meeting.store.timeout_s == in_a_file.store.timeout_s == 1
+
+
+def test_the_agent_of_torchrun_hosts_the_store_and_attempts_do_not_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agents = tcp_store()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
+    def of_attempt(number: int) -> Store:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        return store_from_url(f"tcp://127.0.0.1:{agents.port}", 0, 2, timeout_s=10).store
+
+    first = of_attempt(0)
+    first.set("left over", "1")
+    assert not of_attempt(1).check(["left over"])
+    assert of_attempt(0).check(["left over"]), "a rank of the same attempt"
 
 
 PROGRAM = r"""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from chorusline.collectives.contract.errors import StoreTimeout
 from chorusline.collectives.stores.file_store import FileStore
 from chorusline.collectives.stores.signed_store import signed
 from chorusline.collectives.stores.store import HashStore, PrefixStore, Store
@@ -60,6 +61,24 @@ def test_prefixes_keep_users_of_one_store_apart() -> None:
     assert not second.check(["key"])
     assert below.get("first/key") == b"1"
     assert second.num_keys() == 1
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        lambda below: PrefixStore("a", below),
+        lambda below: signed(below, SECRET),
+        lambda below: StoreFromTorch(TorchStore(below)),
+    ],
+    ids=["PrefixStore", "SignedStore", "StoreFromTorch"],
+)
+def test_what_is_made_of_a_store_waits_as_long(over: Callable[[Store], Store]) -> None:
+    below = HashStore()
+    below.set_timeout(0.25)
+    store = over(below)
+    assert store.timeout_s == 0.25
+    with pytest.raises(StoreTimeout, match=r"within 0.25 s"):
+        store.get("missing")
 
 
 def test_a_prefix_costs_no_round_trip() -> None:
