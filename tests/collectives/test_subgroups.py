@@ -53,6 +53,26 @@ def test_aborting_a_parent_ends_the_groups_made_of_it(transport: str, tmp_path: 
     assert "global ranks [0, 1, 2]" in str(waited)
 
 
+def abort_beside_the_pair(rank: Rank) -> Any:
+    """Rank 2 aborts the parent, while 0 waits for it in a group of the two, where it is rank 0."""
+    group = rank.group()
+    pair = group.new_group([2, 0], name="pair")
+    rank.say("paired")
+    if rank.rank == 2:
+        rank.store.wait(["said/paired/0", "said/paired/1"], 30)
+        group.abort("of this rank")
+    return error_of(lambda: (group if pair is None else pair).barrier().wait())
+
+
+@transports
+def test_who_has_ended_the_parent_is_named_as_the_child_counts(
+    transport: str, tmp_path: Path
+) -> None:
+    in_pair, outside, aborter = run_ranks(abort_beside_the_pair, 3, tmp_path, transport)
+    assert "of this rank" in str(in_pair) and "of this rank" in str(outside)
+    assert (in_pair.ranks, outside.ranks, aborter.ranks) == ([0], [2], [0])
+
+
 def lose_one_in_a_child(rank: Rank) -> Any:
     """Rank 2 dies in a group with 1; rank 0 waits for 1 in the parent."""
     group = rank.group()

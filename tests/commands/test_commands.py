@@ -40,7 +40,7 @@ from chorusline.runtime.commands.arguments import (
 )
 from chorusline.runtime.commands.bench import OPERATIONS, Row, _case, bus_factor, nbytes, table
 from chorusline.runtime.commands.command_line import main
-from chorusline.runtime.commands.doctor import Severity, _address, _exits, _links, _ray
+from chorusline.runtime.commands.doctor import Severity, _address, _exits, _links, _nccl_finds, _ray
 from chorusline.runtime.commands.status import _show, survey
 from chorusline.runtime.commands.visible_gpus import traps
 from chorusline.runtime.session import connecting
@@ -581,6 +581,17 @@ def test_the_doctor_tells_the_mend_of_what_is_wrong_and_exits_with_1(
     assert "`ray start --head` there" in wrong["RAY_ADDRESS"]
     assert "RAY_AUTH_MODE=disabled" in wrong["ray's"]
     assert told.endswith("4 things prevent running here\n")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "finds"),
+    [
+        *(("eth", True), ("ib,eth1", True), ("=eth", False), ("=eth0,ib", True), ("ib", False)),
+        *(("^eth", True), ("^=eth", True), ("^lo,eth", False), ("^=lo,eth0,eth1", False)),
+    ],
+)
+def test_the_doctor_reads_the_interfaces_of_nccl_as_nccl_does(wanted: str, finds: bool) -> None:
+    assert _nccl_finds(wanted, ["lo", "eth0", "eth1"]) is finds
 
 
 def test_the_doctor_tells_the_interfaces_that_were_chosen(

@@ -165,9 +165,10 @@ async def test_a_table_has_the_statistics_of_the_models_of_all_ranks(session: Se
             return self.used(x)
 
     def train(ctx: Context) -> None:
-        model = DistributedDataParallel(Net(), ctx.group)
-        for _ in range(3):
-            model(torch.ones(1, 2)).sum().backward()
+        models = [DistributedDataParallel(Net(), ctx.group) for _ in range(2)]
+        for step in range(3):
+            for model in models[: 1 if step == 2 else 2]:
+                model(torch.ones(1, 2)).sum().backward()
 
     await session.run(train)
     assert (await session.snapshot()).statistics() == ""
@@ -178,7 +179,8 @@ async def test_a_table_has_the_statistics_of_the_models_of_all_ranks(session: Se
         set_debug_level(DebugLevel.OFF)
     titles, *rows = (await session.snapshot()).statistics().splitlines()
     assert titles.split()[:5] == ["rank", "model", "steps", "buckets", "bytes"]
-    assert [row.split()[:3] for row in rows] == [["0", "0", "3"], ["1", "0", "3"]]
+    expected = [[rank, model, steps] for rank in "01" for model, steps in ("03", "12")]
+    assert [row.split()[:3] for row in rows] == expected
     assert all(row.endswith("idle.weight, idle.bias") for row in rows)
 
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import chorusline as cl
 from chorusline.collectives.stores.torch_store import TorchStore
+from chorusline.collectives.torch_backend.options import Options
 from chorusline.runtime.process.torch_distributed import of_device
 from tests.harness.ranks import GLOO, SHARED_MEMORY, Ranks
 from tests.references.training import batches_of, loss_of, make_model
@@ -229,6 +230,28 @@ def rank_that_aborts(rank):
 def test_after_an_abort_a_new_process_group_is_initialised_in_the_same_processes(tmp_path):
     with Ranks(rank_that_aborts, 2, tmp_path) as ranks:
         assert ranks.results() == [2, 2]
+
+
+def rank_over_a_group_that_ends(rank):
+    group = rank.group()
+    store = TorchStore(cl.PrefixStore("over", rank.store))
+    options = Options(parent=group)
+    dist.init_process_group(
+        "chorusline", store=store, rank=rank.rank, world_size=rank.size, pg_options=options
+    )
+    if rank.rank == 1:
+        rank.store.wait(["said/waits/0"], 30)
+        group.abort("the session ends the run")
+    else:
+        rank.say("waits")
+        with pytest.raises(cl.GroupAborted, match="the session ends the run"):
+            dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+
+
+def test_a_process_group_over_a_group_ends_with_it(tmp_path):
+    with Ranks(rank_over_a_group_that_ends, 2, tmp_path) as ranks:
+        ranks.results()
 
 
 # -- in a session ----------------------------------------------------------------------------------

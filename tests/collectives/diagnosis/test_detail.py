@@ -101,6 +101,10 @@ def scattered_table(group: Group, t: torch.Tensor) -> Any:
     return group.reduce_scatter(t[:4].view(2, 2), t.clone())
 
 
+def scattered_from_a_table(group: Group, t: torch.Tensor) -> Any:
+    return group.reduce_scatter(t[:4], t.clone().view(3, 4))
+
+
 def gathered_list(group: Group, t: torch.Tensor) -> Any:
     return group.all_gather([torch.empty(4) for _ in range(3)], t[:4])
 
@@ -153,6 +157,12 @@ PLANTED: dict[str, tuple[Do, Do, str, str]] = {
         scattered_table,
         "reduce_scatter #0 (12 float32) with SUM of shape (4,), (12,)",
         "reduce_scatter #0 (12 float32) with SUM of shape (2, 2), (12,)",
+    ),
+    "shape of an input": (
+        scattered_sum,
+        scattered_from_a_table,
+        "reduce_scatter #0 (12 float32) with SUM of shape (4,), (12,)",
+        "reduce_scatter #0 (12 float32) with SUM of shape (4,), (3, 4)",
     ),
     "evenness": (
         gathered_list,

@@ -48,6 +48,10 @@ def test_the_level_comes_from_our_variable_then_from_torchs(
     assert get_debug_level() is DebugLevel.DETAIL
     set_debug_level_from_env()
     assert get_debug_level() is DebugLevel.INFO
+    monkeypatch.delenv("CHORUSLINE_DEBUG")
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG")
+    set_debug_level_from_env()
+    assert get_debug_level() is DebugLevel.OFF
 
 
 def test_a_level_that_does_not_exist_is_refused_with_the_choices(

@@ -90,7 +90,10 @@ def read_in_flight(rank: Rank) -> Any:
     if rank.rank == 0:
         works = [group.all_reduce(torch.ones(10)) for _ in range(2)]
         time.sleep(0.3)
-        states.append([c.state for c in group.flight_recorder.collectives])
+        recording = group.flight_recorder
+        states.append([c.state for c in recording.collectives])
+        first = recording.position()
+        assert first is not None and first.sequence == 0, "the first that is not done"
         rank.say("looked")
     else:
         rank.store.wait(["said/looked/0"], 60)

@@ -335,6 +335,25 @@ def test_a_monitored_barrier_of_nccl_names_the_missing_from_wait(
             assert wait_all_ranks or "rank 3 " not in error.whereabouts
 
 
+def wait_for_a_barrier_in_a_block(rank: Rank) -> None:
+    with rank.group() as group:
+        if rank.rank == 0:
+            with group.coalesce(timeout_s=1) as work:
+                group.all_reduce(torch.ones(3, device=group.device))
+                group.barrier()
+                group.all_reduce(torch.ones(3, device=group.device))
+            with pytest.raises(CollectiveTimeout, match="within 1 s"):
+                work.wait()
+            rank.say("raised")
+        rank.store.wait(["said/raised/0"], 30)
+
+
+@needs_stand_in
+def test_wait_of_a_block_with_a_barrier_blocks_the_host_as_that_of_a_barrier_does() -> None:
+    with StandInRanks(2) as ranks:
+        ranks.run(wait_for_a_barrier_in_a_block)
+
+
 def issue_after_abort(rank: Rank) -> float:
     nccl.settings.abort_s = 8
     group = rank.group()

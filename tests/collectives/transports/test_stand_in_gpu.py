@@ -130,3 +130,30 @@ def test_a_coalesced_block_waits_for_each_stream_on_which_its_operations_were_is
 ) -> None:
     for found in reused_ranks(2, 1).check(fill_on_another_stream):
         assert found == [[[10.0] * 2] * 4, [10.0] * 4, [[10.0] * 2] * 4]
+
+
+def exchange_and_read_on_another_stream(group: Group) -> list[float]:
+    """The stream of the caller is busy with what it was given after the launch."""
+    library: Any = group._communicator._library  # type: ignore[attr-defined]
+    end_group, side = library.groupEnd, torch.cuda.Stream(group.device)
+    whole = torch.zeros(2 * group.size, device=group.device)
+
+    def end_late() -> None:
+        end_group()
+        streams.launch(lambda: time.sleep(1))
+
+    group.barrier().wait_on_host()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "groupEnd", end_late)
+        work = group.all_to_all(whole, torch.ones_like(whole))
+    with torch.cuda.stream(side):
+        work.wait()
+        found = whole.clone()
+    torch.cuda.synchronize(group.device)
+    return found.tolist()  # type: ignore[no-any-return]
+
+
+def test_a_stream_that_waits_for_an_exchange_finds_this_ranks_own_part_as_well(
+    reused_ranks: Callable[[int, int], StandInRanks],
+) -> None:
+    assert reused_ranks(2, 1).check(exchange_and_read_on_another_stream) == [[1.0] * 4] * 2
