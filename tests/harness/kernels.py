@@ -21,6 +21,7 @@ class Ran:
     printed: str = ""
     told: str = ""  # on stderr
     value: str | None = None  # of the last expression, as text
+    html: str = ""  # the same, as a front end that can show it does
     displays: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     pictures: list[str] = field(default_factory=list)  # PNG, in base64
     pieces_printed: int = 0  # in how many parts `printed` came
@@ -95,6 +96,7 @@ class Kernel:
                 ran.told += content["text"]
             case "execute_result":
                 ran.value = content["data"]["text/plain"]
+                ran.html = content["data"].get("text/html", "")
             case "error":
                 ran.error, ran.traceback = content["ename"], "\n".join(content["traceback"])
             case "display_data" if "image/png" in content["data"]:

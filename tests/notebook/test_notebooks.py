@@ -62,7 +62,7 @@ def kernel(cluster: None) -> Iterator[Kernel]:
 @pytest.fixture(scope="module")
 def started(kernel: Kernel) -> Iterator[Kernel]:
     """The kernel with a session of two workers and a train function."""
-    assert kernel.run(START).error is None
+    assert kernel.run(f"{START}\nfirst_shown = session._repr_html_()").error is None
     assert kernel.run(TRAIN).error is None
     yield kernel
     kernel.run("await session.close()")
@@ -218,6 +218,15 @@ def test_a_run_is_one_display_that_is_updated_and_ends_tidy(started: Kernel) -> 
     assert shown == "<Session ready, 2 workers>"
 
 
+def test_a_session_is_shown_with_its_ranks_from_its_start_on(started: Kernel) -> None:
+    at_first, now = started.run("print(first_shown)").printed, started.run("session").html
+    for html in (at_first, now):
+        tags = Tags()
+        tags.feed(html)
+        assert not tags.open and "table" in tags.seen
+        assert "session ready" in html and html.count(", pid ") == 2, "a row for each worker"
+
+
 def test_a_failure_is_shown_once_as_the_rank_saw_it(started: Kernel) -> None:
     ran = started.run("def fail(ctx):\n    return 1 / ctx.rank\nawait session.run(fail)")
     assert ran.error == "ZeroDivisionError"
@@ -238,6 +247,9 @@ def test_a_cell_runs_on_every_rank_and_its_variables_stay(started: Kernel) -> No
     assert ran.value == "[1.0, 1.0]"
     assert started.run("%%ranks\ny = x + ctx.rank").value is None
     assert started.run("%%ranks session\ny.item();").value is None
+    started.run("session._log_to_driver = False")  # It is of functions: a cell always prints.
+    assert started.run("%%ranks\nif ctx.rank:\n    print('aloud')").printed == "[rank 1] aloud\n"
+    started.run("session._log_to_driver = True")
     assert started.run("await session.run(lambda ctx: ctx.kept['y'].item())").value == "[1.0, 2.0]"
     assert (
         started.run("%%ranks\nimport threading\nthreading.Lock()").value.count("_thread.lock") == 2
