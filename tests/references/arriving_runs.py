@@ -101,9 +101,10 @@ def train(
 ) -> Told:
     """victims: first ranks that die in the fourth step, in its loop. full: until so many ranks
     train, the steps are slow. stream: of the samples, of one epoch. scenario: what else happens,
-    once: a worker dies in its dry run, or while it comes in; the driver dies in its
-    dry run; rank 2 dies while one comes in, or when all have agreed to that; or after each step:
-    the body drops the optimizer's state; or the body has two loops, and they die in the second."""
+    once: a worker waits in its dry run for three steps of the others, or dies in it, or while it
+    comes in; the driver dies in its dry run; rank 2 dies while one comes in, or when all have
+    agreed to that; or after each step: the body drops the optimizer's state; or the body has two
+    loops, and they die in the second."""
     note(folder, "began")
     is_first = len(noted(folder, "began")) <= full and not noted(folder, "killed")
     seat = ctx.rank if is_first else -1
@@ -132,6 +133,15 @@ def train(
         assert recovery is not None
         note(folder, "struck")
         ray.kill(recovery._lifeline._driver)
+    waits_for_steps = scenario == "waits for steps in its dry run"
+    if waits_for_steps and not is_first and not noted(folder, "struck"):
+        note(folder, "struck")
+        last, give_up_at = len(noted(folder, "stepped")) + 3, time.monotonic() + 30
+        while len(noted(folder, "stepped")) < last:
+            if time.monotonic() > give_up_at:
+                note(folder, "held up")
+                break
+            time.sleep(0.02)
     if scenario == "hangs in its dry run" and not is_first and not noted(folder, "struck"):
         note(folder, "struck")
         time.sleep(1000)
@@ -208,6 +218,8 @@ def train(
             if scenario == "drops its state":
                 optim.state.clear()
             sizes.append(ctx.world_size)
+            if waits_for_steps and ctx.rank == 0:
+                note(folder, "stepped")
     if sharded:
         optim.consolidate_state_dict(0)
     assert not travels or script.told() == told_after(schedule.last_epoch)

@@ -57,7 +57,10 @@ async def test_a_worker_comes_in_and_the_others_go_on_where_they_are(
     cluster: None, tmp_path: Path, model_name: str
 ) -> None:
     alone = await told_alone(tmp_path, model_name=model_name)
-    told = await told_by_three(tmp_path, model_name=model_name)
+    # And the others train while it makes its dry run.
+    scenario = "waits for steps in its dry run"
+    told = await told_by_three(tmp_path, model_name=model_name, scenario=scenario)
+    assert noted(tmp_path, "struck") and not noted(tmp_path, "held up")
     [came] = [one for one in told if one.num_steps < alone.num_steps]
     stayed = [one for one in told if one is not came]
     assert len(stayed) == 2 and [one.began for one in stayed] == [1, 1]

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,21 @@ Told = tuple[int, int, torch.Tensor]
 """The pid, the number of ranks, and parameters."""
 
 
-def train(ctx: cl.Context, folder: Path, dies: bool) -> Told:
+class NotesOpening:
+    """An argument that notes which processes have opened the program."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return opened, (self.folder,)
+
+
+def opened(folder: Path) -> None:
+    (folder / f"opened by {os.getpid()}").touch()
+
+
+def train(ctx: cl.Context, folder: Path, dies: bool, opens: None = None) -> Told:
     """Six steps; with `dies`, rank 1 is killed before its fourth, when a spare worker is ready."""
     torch.manual_seed(0)
     model = cl.DistributedDataParallel(torch.nn.Linear(4, 2))
@@ -59,9 +74,12 @@ async def test_a_spare_worker_takes_the_seat_of_a_lost_one(cluster: None, tmp_pa
     # Two workers are the fewest: without a spare worker the run would wait for a new process.
     async with cl.Session(2, spares=1, max_failures=None, resources_per_worker=FEW) as session:
         assert session.num_spares == 0, "it is started beside the first run, not before it"
-        run = asyncio.create_task(session.run(train, folder=tmp_path, dies=True))
+        opens: Any = NotesOpening(tmp_path)
+        run = asyncio.create_task(session.run(train, folder=tmp_path, dies=True, opens=opens))
         await spares_ready(session, 1)
         waited = await pids_of_spares(session)
+        opened_by = {int(path.name.split()[-1]) for path in tmp_path.glob("opened by *")}
+        assert waited <= opened_by, "it has loaded the program while it waits"
         (tmp_path / "has_spares").touch()
         told = await run
         assert {pid for pid, *_ in told} & waited == waited, "it has taken the seat"
