@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections import defaultdict
 
 import pytest
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import chorusline as cl
+from chorusline.collectives.objects.blocking import all_gather_row
+from chorusline.runtime.recovery import recovery
 from tests.harness.arrivals import FEW
 from tests.references.training import CLIPPED
 
@@ -49,9 +52,10 @@ def made(model):
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
 
 
-def train(ctx, folder, kills=(), also=()):
+def train(ctx, folder, kills=(), also=(), left=()):
     """kills: the phase, the rank and the step at which it is killed, the first time it is there;
-    also: pids of others that are killed then."""
+    also: pids of others that are killed then. left: ranks that are left in the vote of a step whose
+    result all others have, with the step."""
     size = 2
     ctx.init_torch_distributed()
     shape = (ctx.world_size // size, size)
@@ -74,6 +78,16 @@ def train(ctx, folder, kills=(), also=()):
     def clip():
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
 
+    def row_or_left(group, row):
+        rows = all_gather_row(group, row)
+        if (ctx.rank, schedule.last_epoch) in left and not (folder / "was left").exists():
+            (folder / "was left").touch()
+            while (error := group.failure()) is None:
+                time.sleep(0.01)
+            raise error
+        return rows
+
+    recovery.all_gather_row = row_or_left
     optimizer.register_step_pre_hook(lambda *_: reach("vote"))
     for name, one in (("model", model), ("optimizer", optimizer), ("schedule", schedule)):
         ctx.register(name, one)
@@ -159,6 +173,15 @@ async def test_whole_replicas_go_on_when_a_rank_is_killed_in_its_step(cluster, t
     async with session((2, 4)) as workers:
         told = await workers.run(train, folder=tmp_path, kills=[("step", 2, 4)])
     assert (tmp_path / "killed in step of 4").exists()
+    check(tmp_path, told, 4)
+
+
+async def test_a_step_that_others_have_voted_on_counts_for_a_rank_that_was_left_in_its_vote(
+    cluster, tmp_path
+):
+    async with session((2, 4)) as workers:
+        told = await workers.run(train, folder=tmp_path, kills=[("step", 2, 4)], left=[(0, 4)])
+    assert (tmp_path / "killed in step of 4").exists() and (tmp_path / "was left").exists()
     check(tmp_path, told, 4)
 
 
