@@ -228,6 +228,8 @@ def body(rank, size, kind):
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 if kind == "clipped values":
                     torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+                if kind == "scaled" and number == 1:
+                    optimizer.grad_scale = torch.ones(())  # As GradScaler hands it over.
                 if kind == "learning rate" and number == 2:
                     optimizer.param_groups[0]["lr"] = 0.01
                 if kind == "own collective":
@@ -251,6 +253,11 @@ def body(rank, size, kind):
 def test_a_body_that_ranks_without_data_cannot_follow_is_refused(ranks_of, kind, says):
     for message in ranks_of(2).run(with_torch, "chorusline", body, kind):
         assert says in message and "step_along" in message
+
+
+def test_a_scale_that_ranks_without_data_do_not_know_is_refused(ranks_of):
+    for message in ranks_of(2).run(with_torch, "chorusline", body, "scaled"):
+        assert "a GradScaler hands its scale to a fused optimizer, and ranks [0]" in message
 
 
 def constructed(rank, size):
