@@ -146,6 +146,26 @@ def test_buckets_are_reduced_during_the_first_pass_and_gathered_while_others_are
         assert [number - gathers[0] for number in gathers] == [0, 1, 2]
 
 
+def test_a_step_that_counts_is_taken_by_all_shards_where_the_gather_of_one_fails(
+    alone, monkeypatch
+):
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3)))
+    start = [p.detach().clone() for p in layers.parameters()]
+    model = cl.DistributedDataParallel(layers, alone, bucket_cap_mb=1e-5)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW)
+
+    def fails(portion):
+        raise cl.PeerLost("all_gather #1", 0, [1], "gone")
+
+    monkeypatch.setattr(optimizer_engine_of(optimizer).shard, "start_gather", fails)
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(cl.PeerLost):
+        optimizer.step()
+    assert optimizer.num_steps == 1
+    for before, parameter in zip(start, layers.parameters(), strict=True):
+        assert not torch.equal(before, parameter)
+
+
 def kept_after_each_step(group, replicas):
     """By step, by range: what this rank holds of parameters and state, its own and replicas."""
     model = cl.DistributedDataParallel(make_model(torch.float32), group)
