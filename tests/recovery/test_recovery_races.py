@@ -18,6 +18,7 @@ from chorusline.runtime.recovery.last_checkpoint import newest
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.references.killed_runs import (
     NUM_SAMPLES,
+    PHASES,
     Kind,
     Net,
     Samples,
@@ -132,6 +133,60 @@ async def test_a_ballot_that_one_survivor_has_seen_counts_for_the_one_that_has_n
     told = await session.run(train, kind=kind, folder=str(tmp_path), victims=victims, acts=acts)
     assert [one.world_size for one in told] == [2, 2]
     assert_as_if_nothing_was(kind, str(tmp_path), told, victims)
+
+
+def parameters_after_each_step(ctx: cl.Context) -> list[list[torch.Tensor]]:
+    """Rank 1 dies in the third step, and rank 2 gets nothing of what the others gather then."""
+    seat = ctx.rank
+    model = cl.DistributedDataParallel(Net().double())
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.01, replicas=2)
+    if seat == 2:
+        is_slow(2)(ctx, optim)
+    told = []
+    for step in range(4):
+        model(torch.full((2, 5), 1.0 + seat + step, dtype=torch.float64)).sum().backward()
+        if seat == 1 and step == 2:
+            PHASES["when it has seen the ballot"](optim)
+        optim.step()
+        optim.zero_grad()
+        told.append([p.detach().clone() for p in model.parameters()])
+    return told
+
+
+async def test_parameters_that_were_on_their_way_are_gathered_again(cluster: None) -> None:
+    """Of three that are left no rank keeps all shards, as one of two would with their replicas."""
+    few = {"CPU": 0.1}
+    async with cl.Session((3, 4), resources_per_worker=few, timeout_s=15) as session:
+        told = await session.run(parameters_after_each_step)
+    assert len(told) == 3
+    for of_step in zip(*told, strict=True):
+        for other in of_step[1:]:
+            assert all(map(torch.equal, other, of_step[0]))
+
+
+def notes_in_recovery(path: Path, name: str, after_s: float) -> Callable[[cl.Context, Any], None]:
+    """When a rank has moved what it has to, `after_s` later, or is about to enter."""
+
+    def note() -> None:
+        time.sleep(after_s)
+        path.write_text(str(time.monotonic()))
+
+    when = {"_move": "then", "_enter": "first"}[name]
+    return lambda ctx, optim: wrap(call_of(ctx).recovery.in_place, name, **{when: note})
+
+
+async def test_no_rank_enters_a_generation_before_all_have_what_they_will_keep(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    """Who enters drops what another may still have to be sent."""
+    moved, entered = tmp_path / "moved", tmp_path / "entered"
+    victims = {1: (2, "before it votes (3)")}
+    acts = {
+        0: notes_in_recovery(entered, "_enter", 0.0),
+        2: notes_in_recovery(moved, "_move", 0.5),
+    }
+    await session.run(train, kind=ONE_BUCKET, folder=str(tmp_path), victims=victims, acts=acts)
+    assert float(entered.read_text()) >= float(moved.read_text())
 
 
 async def test_who_is_behind_takes_the_last_step_that_another_has_begun(
