@@ -5,6 +5,7 @@ import torch
 
 import chorusline as cl
 from chorusline.collectives.group import Group
+from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.harness.gpus import gpus_of
 from tests.harness.ranks import Rank
 from tests.references.training import batches_of, loss_of, make_model
@@ -68,24 +69,38 @@ def test_parameters_on_two_devices_are_gathered_by_way_of_the_groups(gpus, tmp_p
             assert torch.allclose(ours, expected.cpu(), rtol=1e-4, atol=1e-6)
 
 
+def devices_of_state(zero):
+    return {
+        value.device for state in zero.shard_optimizer.state.values() for value in state.values()
+    }
+
+
 def train_capturable(rank: Rank):
     with rank.group() as group:
         device = group.device
         model = cl.DistributedDataParallel(
             make_model(torch.float32).to(device), group, bucket_cap_mb=2**-18
         )
-        zero = cl.ZeroRedundancyOptimizer(model, torch.optim.AdamW, lr=1e-2, capturable=True)
+        zero = cl.ZeroRedundancyOptimizer(
+            model, torch.optim.AdamW, lr=1e-2, capturable=True, replicas=2
+        )
         for number, batch in enumerate(batches_of(group.rank, 4, torch.float32)):
             if number == 2:
                 zero.consolidate_state_dict()
                 zero.load_state_dict(broadcast(group, zero))
-                assert zero.shard_optimizer is not None
-                for state in zero.shard_optimizer.state.values():
-                    assert all(value.device == device for value in state.values())
+                assert devices_of_state(zero) == {device}
             loss_of(model, batch.to(device)).backward()
             zero.step()
             zero.zero_grad()
-        return [p.detach().tolist() for p in model.parameters()]  # the rank ends now
+        told = [p.detach().tolist() for p in model.parameters()]  # the rank ends now
+        if (alone := group.new_group([0])) is not None:  # As after the loss of the others.
+            engine = optimizer_engine_of(zero)
+            held = engine.shard.held()
+            engine.shard.complete(held, [held.inventory], alone)
+            engine.change_group(alone, held)
+            assert devices_of_state(zero) == {device}
+        group.barrier().wait_on_host()
+        return told
 
 
 @pytest.mark.parametrize("gpus", gpus_of(2))
