@@ -87,6 +87,22 @@ def test_buffers_and_generators_are_put_back_to_the_end_of_the_step():
         assert last._held_step() == HeldStep(None)
 
 
+def test_buffers_that_a_hook_changes_after_the_step_belong_to_it():
+    """As a module's own on_train_batch_end under Lightning, which is called after our callback."""
+    inner = torch.nn.BatchNorm1d(3)
+    with cl.Group.create(cl.HashStore(), rank=0, size=1) as group:
+        last = LastStep(group)
+        last._models.add(inner)
+        last.keep(kept([]), 5)
+        inner.running_mean.fill_(7)
+        last.keep_buffers()
+        last.begun += 1
+        inner.running_mean.fill_(8)
+        last.keep_buffers()  # The next step has begun: these are no longer of the last one.
+        last.begun -= 1
+        assert last._held_step().step == 5 and inner.running_mean.eq(7).all()
+
+
 def test_parameters_that_were_changed_after_the_step_are_not_written():
     model = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Linear(1, 2000))
     with torch.no_grad():
