@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import chorusline as cl
+from chorusline.runtime.data.cursor import Cursor
 from chorusline.runtime.join.ledger import JoinLedger
 from chorusline.runtime.process.agreement import Agreement
 from tests.harness.combinations import combinations
@@ -404,7 +405,22 @@ def test_leftover_accumulated_gradients_are_handed_in(ranks_of):
         assert largest_difference(parameters, list(model.parameters())) < 1e-14
 
 
-def train_two_epochs(group, lengths, sharded):
+def shard_of(group, lengths, **options):
+    """Each rank looks ahead over its own `batches_of`; lengths: the longest first."""
+    everybodys = [b for rank, n in enumerate(lengths) for b in batches_of(rank, n, torch.float64)]
+    return cl.Shard(
+        everybodys,
+        1,
+        rank=group.rank,
+        world_size=group.size,
+        shuffle=False,
+        keep_together=[rank for rank, n in enumerate(lengths) for _ in range(n)],
+        collate_fn=lambda items: items[0],
+        **options,
+    )
+
+
+def train_two_epochs(group, lengths, sharded, looks_ahead):
     """The last batch of an epoch may have no step: its gradients are part of the next epoch's first
     step, as without a Join."""
     model = cl.DistributedDataParallel(make_model(torch.float64), group)
@@ -415,7 +431,7 @@ def train_two_epochs(group, lengths, sharded):
     for _ in range(2):
         with cl.Join(joined, step_along=along, skew_warning=None):
             batches = batches_of(group.rank, lengths[group.rank], torch.float64)
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(shard_of(group, lengths) if looks_ahead else batches):
                 if number % 2 == 0:
                     with model.no_sync():
                         loss_of(model, batch).backward()
@@ -427,8 +443,13 @@ def train_two_epochs(group, lengths, sharded):
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["zero", "ddp"])
-@pytest.mark.parametrize("lengths", [(3, 6), (5, 5)])
-def test_gradients_that_no_step_has_used_are_there_in_the_next_epoch(ranks_of, lengths, sharded):
+@pytest.mark.parametrize(
+    ("lengths", "looks_ahead"),
+    [((3, 6), False), ((5, 5), False), ((6, 3), True), ((4, 3), True)],
+)
+def test_gradients_that_no_step_has_used_are_there_in_the_next_epoch(
+    ranks_of, lengths, looks_ahead, sharded
+):
     model = make_model(torch.float64)
     data = [batches_of(rank, n, torch.float64) for rank, n in enumerate(lengths)]
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -440,7 +461,7 @@ def test_gradients_that_no_step_has_used_are_there_in_the_next_epoch(ranks_of, l
             if number % 2:
                 sgd.step()
                 sgd.zero_grad()
-    for parameters in ranks_of(2).run(train_two_epochs, lengths, sharded):
+    for parameters in ranks_of(2).run(train_two_epochs, lengths, sharded, looks_ahead):
         assert largest_difference(parameters, list(model.parameters())) < 1e-14
 
 
@@ -518,6 +539,30 @@ def test_the_ledger_follows_the_agreements():
     assert ledger.divisor(nobody) == 0 and ledger.last_live == (0, 2)
     weighed = Agreement((1,), (1,), (), weight=7.0)
     assert ledger.divisor(weighed) == 7.0
+
+
+def steps_at_boundaries(group, lengths):
+    """What `ctx.shard` does between two batches, as saving a checkpoint that is due."""
+    model = cl.DistributedDataParallel(make_model(torch.float64), group)
+    optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+    seen = []
+
+    def note() -> None:
+        seen.append(optimizer.num_steps)
+
+    shard = shard_of(group, lengths, at_boundary=note, cursor=Cursor())
+    with cl.Join([model, optimizer], skew_warning=None):
+        for batch in shard:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("lengths", [(5, 2), (4, 3, 0)])
+def test_a_joined_rank_comes_to_each_boundary_between_steps(ranks_of, lengths):
+    expected = list(range(1, max(lengths) + 1))
+    assert ranks_of(len(lengths)).run(steps_at_boundaries, lengths) == [expected] * len(lengths)
 
 
 def weighted(group, lengths, sizes, sharded):
