@@ -24,6 +24,7 @@ from chorusline.collectives.contract.errors import (
     StoreTimeout,
 )
 from chorusline.collectives.group import Group
+from chorusline.collectives.stores.signed_store import signed
 from chorusline.collectives.stores.store import HashStore, PrefixStore, Store
 from tests.contracts.store import StoreContract
 
@@ -82,17 +83,21 @@ async def test_a_waiter_is_woken_by_the_write(store: ActorStore) -> None:
         lambda store, key: store.add(key, 1),
         lambda store, key: store.append(key, "1"),
         lambda store, key: store.compare_set(key, "", "1"),
+        lambda store, key: store.multi_set(["another", key], ["0", "1"]),
+        lambda store, key: store.post(key, "1"),
     ],
-    ids=["set", "add", "append", "compare_set"],
+    ids=["set", "add", "append", "compare_set", "multi_set", "post"],
 )
 async def test_every_kind_of_write_wakes(
     store: ActorStore, write: Callable[[ActorStore, str], object], request: pytest.FixtureRequest
 ) -> None:
     key = request.node.name
     waiting = asyncio.create_task(asyncio.to_thread(store.get, key, 30.0))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
+    began_at = time.monotonic()
     await asyncio.to_thread(write, store, key)
     assert await waiting == b"1"
+    assert time.monotonic() - began_at < 15, "it was found by the deadline alone"
 
 
 def test_a_timeout_names_the_keys_that_are_missing(store: ActorStore) -> None:
@@ -109,6 +114,14 @@ def test_the_default_timeout_is_the_stores_own(store: ActorStore) -> None:
         store.get("absent")
     copy = pickle.loads(ray.cloudpickle.dumps(store))
     assert copy.timeout_s == 0.1
+
+
+def test_a_copy_that_travels_has_the_secret(actor: Any) -> None:
+    store = ActorStore(actor, b"sixteen bytes or more")
+    copy = pickle.loads(ray.cloudpickle.dumps(store))
+    signed(store).set("signed", "here")
+    assert signed(copy).get("signed", 10) == b"here"
+    assert copy.get("signed", 10).startswith(b"signed 1")
 
 
 async def test_cancel_frees_a_blocked_thread_at_once(store: ActorStore) -> None:
@@ -203,8 +216,9 @@ def test_ranks_that_ray_runs_meet_in_a_store_that_was_started_for_them(cluster: 
             group.all_reduce(ones).wait()
             return ones.item()
 
-    store = ActorStore.start()
+    store = ActorStore.start(name="meeting")
     try:
+        assert ray.get_actor("meeting") == store._actor
         assert ray.get([total.remote(store, rank) for rank in range(2)], timeout=60) == [2.0, 2.0]
     finally:
         ray.kill(store._actor)
