@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -17,6 +18,8 @@ import torch
 
 import chorusline as cl
 from chorusline.runtime.data import streaming
+from chorusline.runtime.data.number_set import NumberSet
+from chorusline.runtime.data.row_reader import RowReader
 from tests.harness.programs import output_of
 from tests.references.killed_runs import (
     BATCH_SIZE,
@@ -70,6 +73,23 @@ async def test_rows_of_ray_data_are_used_once_and_exactly(
         )
     assert {one.world_size for one in told} == {3 - len(victims)}
     assert_as_if_nothing_was(Kind(), str(tmp_path), told, victims)
+
+
+def test_each_row_of_ray_data_is_dealt_once_and_its_number_is_its_place(cluster: None) -> None:
+    rows = ray.data.range(37, override_num_blocks=5)
+    reader, key = RowReader(rows, lambda: False), ("run", 0, 1)
+    assert rows.context.execution_options.preserve_order, "it means the same row when read again"
+    for holder in range(3):
+        reader.begin(key, None, 0, 3, NumberSet(), {}, holder, [1])
+    dealt: list[list[Any]] = [[], [], []]
+    for holder, count in itertools.cycle(enumerate((4, 1, 2))):
+        taken = reader.take(key, holder, count, False, None)
+        dealt[holder] += taken
+        if not taken:
+            break
+    assert len({len(hand) for hand in dealt}) > 1, "the ranks are uneven"
+    assert sorted(number for hand in dealt for number, _ in hand) == list(range(37))
+    assert all(row == {"id": number} for hand in dealt for number, row in hand)
 
 
 def evaluate(ctx: cl.Context, rows: Any, split: bool = False) -> Any:

@@ -593,6 +593,9 @@ if __name__ == "__main__":
     refused(ValueError, "num_workers must be at least 1", train, num_workers=0, base=10)
     refused(StartupError, "no Ray cluster answers", train, address="127.0.0.1:1", base=10)
     refused(StartupError, "ray job submit", train, address="ray://127.0.0.1:10001", base=10)
+    os.environ["RAY_ADDRESS"] = "127.0.0.1:1"  # As in a Ray job, whose cluster has to be taken.
+    refused(StartupError, "no Ray cluster answers at '127.0.0.1:1'", train, base=10)
+    del os.environ["RAY_ADDRESS"]
     results = run(train, num_workers=2, base=10)
     assert [value for value, _ in results] == [10, 11], results
     assert not ray.is_initialized()
