@@ -23,6 +23,7 @@ from chorusline.runtime.partition.resharding import Range, Transfer
 from chorusline.runtime.zero.shards.shard_state import MASTER, ShardState, exchange
 from chorusline.runtime.zero.zero_redundancy_optimizer import optimizer_engine_of
 from tests.harness.ranks import Rank
+from tests.harness.stand_in_gpu import nccl
 from tests.harness.stand_in_gpu.ranks import StandInRanks, needs_stand_in
 from tests.harness.stand_in_gpu.runs import Driver, in_run
 
@@ -279,3 +280,38 @@ def test_buffers_that_are_kept_behind_a_plain_step_are_never_those_that_did_not_
         told = ranks.run(keep_buffers_of_a_plain_step)[1]
     for kept, before in zip(told["kept"], told["before"], strict=True):
         assert torch.equal(kept, before)
+
+
+# -- the end of a step ---------------------------------------------------------------------------
+
+
+def gathers_that_have_ended(rank: Rank) -> list[bool]:
+    """Of one step, when it has returned: whether its parameters are known to have come."""
+    nccl.settings.kernel_s = 0.05
+    ended: list[bool] = []
+
+    def train(ctx: cl.Context) -> None:
+        model = cl.DistributedDataParallel(torch.nn.Linear(6, 8).to(ctx.device))
+        optimizer = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.1)
+        shard, gathers = optimizer_engine_of(optimizer).shard, []
+        start_gather = shard.start_gather
+
+        def started(portion: Any) -> Any:
+            gathers.extend(start_gather(portion))
+            return gathers[-len(portion) :]
+
+        shard.start_gather = started  # type: ignore[method-assign]
+        for _ in range(3):  # In the first two the ranks compare their parameters.
+            gathers.clear()
+            model(torch.ones(4, 6, device=ctx.device)).sum().backward()
+            optimizer.step()
+            ended[:] = [gather.work.is_completed() for gather in gathers]
+
+    with rank.group() as group:
+        in_run(group, train, goes_on=True, driver=Driver())
+    return ended
+
+
+def test_a_step_of_a_run_that_survives_a_loss_returns_when_its_parameters_have_come() -> None:
+    with StandInRanks(2) as ranks:
+        assert ranks.run(gathers_that_have_ended) == [[True], [True]]
