@@ -91,6 +91,20 @@ def test_one_death_loses_nothing_where_there_are_two_replicas(num_ranks: int) ->
         plan_for(held, len(survivors), CONTENTS, 2)
 
 
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_a_lost_node_takes_shards_along_unless_there_are_more_replicas_than_its_ranks(
+    first: int,
+) -> None:
+    """Of six ranks on three nodes: ranks of one node are adjacent (run_state.py)."""
+    survivors = [rank for rank in range(6) if rank not in (first, first + 1)]
+    held = {
+        replicas: [kept(old, 6, replicas, CONTENTS) for old in survivors] for replicas in (2, 3)
+    }
+    plan_for(dict(enumerate(held[3])), 4, CONTENTS, 3)
+    with pytest.raises(RangesLost):
+        plan_for(dict(enumerate(held[2])), 4, CONTENTS, 2)
+
+
 def test_a_shard_whose_owner_and_replica_are_gone_is_named() -> None:
     held = {0: kept(0, 4, 2, [256]), 1: kept(3, 4, 2, [256])}
     # Rank 1's shard was held by ranks 1 and 2.
