@@ -40,13 +40,14 @@ def shown(
     detail: str | None = None,
     changes: tuple[GenerationChange, ...] = (),
     num_lost: int = 0,
+    member: MemberState = MemberState.RUNNING,
     **more: int,
 ) -> str:
     info = WorkerInfo("id", 0, "node", "host", 7, "cpu")
     report = Report(0, 3, time.time(), {"path": value})
     steps = RunStatus(rank=0, generation_changes=changes, num_lost=num_lost, **more)
     word = detail or WorkerSnapshot(info, WorkerState.TRAINING, 0, 0, 1.0, {}, report, status=steps)
-    seen = Survey(DriverSnapshot(0, 0, 1, ((info, MemberState.RUNNING),)), (word,))
+    seen = Survey(DriverSnapshot(0, 0, 1, ((info, member),)), (word,))
     printed = io.StringIO()
     Console(file=printed, width=200, force_terminal=True, color_system=None).print(
         drawn({"night": seen})
@@ -60,6 +61,16 @@ def test_a_reported_text_is_shown_as_it_is_and_steers_nothing(text: str) -> None
         assert "\x1b]" not in found and "\x1b[2J" not in found and "\r" not in found
         if "[" in text and "\x1b" not in text:
             assert text in found
+
+
+@pytest.mark.parametrize(
+    ("member", "state"), [(MemberState.LOST, "lost"), (MemberState.RUNNING, "silent")]
+)
+def test_a_lost_worker_is_told_from_one_that_only_does_not_answer(
+    member: MemberState, state: str
+) -> None:
+    row = shown(1.0, detail="its process was killed", member=member).splitlines()[-1]
+    assert row.split()[:5] == ["7", "on", "host", "cpu", state]
 
 
 def test_the_losses_of_a_run_are_counted_with_their_steps() -> None:
