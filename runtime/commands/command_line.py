@@ -7,6 +7,7 @@ run --detach …               begin one of the last two, and return at once
 status, doctor, bench        show what runs, what is wrong here, how fast collectives are
 attach, stop                 show a detached session, and end it
 checkpoint                   list and export checkpoints
+compare                      the first step after which two runs differ
 """
 
 from __future__ import annotations
@@ -114,6 +115,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="all states, for torch.load; or the weights of modules as safetensors (default: by "
         "the name of the file)",
     )
+    compare = commands.add_parser(
+        "compare",
+        help="find the first step after which two runs differ, and in which parameters",
+        description="Reads two files that ctx.write_digests has written. Exit code 1 if the runs "
+        "differ in a step that both have.",
+    )
+    compare.add_argument("one", type=Path, help="a file of digests")
+    compare.add_argument("other", type=Path, help="that of another run")
     given = list(sys.argv[1:] if argv is None else argv)
     # A flag of the ranks, which comes before the script.
     has_flag = any(word.startswith("-") and word not in ("-h", "--help") for word in given[1:2])
@@ -157,6 +166,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return show_bench(options)
             except arguments.WrongUsage as error:
                 bench.error(str(error))
+        case "compare":
+            from .compare import show_comparison
+
+            try:
+                return show_comparison(options.one, options.other)
+            except arguments.WrongUsage as error:
+                compare.error(str(error))
     return look_at_checkpoints(options)
 
 

@@ -33,6 +33,7 @@ from .hints import OF_A_LOADER, instead_of
 from .reducing import checked_weight, has_value, reduced
 from .report_values import plain_values
 from .samples import batches_of, refuse_loaders_of_stream
+from .step_digests import write_digests
 
 S = TypeVar("S", bound=Stateful)
 T = TypeVar("T")
@@ -482,6 +483,20 @@ class Context:
         Raises TypeError or ValueError, naming the value, for others.
         """
         self._call.report(plain_values(values, named))
+
+    def write_digests(self, path: str | Path, module: torch.nn.Module) -> None:
+        """Append to a file, on rank 0, a digest of each parameter and buffer as this step has left
+        it: call it after `optimizer.step()`. `chorusline compare` finds the first step after which
+        two runs differ, and in which parameters.
+
+        path: a file on the host of rank 0, which after a lost worker may be another one.
+        module: the DistributedDataParallel, or any module with whole parameters on each rank.
+
+        Reads and hashes all of its memory, about half a gigabyte in a second. Raises ValueError for
+        a module of fully_shard.
+        """
+        if self.rank == 0:
+            write_digests(path, self.step, module)
 
     def barrier(self) -> None:
         """Wait until all ranks have called it."""

@@ -71,6 +71,7 @@ CONTEXT = [
     "step",
     "steps",
     "world_size",
+    "write_digests",
 ]
 """What a person sees who types `ctx.` and Tab. The docs explain each of them."""
 
