@@ -92,6 +92,8 @@ class FunctionCall:
         self._boundaries_of_step: int | None = None  # None: no step yet
         self._notes_steps = False  # Whether a plain optimizer is registered.
         self._has_stepped = False  # Since the last boundary, one of them.
+        self._taken_at_first: int | None = None
+        """The steps that were taken when the first object was registered; None: none is yet."""
         self._stepped_at = 0
         """The number of boundaries at the last one that came after a step of them."""
         self._stepped_before = 0
@@ -187,6 +189,7 @@ class FunctionCall:
     def register(self, name: str, stateful: Stateful, *, per_rank: bool, required: bool) -> None:
         """As `Context.register`."""
         entry = self.registry.add(name, stateful, per_rank=per_rank)
+        self._warn_of_late(name)
         # Those of one rank may step when the others' do not.
         if is_plain(stateful) and not per_rank and not self._notes_steps:
             self._note_steps()
@@ -202,6 +205,18 @@ class FunctionCall:
                 is_loaded = self.checkpoints.restore(entry, required=required)
         if is_loaded:
             self.registry.note_loaded(entry, (boundary().status.taken, self._boundaries))
+
+    def _warn_of_late(self, name: str) -> None:
+        taken = boundary().status.taken
+        if self._taken_at_first is None:
+            self._taken_at_first = taken
+        # What is kept of the others is dropped by then: it takes as much memory as they do.
+        elif taken > self._taken_at_first and self.recovery is not None and self.rank == 0:
+            warnings.warn(
+                f"{name!r} is registered after a step: where a worker is lost and the functions "
+                "run again, it begins with a new state. Call ctx.register before the first step",
+                stacklevel=users_level(),
+            )
 
     def _note_steps(self) -> None:
         """Note from now on that a registered plain optimizer has stepped."""

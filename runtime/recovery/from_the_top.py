@@ -15,21 +15,18 @@ write a checkpoint in place of (c) (last_checkpoint.py).
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from chorusline.actors.errors import LOADS_SHARDS, RESUMES, StateLost, ends_a_generation
-from chorusline.actors.messages.messages import NOWHERE
 from chorusline.actors.messages.run_status import RunStatus
 from chorusline.actors.worker.lifeline import Lifeline
-from chorusline.collectives.contract.call_site import users_level
 from chorusline.collectives.contract.errors import ChoruslineError, CollectiveError, GroupAborted
 from chorusline.collectives.group import Group
 from chorusline.collectives.objects.blocking import all_gather_object
 
 from ..checkpoint.config import CheckpointConfig
-from ..process.registry import Registered, Registry
+from ..process.registry import Registered
 from ..zero.shards.shard_state import ShardState
 from ..zero.zero_redundancy_optimizer import OptimizerEngine
 from . import last_checkpoint, waiting_steps
@@ -57,20 +54,6 @@ class FromTheTop:
         self._saveable = Saveable()
         self._data: dict[str, Any] = {}
         self._summaries: list[Summary] = []
-        self._late: frozenset[str] | None = None
-        """When a step counts, the names under which nothing is registered yet, and a state is kept;
-        None before that. A function may register an object in its first steps."""
-        self._began_in = NOWHERE
-
-    def step_counts(self, registry: Registry) -> None:
-        """The live objects replace the kept state, but for what has yet to be registered again."""
-        there = self._summaries[leader_of(self._summaries)].names if self._summaries else ()
-        late = frozenset(there) - {entry.name for entry in registry}
-        retained, summaries, generation = self._retained, self._summaries, self._began_in
-        self.forget()
-        if late:
-            self._retained, self._summaries = retained.of_names(late), summaries
-            self._late, self._began_in = late, generation
 
     def begin_call(self) -> None:
         """The function makes its objects again."""
@@ -88,7 +71,7 @@ class FromTheTop:
         # The kept state of an earlier call stays valid until a step counts in this one. A newcomer
         # that leaves while it meets the others has had no call.
         if not self._state.has_kept:
-            call, late, self._late = self._objects.call, self._retained, None
+            call = self._objects.call
             self._retained = RestartState.of(
                 call.registry,
                 self._objects.plain.place,
@@ -98,7 +81,6 @@ class FromTheTop:
             self._retained.flags = self._objects.flags.by_name()
             for name, buffers in self._objects.flags.buffers().items():
                 self._retained.states[name].update(buffers)
-            self._retained.add(late)  # Also of what was left while it got its state back.
             self._data = call.data_state(committed=True)
             if facts.is_worth_saving:
                 self._saveable = Saveable.of(call.registry, self._retained, call.step)
@@ -137,7 +119,7 @@ class FromTheTop:
             # Steps that were agreed on, and that this rank has not taken, are taken again.
             retained.steps_taken = status.taken - plain.num_untaken
         mine = retained.summary(not self._state.is_newcomer, self._data)
-        self._summaries, self._began_in = all_gather_object(group, mine), group.generation
+        self._summaries = all_gather_object(group, mine)
         # Newcomers alone have no state: whatever they began with would be another run.
         if not any(one.was_there for one in self._summaries):
             remedy = LOADS_SHARDS if self._lifeline.replica_size > 1 else RESUMES
@@ -156,34 +138,11 @@ class FromTheTop:
         # It is the first call of the function in this run.
         if not self._summaries:
             return False
-        late = self._late
-        if late is not None:
-            if entry.name not in late:
-                return False
-            # The summaries are of other ranks: what the object begins with is its state.
-            if group.generation != self._began_in:
-                if group.rank == 0:
-                    warnings.warn(
-                        f"{entry.name!r} begins again with a new state: it was not registered yet "
-                        "when the ranks changed once more. Call ctx.register before the first "
-                        "step, so that its state outlives lost workers",
-                        stacklevel=users_level(),
-                    )
-                self._is_back(entry.name)
-                return False
         # Ranks come here in the order in which they register, which is the same on all.
         size = self._lifeline.replica_size
         sent_bytes = self._retained.restore(entry, self._summaries, group, size)
         self._state.bytes_moved += sent_bytes or 0
-        if late is not None:
-            self.set_flags()  # The body has begun.
-            self._is_back(entry.name)
         return sent_bytes is not None
-
-    def _is_back(self, name: str) -> None:
-        assert self._late is not None
-        self._late -= {name}
-        self._retained = self._retained.of_names(self._late)
 
     def set_flags(self) -> None:
         """(d) for what its body has set of modules: before that begins, and may set it again."""

@@ -208,7 +208,7 @@ class Recovery:
         self.arrivals.step_counts()
         # It takes as much memory as the live objects, and is of no use from here on.
         if self._state.has_kept:
-            self.from_the_top.step_counts(self._objects.call.registry)
+            self.from_the_top.forget()
         self._state.step_counts()
 
     # -- when a generation has ended ---------------------------------------------------------------

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -113,7 +113,6 @@ class Summary:
     shard: number of the shard of fully_shard's models that the rank has kept (fully_sharded.py).
     laid_out: by name of a sharded optimizer, how often its additions have laid out parameters.
     changes: by name of a sharded optimizer, as in RetainedOptimizer.
-    names: of all objects whose state it has kept.
     """
 
     was_there: bool
@@ -124,7 +123,6 @@ class Summary:
     shard: int = 0
     laid_out: Mapping[str, int] = field(default_factory=dict)
     changes: Mapping[str, Changes] = field(default_factory=dict)
-    names: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -204,34 +202,12 @@ class RestartState:
                     retained.states[entry.name] = copy.deepcopy(made.state_dict())
         return retained
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Of the objects whose state is kept."""
-        return frozenset((*self.optimizers, *self.tensors, *self.states))
-
-    def of_names(self, names: Collection[str]) -> RestartState:
-        """What is kept under these names."""
-        some: dict[str, Any] = {
-            one.name: {name: kept for name, kept in of_all.items() if name in names}
-            for one in fields(self)
-            if isinstance(of_all := getattr(self, one.name), dict)
-        }
-        return replace(self, **some, to_set=[])
-
-    def add(self, other: RestartState) -> None:
-        """Keep what `other` has; under its names nothing else."""
-        for one in fields(self):
-            if isinstance(mine := getattr(self, one.name), dict):
-                mine.update(getattr(other, one.name))
-
     def summary(self, was_there: bool, data: Any) -> Summary:
         held = {name: one.held.inventory for name, one in self.optimizers.items()}
         laid_out = {n: len(one.options.additions.laid_out) for n, one in self.optimizers.items()}
         changes = {name: one.changes for name, one in self.optimizers.items()}
         taken = self.steps_taken or 0
-        return Summary(
-            was_there, self.place, taken, held, data, self.shard, laid_out, changes, self.names
-        )
+        return Summary(was_there, self.place, taken, held, data, self.shard, laid_out, changes)
 
     def restore(
         self,
