@@ -67,12 +67,14 @@ class _Watched:
     is_apart: it has stepped twice without an agreement in between.
     num_groups: of its parameters, when it was registered.
     is_own: it was registered with per_rank=True.
+    before: the handle of our hook before `step`. None: it is being made.
     """
 
     name: str
     optimizer: weakref.ref[torch.optim.Optimizer]
     num_groups: int
     is_own: bool
+    before: RemovableHandle | None = None
     stepped_at: int = -1
     inside: int | None = None
     has_closure: bool = False
@@ -206,10 +208,8 @@ class PlainSteps:
             if (steps := mine()) is not None:
                 steps._has_stepped(watched)
 
-        self._handles += [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        ]
+        watched.before = optimizer.register_step_pre_hook(before)
+        self._handles += [watched.before, optimizer.register_step_post_hook(after)]
 
     def agreed(self, cursors: Cursors, iterations: list[int]) -> None:
         """The ranks have reduced a backward pass."""
@@ -219,6 +219,9 @@ class PlainSteps:
             # A backward pass inside step() is a closure's.
             if one.inside is not None:
                 one.inside += 1
+            # A rank that is lost in a collective of another hook has yet to begin the step.
+            elif (optimizer := one.optimizer()) is not None and one.before is not None:
+                optimizer._optimizer_step_pre_hooks.move_to_end(one.before.id)  # type: ignore[attr-defined]
 
     def _has_stepped(self, watched: _Watched) -> None:
         # One of a net that only this rank has does not take the step of the model.

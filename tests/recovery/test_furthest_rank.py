@@ -245,6 +245,18 @@ def test_an_optimizer_that_lost_a_rank_inside_its_step_may_have_changed_paramete
     assert not taken and "'optim' was interrupted inside step()" in why_not_stepped(steps, optim)
 
 
+def test_a_hook_that_lost_a_rank_before_the_step_has_changed_nothing() -> None:
+    def hook(*_: object) -> None:
+        raise Lost
+
+    steps, (optim,), _ = watched("optim")
+    optim.register_step_pre_hook(hook)
+    steps.agreed(((4,),), [1])
+    with pytest.raises(Lost):
+        optim.step()
+    assert not why_not_stepped(steps, optim)
+
+
 class Clamping(torch.optim.SGD):
     """Calls the step of its base, for which torch calls the hooks, too."""
 
