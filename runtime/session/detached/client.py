@@ -188,13 +188,13 @@ class DetachedClient:
 
     async def close(self) -> None:
         """Detach from the session, which continues."""
+        self._is_away.set()  # First: a cancellation may come while the session host is asked.
         is_connected = ray.is_initialized()
         # It may have ended since the last answer: another program has stopped it, perhaps.
         if is_connected and not self.is_over:
             await self._look()
         if not self.is_over and not (self.last and self.last.ended):
             _log.warning("%s", self.how_interrupted())
-        self._is_away.set()
         if is_connected:
             with contextlib.suppress(ActorGone, NoAnswer):
                 await answer(self._host.gone.remote(self._id), _SOON_S)

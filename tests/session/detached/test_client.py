@@ -154,6 +154,24 @@ async def test_a_start_that_is_given_up_leaves_a_new_session_of_the_same_name_al
         await DetachedClient._undo(DetachedActors("night"), DeadHost("of the old session"))
 
 
+async def test_a_client_whose_close_is_cancelled_is_not_attached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_asked = asyncio.Event()
+
+    async def status(*_: object) -> None:
+        is_asked.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    client = DetachedClient("night", SimpleNamespace(status=SimpleNamespace(remote=status)))
+    closes = asyncio.create_task(client.close())
+    await is_asked.wait()
+    closes.cancel()
+    await asyncio.wait([closes])
+    assert closes.cancelled() and client._is_away.is_set()
+
+
 @pytest.mark.parametrize("host", ["ended", "gone", "busy"])
 async def test_a_program_that_closes_is_not_told_that_a_session_trains_that_has_ended(
     host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
