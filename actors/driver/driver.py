@@ -107,6 +107,7 @@ class Driver(StoreActor):
         self._early_cancels: set[int] = set()  # A cancellation may overtake its run.
         self._lost: list[tuple[int, str]] = []  # of the run in progress: seats and worker ids
         self._has_lost = asyncio.Event()
+        self._counted: set[str] = set()  # ids of workers that count as lost by the run in progress
         self._paused_at = 0.0  # time.monotonic(); 0.0 while no run is paused
         self._has_turned = asyncio.Event()  # A pause may have begun, changed or ended.
         self._request: RunRequest | None = None  # None: between two runs
@@ -208,6 +209,7 @@ class Driver(StoreActor):
         self._run, self._events, self._request = request.run, asyncio.Queue(), request
         self._lost = list(lost)
         self._has_lost.set()
+        self._counted.clear()
         self._holds.clear()
         self._run_is_over.clear()
         if request.run in self._early_cancels:
@@ -272,8 +274,13 @@ class Driver(StoreActor):
         )
 
     def _count(self, event: Event, todo: list[Instruction]) -> None:
+        # A rank may have seen a death, and the run may end before Ray reports it.
+        lost = set(self._membership.lost)
         if isinstance(event, events.WorkerDied):
+            lost.add(event.worker_id)  # It may have had no rank, or the run is over by it.
+        for _ in lost - self._counted:
             self._counters.add("chorusline_lost_workers")
+        self._counted |= lost
         if any(isinstance(one, instructions.ResumeRank) for one in todo):
             self._counters.add("chorusline_recoveries")
         for one in todo:

@@ -127,6 +127,11 @@ class Membership:
         run = self._run
         return run.missing if run is not None and run.phase is Phase.PAUSED else 0
 
+    @property
+    def lost(self) -> list[str]:
+        """Ids of the workers that the run in progress has lost."""
+        return [loss.worker.worker_id for loss in self._run.losses] if self._run else []
+
     def dry_run_of(self, worker_id: str) -> DryRun | None:
         """The present attempt of a worker to come in; None if it is in none."""
         return self._arrivals.by_id.get(worker_id)

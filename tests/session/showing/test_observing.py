@@ -19,6 +19,16 @@ import pytest
 import ray
 import torch
 
+from chorusline.actors.driver.driver import Driver
+from chorusline.actors.driver.events import (
+    RankEnded,
+    RankFinished,
+    RankFroze,
+    RunStarted,
+    WorkerRegistered,
+)
+from chorusline.actors.driver.membership import Membership
+from chorusline.actors.messages.messages import Frozen, Success
 from chorusline.actors.messages.run_status import RunStatus
 from chorusline.actors.messages.whereabouts import Whereabouts
 from chorusline.actors.ray_calls.versions import difference, versions_here
@@ -42,6 +52,7 @@ from chorusline.runtime.session.trace import RankTraced, clock_offsets, events
 from chorusline.runtime.zero.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from tests import ROOT
 from tests.harness.programs import last_line_of
+from tests.references.driver_events import GONE, death, request, worker
 
 
 @pytest.fixture(scope="module")
@@ -419,6 +430,23 @@ def lose_rank_1(ctx: Context) -> int:
         optim.step()
         optim.zero_grad()
     return ctx.world_size
+
+
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_worker_counts_as_lost_once_whether_or_not_ray_reports_its_death(
+    is_reported: bool,
+) -> None:
+    driver: Any = object.__new__(Driver)
+    driver._membership, driver._counters, driver._counted = Membership(), Noted(), set()
+    for seat in range(2):
+        driver._membership.handle(WorkerRegistered(worker(seat)))
+    driver._membership.handle(RunStarted(request(max_failures=None)))
+    saw = Frozen(0, 0, (), GONE, 0, missing="no model is registered", ended=(1,))
+    ended = RankEnded(Success(0, b"", collectives=0), "worker-0-0")
+    for event in (RankFroze(saw), *([death(1)] * is_reported), RankFinished(0, 1), ended):
+        driver._count(event, driver._membership.handle(event))
+    assert driver._membership.handle(death(1)) == [], "the run is over"
+    assert driver._counters.names == ["chorusline_lost_workers", "chorusline_recoveries"]
 
 
 async def test_lost_workers_recoveries_and_failed_runs_are_counted_and_generations_shown(
