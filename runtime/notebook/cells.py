@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from chorusline.actors.ray_calls.detached_actors import OF_PROGRAM
@@ -21,21 +22,26 @@ class Closable(Protocol):
 _started: list[tuple[weakref.ref[Any], str, str]] = []  # session, its cell, the cell's execution
 
 
-async def close_earlier_session(session: Closable) -> None:
-    """Close the sessions that earlier executions of the current cell started; record `session`."""
-    cell, execution = _current_cell()
+async def close_earlier_session(
+    session: Closable, which: Callable[[Any], bool] = lambda earlier: True
+) -> None:
+    """Close the sessions that earlier executions of the current cell started; record `session`.
+    It may be called again, for those that `which` has left open."""
+    # Of the first call: another cell may have begun since.
+    recorded = (entry[1:] for entry in _started if entry[0]() is session)
+    cell, execution = next(recorded, None) or _current_cell()
     earlier = [
-        started()
+        old
         for started, its_cell, its_execution in _started
         if cell and its_cell == cell and its_execution != execution
+        if (old := started()) is not None and which(old)
     ]
     # In place: other functions of this file look at the same list.
-    _started[:] = [entry for entry in _started if entry[0]() not in (None, *earlier)]
+    _started[:] = [entry for entry in _started if entry[0]() not in (None, session, *earlier)]
     _started.append((weakref.ref(session), cell, execution))
     # Only now: closing suspends, and another cell may start a session meanwhile.
     for old in earlier:
-        if old is not None:
-            await old.close()
+        await old.close()
 
 
 def forget_session(session: Closable) -> None:

@@ -210,8 +210,8 @@ class Session:
     async def start(self) -> Session:
         """Connect to Ray, place and start the workers; return this session. `async with` calls it.
 
-        If the start fails, nothing is left over. A notebook cell that runs again closes the session
-        that it started before; if the cell starts a detached one, or attaches, only after that.
+        If the start fails, nothing is left over. A notebook cell that runs again first closes the
+        session that it started before; after the start, if both are detached or attached.
         Raises StartupError if the workers do not come in time, NoCluster without a cluster,
         GroupAborted if the session is closed meanwhile, and RuntimeError for a session that was
         started before.
@@ -238,13 +238,10 @@ class Session:
 
     async def _start(self) -> None:
         try:
-            # A detached one keeps its place in the cluster: until this start has come through, the
-            # session that the cell has started before is the one that the user has.
-            if self._kind is SessionKind.OWN:
-                await notebook.close_earlier_session(self)
             # It needs a cluster that outlives this program.
             if self._kind is SessionKind.DETACHED:
                 connecting.check_stays(self._detached_name, self._address)
+            await notebook.close_earlier_session(self, self._makes_room_for_this)
             with Starting(self._shown_progress) as starting:
                 may_start = self._kind is SessionKind.OWN
                 starting.phase(connecting.what_it_does(self._address, may_start=may_start))
@@ -265,11 +262,18 @@ class Session:
             if notebook.in_kernel():
                 await self._holder.ask_workers(_ASK_S)  # _repr_html_ shows the answers.
         except BaseException as error:
-            await self.close()  # Even after a cancellation: nothing may be left over.
+            # Even after a cancellation: nothing may be left over.
+            await (self.stop() if self._kind is SessionKind.DETACHED else self.close())
             notebook.forget_session(self)
             notebook.show_once(notebook.hint_at_other_sessions(error))
             raise
         self._state = SessionState.READY
+
+    def _makes_room_for_this(self, earlier: Session) -> bool:
+        """Whether a session that the cell has started before is closed before this one starts. A
+        detached one would keep its workers: until this start has come through, it is the one that
+        the user has."""
+        return SessionKind.OWN in (self._kind, earlier._kind)
 
     async def _take_client(self) -> None:
         name = self._detached_name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -342,6 +343,66 @@ async def test_a_session_that_has_not_started_stops_no_other_one_of_its_name(
     await cl.Session().stop()
 
 
+def run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each look at the current cell find one more execution of it."""
+    executions = itertools.count()
+    monkeypatch.setattr(cells, "_started", [])
+    monkeypatch.setattr(cells, "in_kernel", lambda: True)
+    monkeypatch.setattr(cells, "_current_cell", lambda: ("a cell", str(next(executions))))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(connecting, "connect", lambda *_, **__: connecting.Connection(None, False))
+    # The other tests' cluster is one of this process.
+    monkeypatch.setattr(connecting, "check_stays", lambda *_: None)
+
+
+async def test_a_cell_ends_its_own_session_before_it_starts_a_detached_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = cl.Session(), cl.Session(name="night", detached=True)
+
+    async def start(*_: object) -> DetachedClient:
+        assert first.state is cl.SessionState.CLOSED, "it may hold the room that this one needs"
+        client = DetachedClient("night", StoppableHost("ours"))
+        client.last = STATUS
+        return client
+
+    run_again(monkeypatch)
+    monkeypatch.setattr(DetachedClient, "started", start)
+    await cells.close_earlier_session(first)
+    await second
+    assert second.state is READY and cells.latest_session() is second
+    assert len(cells._started) == 1
+
+
+async def test_a_detached_session_whose_start_is_interrupted_at_its_end_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host, is_closing = StoppableHost("ours"), asyncio.Event()
+
+    async def start(*_: object) -> DetachedClient:
+        client = DetachedClient("night", host)
+        client.last = STATUS
+        return client
+
+    async def close() -> None:
+        is_closing.set()
+        await asyncio.sleep(60)
+
+    run_again(monkeypatch)
+    monkeypatch.setattr(DetachedActors, "host", lambda _: None if host.num_stops else host)
+    monkeypatch.setattr(DetachedClient, "started", start)
+    first: Any = cl.attach("evening")
+    first.close = close
+    await cells.close_earlier_session(first)
+    second = cl.Session(name="night", detached=True)
+    starts = asyncio.create_task(second.start())
+    await is_closing.wait()
+    starts.cancel()
+    await asyncio.wait([starts])
+    assert starts.cancelled() and host.num_stops == 1
+    assert second.state is cl.SessionState.CLOSED
+
+
 @pytest.mark.parametrize("attaches", [False, True])
 async def test_a_cell_that_runs_again_detaches_from_its_session_when_it_has_another_one(
     attaches: bool, monkeypatch: pytest.MonkeyPatch
@@ -353,13 +414,7 @@ async def test_a_cell_that_runs_again_detaches_from_its_session_when_it_has_anot
         client.last = STATUS
         return client
 
-    executions = iter(("first", "second"))
-    monkeypatch.setattr(cells, "_started", [])
-    monkeypatch.setattr(cells, "in_kernel", lambda: True)
-    monkeypatch.setattr(cells, "_current_cell", lambda: ("a cell", next(executions)))
-    monkeypatch.setattr(connecting, "connect", lambda *_, **__: connecting.Connection(None, False))
-    # The other tests' cluster is one of this process.
-    monkeypatch.setattr(connecting, "check_stays", lambda *_: None)
+    run_again(monkeypatch)
     monkeypatch.setattr(DetachedClient, "started", come_by)
     monkeypatch.setattr(DetachedClient, "found", come_by)
 
