@@ -18,12 +18,12 @@ def net() -> torch.nn.Sequential:
 
 
 def run(path: Path, num_steps: int, *, changed: str = "", at: int = 0) -> None:
-    """changed: the parameter or buffer of which step `at` flips the last bit."""
+    """changed: the parameter or buffer of whose last value step `at` changes the last bit."""
     module = net()
     for step in range(1, num_steps + 1):
         if step == at:
-            values = module.state_dict()[changed]
-            values.view(-1)[0] = torch.nextafter(values.view(-1)[0], torch.tensor(9.0))
+            values = module.state_dict()[changed].view(-1)
+            values[-1] = torch.nextafter(values[-1], torch.tensor(9.0))
         write_digests(path, step, module)
 
 

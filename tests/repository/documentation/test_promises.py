@@ -1,6 +1,9 @@
-"""Each promise of docs/guarantees.md is kept by a test that every run of the suite holds."""
+"""Each promise of docs/guarantees.md is kept by a test that every run of the suite holds, and the
+tests that docs/features.md names exist."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -26,3 +29,10 @@ def test_every_promise_has_a_test_in_this_run(request: pytest.FixtureRequest) ->
     }
     assert len(promises()) > 10
     assert kept == set(promises())
+
+
+def test_the_tests_that_the_page_of_features_names_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs/features.md").read_text())
+    assert len(named) > 100
+    texts = {file: (ROOT / file).read_text() for file, _ in named}
+    assert [name for file, name in named if name and f"def {name}(" not in texts[file]] == []
