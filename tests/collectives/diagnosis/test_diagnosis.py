@@ -83,8 +83,10 @@ def profile(rank: Rank) -> Any:
     with rank.group() as group:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
             if rank.rank == 1:
-                time.sleep(0.2)  # Rank 0 has issued it, and waits.
+                rank.store.wait(["said/issued/0"], 30)
+                time.sleep(0.2)  # Rank 0 waits.
             work = group.all_reduce(torch.ones(500_000))
+            rank.say("issued")
             torch.ones(3).add_(1)
             work.wait()
             other = 1 - rank.rank
