@@ -64,9 +64,9 @@ _STOP_S = 30.0
 _REASON_S = 2.0
 """Seconds for the clients to read why the session has ended."""
 
-_STARTING = -1
-"""In place of the number of restarts: the session is starting, and nobody knows its seats yet. A
-session host that is started again then ends."""
+_NOT_AGAIN = -1
+"""In place of the number of restarts: the session is starting, and nobody knows its seats yet, or
+it was stopped. A session host that is started again then ends."""
 
 _MOST_OUTCOME_BYTES = 1 << 20
 """Bytes of results that the cluster's head remembers for a session host that is started again."""
@@ -151,7 +151,7 @@ class SessionHost:
                 self._detached.clear()  # What a session host has left that was killed for good.
                 # Until it has started: a host that dies now leaves nothing that could be taken
                 # over.
-                self._note_restarts(_STARTING)
+                self._note_restarts(_NOT_AGAIN)
                 with Starting(None) as starting:
                     await self._local.start(starting, is_local=False)
             self._note_restarts(self._restarts)
@@ -177,10 +177,10 @@ class SessionHost:
 
     async def _wake(self, restarts: int, ended: str, ended_at: float) -> None:
         """This session host was started again: find what the one before had."""
-        if restarts == _STARTING:
+        self._ended, self._ended_at = ended, ended_at
+        if restarts == _NOT_AGAIN:
             raise StartupError(f"the session {self._name!r} has not started", "its host died")
         self._restarts = restarts + 1
-        self._ended, self._ended_at = ended, ended_at
         record, request = self._detached.saved("run"), self._detached.saved("request")
         if ended:
             # The host before may have died before it had ended them.
@@ -257,6 +257,7 @@ class SessionHost:
         """End the session at once. Returns when its resources are free."""
         if not self._ended:
             await self._end("it was stopped")
+        self._note_restarts(_NOT_AGAIN)  # Else its results would keep its name, for a day.
         self._own(self._leave_soon(), "leave")
 
     async def _leave_soon(self) -> None:

@@ -294,6 +294,26 @@ async def test_a_host_that_dies_after_its_session_has_ended_leaves_a_note_of_tha
     assert ended_at == pytest.approx(time.time(), abs=30)
 
 
+async def test_a_stopped_session_whose_host_dies_right_after_does_not_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def close() -> None:
+        pass
+
+    memory = Memory()
+    host = starting(host_of(SimpleNamespace(close=close), memory), monkeypatch)
+    await host.stop()
+    await ended(host)
+    again = starting(host_of(SimpleNamespace(close=close), memory), monkeypatch)
+    again._again = memory.values["session"][1:]
+    try:
+        await asyncio.wait_for(again.live(), 5)
+        assert not memory.values, "it has left, and its name is free"
+        assert again._ended == "it was stopped"
+    finally:
+        await ended(again)
+
+
 async def test_a_session_whose_start_has_failed_takes_no_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
