@@ -85,6 +85,9 @@ class Stop(enum.Enum):
     AT_ONCE = "at once"
     """It was aborted at once: it had not begun, or its caller was cancelled once more."""
 
+    OVER = "over"
+    """It was not: it had ended before."""
+
 
 class WorkerGroup:
     """The driver and the workers. `assemble` comes before each run, `dismiss` once, at the end.
@@ -390,6 +393,7 @@ class WorkerGroup:
         if outcome is None:
             raise await self._nobody_is_in(began_with)
         self.is_assembled = self._leaves_all(outcome)
+        self.last_stop = Stop.OVER
         return outcome
 
     async def _outcome(self, call: Any) -> RunSucceeded | RunFailed | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import chorusline as cl
-from chorusline.actors.messages.messages import RunSucceeded, WorkerSnapshot
+from chorusline.actors.messages.messages import RunRequest, RunSucceeded, WorkerSnapshot
 from chorusline.actors.worker_group import worker_group
 from chorusline.actors.worker_group.worker_group import Stop, WorkerGroup
 from chorusline.runtime.process.between_runs import BetweenRuns
@@ -71,6 +72,7 @@ class Rank:
         ("in its step", "no step ended within 2 s, so the run was aborted"),
         ("without steps", "no rank takes steps, so the run was aborted"),
         ("before it begins", "Interrupted: the run was aborted"),
+        ("after its end", "Interrupted: the run had ended. The session is ready"),
     ],
 )
 async def test_an_interrupted_cell_is_told_how_its_run_was_stopped(
@@ -93,14 +95,18 @@ async def test_an_interrupted_cell_is_told_how_its_run_was_stopped(
         detached=None,
     )
     group._workers |= {seat: Rank(stops != "without steps") for seat in range(2)}
-    group._assemble = nothing
+    group._assemble, group._outcome = nothing, lambda call: call
+    group._recruiting = lambda *_: contextlib.nullcontext()
+    group._driver = SimpleNamespace(run=SimpleNamespace(remote=lambda *_: outcome()))
     monkeypatch.setattr(worker_group, "STEP_S", 0.05)
     local: Any = LocalSession(cl.Session()._options)
     local.worker_group = group
     for before in (Stop.AFTER_STEP, Stop.IN_STEP):  # Of another run.
         group.last_stop = before
         await group.assemble(0.0)
-        if stops != "before it begins":
+        if stops == "after its end":
+            await group.run(RunRequest(0, 1.0, True), None)
+        elif stops != "before it begins":
             call = asyncio.ensure_future(outcome())
             await group._stopped_after_step(0, call)
             call.cancel()

@@ -164,6 +164,8 @@ class LocalSession:
         stop = self.worker_group.last_stop if self.worker_group is not None else Stop.AT_ONCE
         if stop is Stop.AFTER_STEP:
             where = "all ranks stopped between the same two steps"
+        elif stop is Stop.OVER:
+            where = "the run had ended"
         else:
             why = {
                 Stop.IN_STEP: f"no step ended within {STEP_S:g} s, so ",
