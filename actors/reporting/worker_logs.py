@@ -47,11 +47,12 @@ class Position:
 @dataclass(frozen=True, slots=True)
 class PrintedPiece:
     """A part of a worker's output. kind: OUT, ERR or FIGURE. rank: of the worker at that time;
-    None if it had none yet."""
+    None if it had none yet. mark: of a figure, the number of marks before it."""
 
     kind: int
     data: bytes
     rank: int | None
+    mark: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Printed:
 
     has_more: there is more to read at once.
     files: of stdout and stderr, on the node of this id.
+    is_notice: it is a line about the output, and in none of the files.
     """
 
     pieces: tuple[PrintedPiece, ...]
@@ -69,6 +71,7 @@ class Printed:
     has_more: bool
     files: tuple[str, str]
     node_id: str
+    is_notice: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +171,7 @@ class Output:
             }
         except OSError:  # Too many open files, or one was removed: no run may fail for that.
             return None
-        pieces, until, rank, is_whole = _in_order(texts, marks, rank, last)
-        until = Position(until.out, until.err, num_dropped + until.marks)
+        pieces, until, rank, is_whole = _in_order(texts, marks, rank, last, num_dropped)
         has_more = not is_whole or until.out < out or until.err < err
         return Printed(tuple(pieces), until, rank, has_more, self._files, self._node_id)
 
@@ -207,8 +209,7 @@ def unseen(printed: Printed, since: Position) -> Printed:
     pieces = []
     for piece in printed.pieces:
         if piece.kind == FIGURE:
-            # Before bytes that were seen it was seen as well.
-            if not any(left_out.values()):
+            if piece.mark >= since.marks:
                 pieces.append(piece)
             continue
         num_bytes = min(len(piece.data), left_out[piece.kind])
@@ -219,13 +220,18 @@ def unseen(printed: Printed, since: Position) -> Printed:
 
 
 def _in_order(
-    texts: dict[int, tuple[int, bytes]], marks: Sequence[_Mark], rank: int | None, last: int
+    texts: dict[int, tuple[int, bytes]],
+    marks: Sequence[_Mark],
+    rank: int | None,
+    last: int,
+    num_before: int = 0,
 ) -> tuple[list[PrintedPiece], Position, int | None, bool]:
-    """The pieces, the position after them (its marks are those that were passed), the rank there,
-    and whether all of the texts and marks were used.
+    """The pieces, the position after them, the rank there, and whether all of the texts and marks
+    were used.
 
     texts: by kind, where in its file the text begins, and the text.
     rank: before the first mark. last: the stream that was written to last.
+    num_before: marks before the first one of these.
     """
     pieces: list[PrintedPiece] = []
     at = {kind: begin for kind, (begin, _) in texts.items()}
@@ -238,16 +244,16 @@ def _in_order(
             at[kind] += len(part)
         return at[kind] == end
 
-    for number, mark in enumerate(marks):
+    for number, mark in enumerate(marks, num_before):
         # `&`, so that both are read: an `and` would leave the second one out.
         if not (up_to(OUT, mark.out) & up_to(ERR, mark.err)):
             return pieces, Position(at[OUT], at[ERR], number), rank, False
         if mark.figure is not None:
-            pieces.append(PrintedPiece(FIGURE, mark.figure, mark.rank))
+            pieces.append(PrintedPiece(FIGURE, mark.figure, mark.rank, number))
         rank = mark.rank
     for kind in (last, OUT + ERR - last):
         up_to(kind, texts[kind][0] + len(texts[kind][1]))
-    return pieces, Position(at[OUT], at[ERR], len(marks)), rank, True
+    return pieces, Position(at[OUT], at[ERR], num_before + len(marks)), rank, True
 
 
 def write_line(stream: TextIO, line: str) -> None:

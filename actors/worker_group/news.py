@@ -184,8 +184,8 @@ class Listener:
         if is_gone:  # Else it lives, and will be asked again.
             text = f"(it is gone; its last output is in {last.files[0]} on its node)\n"
             piece = PrintedPiece(ERR, text.encode(), last.rank)
-            rest = Printed((piece,), last.until, last.rank, False, last.files, last.node_id)
-            news.printed.append((seat, rest))
+            notice = replace(last, pieces=(piece,), has_more=False, is_notice=True)
+            news.printed.append((seat, notice))
             log.printed = None
         return False
 

@@ -350,10 +350,14 @@ class DetachedClient:
         return news
 
     def _unseen(self, printed: Printed) -> Printed:
+        if printed.is_notice:
+            return printed
         worker = printed.node_id, printed.files
         seen = self._shown.get(worker, Position())
         until = printed.until
-        self._shown[worker] = Position(max(seen.out, until.out), max(seen.err, until.err))
+        self._shown[worker] = Position(
+            max(seen.out, until.out), max(seen.err, until.err), max(seen.marks, until.marks)
+        )
         return unseen(printed, seen) if self._reads_again else printed
 
     async def reports(self) -> list[Report]:

@@ -19,7 +19,13 @@ from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import RunSucceeded
 from chorusline.actors.parcels.parcel import Parcel
 from chorusline.actors.ray_calls.detached_actors import DetachedActors
-from chorusline.actors.reporting.worker_logs import OUT, Position, Printed, PrintedPiece
+from chorusline.actors.reporting.worker_logs import (
+    FIGURE,
+    OUT,
+    Position,
+    Printed,
+    PrintedPiece,
+)
 from chorusline.actors.worker_group.news import News
 from chorusline.runtime.notebook import cells
 from chorusline.runtime.session import connecting
@@ -266,19 +272,28 @@ async def test_a_client_knows_the_workers_that_a_run_has_ended_with(
 async def test_a_session_host_that_was_started_again_shows_no_line_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def heard(host: str, printed: int, until: int, *texts: bytes) -> tuple[News, Bookmark]:
-        pieces = tuple(PrintedPiece(OUT, text, 0) for text in texts)
-        one = Printed(pieces, Position(until, 0, 0), 0, False, ("out", "err"), "node")
+    figure = PrintedPiece(FIGURE, b"a figure", 0, 2)
+
+    def heard(
+        host: str, printed: int, until: int, *texts: bytes | PrintedPiece, is_notice: bool = False
+    ) -> tuple[News, Bookmark]:
+        pieces = tuple(
+            text if isinstance(text, PrintedPiece) else PrintedPiece(OUT, text, 0) for text in texts
+        )
+        marks = 3 if figure in pieces else 0
+        position = Position(until, 0, marks)
+        one = Printed(pieces, position, 0, False, ("out", "err"), "node", is_notice)
         return News(printed=[(0, one)]), Bookmark(0, printed, host)
 
     # The second one reads the run's output from its beginning, in other parts.
     replies = iter(
         (
             heard("a", 1, 4, b"one\n"),
-            heard("a", 2, 8, b"two\n"),
+            heard("a", 2, 8, b"two\n", figure),
             heard("b", 1, 6, b"one\ntw"),
-            heard("b", 2, 14, b"o\n", b"three\n"),
+            heard("b", 2, 14, b"o\n", figure, b"three\n"),
             heard("b", 3, 19, b"four\n"),
+            heard("b", 4, 19, b"(it is gone)\n", is_notice=True),
         )
     )
 
@@ -290,11 +305,11 @@ async def test_a_session_host_that_was_started_again_shows_no_line_twice(
     client = DetachedClient("night", host)
     shown = [
         piece.data
-        for _ in range(5)
+        for _ in range(6)
         for _, printed in (await client.pull(0, 1.0)).printed
         for piece in printed.pieces
     ]
-    assert shown == [b"one\n", b"two\n", b"three\n", b"four\n"]
+    assert shown == [b"one\n", b"two\n", b"a figure", b"three\n", b"four\n", b"(it is gone)\n"]
 
 
 class StoppableHost:

@@ -249,6 +249,22 @@ async def test_a_silent_worker_is_not_asked_for_what_is_in_its_files() -> None:
     assert len(workers[0].read_rest_for) == 1
 
 
+async def test_where_the_output_of_a_lost_worker_is_comes_as_a_notice() -> None:
+    """It is in no file: who has seen the files up to there has not seen it."""
+    elsewhere = Printed((), Position(4, 10), 0, False, ("/nowhere/out", "/nowhere/err"), "node")
+    worker = Answering(elsewhere)
+    listener = Listener({0: worker}, ())
+    await listener.pull(0, 1.0)
+
+    async def is_gone(*_: object) -> None:
+        raise ActorGone("killed")
+
+    worker.pull = SimpleNamespace(remote=is_gone)
+    ((_, printed),) = (await listener.pull(0, 1.0)).printed
+    assert printed.is_notice and not printed.has_more
+    assert b"its last output is in /nowhere/out" in printed.pieces[0].data
+
+
 @pytest.mark.parametrize("keeps_its_seat", [True, False])
 async def test_what_a_dead_worker_has_printed_is_heard_in_parts(
     keeps_its_seat: bool, tmp_path: Path

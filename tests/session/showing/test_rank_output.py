@@ -127,28 +127,32 @@ def test_two_streams_are_shown_in_the_order_in_which_they_were_written() -> None
         "[rank 0] five",
     ]
     assert [piece.kind for piece in pieces] == [OUT, ERR, OUT, FIGURE, ERR, OUT]
+    again, until, *_ = _in_order(texts, marks, None, OUT, 10)  # Of ten marks more.
+    assert (pieces[3].mark, again[3].mark, until.marks) == (3, 13, 17)
 
 
 def test_one_who_hears_of_another_reader_is_shown_what_is_new() -> None:
     pieces = (
         PrintedPiece(OUT, b"one\n", 0),
-        PrintedPiece(FIGURE, b"a figure", 0),
+        PrintedPiece(FIGURE, b"a figure", 0, 1),
         PrintedPiece(ERR, b"trouble\n", 0),
         PrintedPiece(OUT, b"two\n", 0),
-        PrintedPiece(FIGURE, b"another", 0),
+        PrintedPiece(FIGURE, b"another", 0, 4),
         PrintedPiece(OUT, b"three\n", 0),
     )
-    answer = Printed(pieces, Position(114, 208, 5), 0, False, ("out", "err"), "node")
+    answer = Printed(pieces, Position(114, 208, 6), 0, False, ("out", "err"), "node")
     assert unseen(answer, Position()) == answer
     assert unseen(answer, Position(100, 200, 1)) == answer
 
-    def data(out: int, err: int) -> list[bytes]:
-        return [piece.data for piece in unseen(answer, Position(out, err)).pieces]
+    def data(out: int, err: int, marks: int) -> list[bytes]:
+        return [piece.data for piece in unseen(answer, Position(out, err, marks)).pieces]
 
-    assert data(104, 200) == [b"a figure", b"trouble\n", b"two\n", b"another", b"three\n"]
-    assert data(106, 208) == [b"o\n", b"another", b"three\n"]
-    assert data(108, 202) == [b"ouble\n", b"another", b"three\n"]
-    assert data(114, 208) == data(999, 999) == []
+    assert data(104, 200, 1) == [b"a figure", b"trouble\n", b"two\n", b"another", b"three\n"]
+    assert data(104, 200, 2) == [b"trouble\n", b"two\n", b"another", b"three\n"]
+    assert data(106, 208, 3) == [b"o\n", b"another", b"three\n"]
+    assert data(108, 202, 2) == [b"ouble\n", b"another", b"three\n"]
+    assert data(108, 208, 5) == [b"three\n"], "the figure was the last that was seen"
+    assert data(114, 208, 6) == data(999, 999, 9) == []
 
 
 def test_a_reader_that_begins_again_gets_the_output_of_the_run_and_not_of_those_before(
