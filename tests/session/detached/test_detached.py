@@ -160,6 +160,10 @@ async def test_a_program_that_dies_with_its_driver_costs_no_step_and_another_one
         assert await session.interrupt()
         with pytest.raises(cl.GroupAborted, match="interrupted"):
             await session.results()
+    detached = DetachedActors(name)
+    assert detached.host() is not None and len(detached.workers()) == 2, "it continues"
+    await session.stop()
+    assert detached.host() is None and not detached.workers() and not detached.drivers()
 
 
 def test_wrong_names_are_told_with_the_mend_before_anything_starts() -> None:
