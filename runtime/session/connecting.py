@@ -51,6 +51,11 @@ class Connection:
         """False after `ray.shutdown()`, though this process may have another connection since."""
         return ray.is_initialized() and self.node is _node()
 
+    @property
+    def cluster(self) -> str:
+        """The address of the cluster's head, even after the connection's end."""
+        return str(self.node.gcs_address) if self.node is not None else ""
+
     def leave(self) -> None:
         """Stop the local cluster, unless another session of this process uses it, or the program
         itself has stopped it."""

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from ray import cloudpickle
 
+from chorusline.actors.errors import StartupError
 from chorusline.actors.messages.messages import Report, RunFailed
 from chorusline.actors.messages.outcomes import raise_failure
 from chorusline.actors.parcels.parcel import Parcel
@@ -182,6 +183,7 @@ class Session:
         self._holder: LocalSession | DetachedClient = LocalSession(self._options)
         # Of the detached session that `close` has let go of; None: of none.
         self._former_client: DetachedClient | None = None
+        self._former_connection: Connection | None = None  # None: of none
         self._state = SessionState.NEW
         self._has_told_weight = False
         self._edited_modules = EditedModules()
@@ -308,6 +310,7 @@ class Session:
         holder = self._holder
         if isinstance(holder, DetachedClient):
             self._holder, self._former_client = LocalSession(self._options), holder
+            self._former_connection = self._connection
         connection, self._connection = self._connection, None
         # After a ray.shutdown() of the user there is nothing left to end, and this process may be
         # connected to another cluster, with sessions of its own.
@@ -511,9 +514,10 @@ class Session:
         their resources are free when this returns. A program that waits for the run gets
         GroupAborted.
 
-        It ends a detached session even after `close` or the end of `async with`; before the start
-        it raises RuntimeError. `await cl.attach("night").stop()` does not attach first, so that it
-        also ends a session whose host hangs; it raises StartupError if there is no such session."""
+        It ends a detached session even after `close` or the end of `async with`, but raises
+        StartupError if this process has changed clusters since; before the start it raises
+        RuntimeError. `await cl.attach("night").stop()` does not attach first, so that it also ends
+        a session whose host hangs; it raises StartupError if there is no such session."""
         # What has the name now may be another program's.
         is_new = self._state is SessionState.NEW and self._starting is None
         if is_new and self._kind is SessionKind.DETACHED:
@@ -537,6 +541,14 @@ class Session:
         self._connection = connecting.connect(self._address, self._log_to_driver, may_start=False)
         if former is None or await former.is_there():
             self._holder = await DetachedClient.named(self._detached_name)
+            return
+        there = self._former_connection
+        if there is not None and there.cluster != self._connection.cluster:
+            raise StartupError(
+                "this process is connected to another cluster than the one of the session "
+                f"{self._detached_name!r}",
+                f"`chorusline stop {self._detached_name} --address {there.cluster}` ends it",
+            )
 
     def _detached_client(self) -> DetachedClient:
         if not isinstance(self._holder, DetachedClient):

@@ -347,6 +347,27 @@ async def test_a_session_that_was_let_go_of_can_be_stopped(
     assert ours.num_stops <= 1, "it was stopped already"
 
 
+@pytest.mark.parametrize("now_at", ["10.0.0.1:6379", "10.0.0.2:6379"])
+async def test_a_session_in_a_cluster_that_the_process_has_left_is_not_stopped_in_silence(
+    now_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connection(address: str) -> connecting.Connection:
+        return connecting.Connection(SimpleNamespace(gcs_address=address), False)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(connecting, "connect", lambda *_, **__: connection(now_at))
+    monkeypatch.setattr(DetachedActors, "host", lambda _: None)
+    session: Any = cl.Session(name="night", detached=True)
+    session._holder, session._state = DetachedClient("night", StoppableHost("ours")), READY
+    session._connection = connection("10.0.0.1:6379")
+    await session.close()
+    if now_at == "10.0.0.1:6379":
+        await session.stop()  # It has ended since.
+    else:
+        with pytest.raises(StartupError, match=r"stop night --address 10\.0\.0\.1:6379"):
+            await session.stop()
+
+
 async def test_a_session_that_has_not_started_stops_no_other_one_of_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
