@@ -334,8 +334,9 @@ def _waiting(facts: Facts, where: Where) -> Waiting:
     # A plain model has summed gradients of the lost rank, and may have been stepped with them.
     if facts.has_plain_steps:
         return Waiting.NOWHERE
-    # A loop that is over gives nobody what a lost rank had of it. One that begins again does.
-    if where is Where.IN_STEP and facts.awaits_step and not facts.missing:
+    # A loop that is over gives nobody what a lost rank had of it. One that begins again does. Where
+    # shards have no copy, a loss ends the run, and a leaving rank hands over in a step only.
+    if where is Where.IN_STEP and facts.awaits_step and facts.spare and not facts.missing:
         return Waiting.NOWHERE
     at = {Where.IN_STEP: Waiting.IN_STEP, Where.AT_BOUNDARY: Waiting.AT_BOUNDARY}
     return at.get(where, Waiting.NOWHERE)

@@ -145,6 +145,32 @@ async def test_a_worker_that_is_told_to_end_leaves_before_a_step_and_not_behind_
     assert told == [(num_steps, world_size)] * world_size
 
 
+def steps_after_its_loop(ctx: cl.Context, told: Path) -> int:
+    """Rank 1 is told to end inside the loop that accumulates the gradients of the second step."""
+    model = ctx.register("model", cl.DistributedDataParallel(torch.nn.Linear(1, 1)))
+    optim = cl.ZeroRedundancyOptimizer(model, torch.optim.SGD, lr=0.01)
+    ctx.register("optim", optim)
+    for epoch in ctx.epochs(3):
+        for number, batch in enumerate(ctx.shard(torch.ones(24, 1), 2, epoch=epoch)):
+            if (ctx.rank, epoch, number) == (1, 1, 0) and not told.exists():
+                told.write_text(str(os.getpid()))
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # The notice is heard in the loop, and comes again in the next one.
+            with model.no_sync():
+                model(batch).sum().backward()
+        model(torch.ones(1, 1)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+    return os.getpid()
+
+
+async def test_a_step_after_its_loop_hands_over_what_has_no_copy(
+    session: cl.Session, tmp_path: Path
+) -> None:
+    pids = await session.run(steps_after_its_loop, told=tmp_path / "told")
+    assert int((tmp_path / "told").read_text()) not in pids
+
+
 def told_in_the_last_step(ctx: cl.Context, folder: Path) -> tuple[int, int]:
     """It can begin again, and only the rank that leaves has its shard."""
     with (folder / f"{ctx.rank}").open("a") as beginnings:

@@ -192,6 +192,13 @@ def test_a_rank_is_parked_where_its_function_can_go_on(
     assert RankState(0).report(began(), now, where).is_parked == expected
 
 
+def test_a_step_after_its_loop_runs_from_the_top_unless_shards_have_no_copy() -> None:
+    """Without a copy a leaving rank hands over in a step, and in no other place."""
+    for spare, missing, is_parked in [(1, "", False), (0, "", True), (1, "the model", True)]:
+        now = facts(spare=spare, missing=missing, awaits_step=True)
+        assert RankState(0).report(began(), now, Where.IN_STEP).is_parked == is_parked
+
+
 @pytest.mark.parametrize("keeps_checkpoints", [False, True])
 @pytest.mark.parametrize(("ballots", "plain_steps"), [(0, 0), (1, 0), (0, 1)])
 def test_only_a_step_is_worth_a_checkpoint(
