@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..process.agreement import MAX_ITERATIONS
+from ..process.step_boundary import boundary
 from .dealing import Remainder
 from .stragglers import Stragglers
 
@@ -199,6 +200,7 @@ class ShardIteration(ABC):
     around: the iterations in whose body it has begun: their `iteration`, how many samples they had
         given, and how many of those before the last step. The Dealer says so.
     is_in_progress: it has begun, and this rank has not left it.
+    has_gradients: as in RunningIteration.
     repeats_batch: a batch in whose body a run has stopped, inside another loop, is given again.
     """
 
@@ -212,6 +214,7 @@ class ShardIteration(ABC):
     leads: bool | None = None
     around: tuple[tuple[str, int, int], ...] = ()
     is_in_progress = False
+    has_gradients = False
     repeats_batch = True
 
     def agree(self) -> None:
@@ -345,9 +348,13 @@ class Dealer:
     def end(self, shard: ShardIteration) -> None:
         if any(one is shard for one in self._active):
             shard.beside.append(shard.counts.number)
-            if shard.is_over and shard.iteration:
+            # An evaluation need not be under no_grad, and no step uses it.
+            trains = shard.has_gradients or not boundary().hears_gradients
+            if shard.is_over and shard.iteration and trains:
                 shard.counts.end(self.rank)
-                self._awaiting.append(shard.counts)
+                known = [*self._awaiting, shard.counts]
+                # The samples of an epoch that is over await none any more (Cursor).
+                self._awaiting = [counts for counts in known if counts.awaits_step]
         shard.is_in_progress = False
         self._active = [one for one in self._active if one is not shard]
 

@@ -41,9 +41,11 @@ class RunningIteration(Protocol):
 
     epoch: as given to `ctx.shard`.
     num_samples: the size of the dataset; 0 if unknown.
+    has_gradients: a backward pass has brought gradients on this rank since the iteration began.
     """
 
     epoch: int
+    has_gradients: bool
 
     @property
     def num_samples(self) -> int: ...
@@ -87,6 +89,8 @@ class Boundary:
         self._stop_is_agreed = False
         self._looked_at = 0.0  # at the GPU's memory, in time.monotonic() seconds
         self._has_trained = False
+        self.hears_gradients = False
+        """Whether a DistributedDataParallel has run: of gradients of fully_shard nobody tells."""
         self.iterations: list[RunningIteration] = []
         """The iterations in progress, in the order of their beginning. They may be nested, or side
         by side as in a zip, which ends the first one first."""
@@ -178,6 +182,7 @@ class Boundary:
     def begin_forward(self) -> None:
         """A model's forward begins: `stop_if_agreed`, unless an iteration over a shard calls it,
         since a batch may have several forwards."""
+        self.hears_gradients = True
         self.begin_steps()
         if not self.iterations:
             self.stop_if_agreed()
@@ -190,6 +195,11 @@ class Boundary:
         if self.at_first_batch is not None and self.iterations and torch.is_grad_enabled():
             at_first_batch, self.at_first_batch = self.at_first_batch, None
             at_first_batch()
+
+    def gradient_has_come(self) -> None:
+        """A backward pass has brought a parameter of a DistributedDataParallel its gradient."""
+        for one in self.iterations:
+            one.has_gradients = True
 
     @property
     def num_samples(self) -> list[int]:
@@ -208,6 +218,7 @@ class Boundary:
         before = status.batches_taken, status.batches_left, status.epoch
         is_place = self.is_place
         self.iterations.append(iteration)
+        iteration.has_gradients = False
         self._has_trained = self._has_trained or torch.is_grad_enabled()
         if is_place:
             self.status.epoch = iteration.epoch

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+import chorusline as cl
 from chorusline.actors.messages.run_status import RunStatus
 from chorusline.runtime.data.cursor import Cursor, Used
 from chorusline.runtime.data.dataset_batches import Shard
 from chorusline.runtime.data.dealer import Dealer
 from chorusline.runtime.process.step_boundary import entered
 from chorusline.runtime.session.showing.progress_model import Places
+
+
+@pytest.fixture(autouse=True)
+def _in_a_run() -> Iterator[None]:
+    with entered(RunStatus()):
+        yield
 
 
 def shard(num_samples: int, cursor: Cursor) -> Shard:
@@ -95,6 +104,36 @@ def test_a_restart_after_a_loop_gives_again_what_no_step_has_used(num_used: int)
     # The step after the loop: agreed on at its last batch, or when it was over.
     dealer.record(*(vote if num_used == 2 else ([[]], [])), is_settled=False)
     assert left(cursor) == [] and not dealer.unused()
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_loop_awaits_a_step_only_if_gradients_have_come_in_it(
+    alone: cl.Group, accumulates: bool
+) -> None:
+    """An evaluation need not be under no_grad, and may take gradients of inputs."""
+    model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), group=alone)
+    dealer, cursor, ones = Dealer(0, 1), Cursor(), torch.ones(1, 1, requires_grad=True)
+
+    def begin(num_samples: int) -> Shard:
+        return Shard(range(num_samples), 2, rank=0, world_size=1, cursor=cursor, dealer=dealer)
+
+    next(cursor.epochs(1))
+    for _ in begin(300):
+        model(ones).sum().backward()
+        for _ in begin(4):
+            if accumulates:
+                with model.no_sync():
+                    model(ones).sum().backward()
+            else:
+                torch.autograd.grad(model(ones).sum(), ones)
+        assert len(dealer.unused()) == accumulates
+        dealer.record([dealer.cursors()])
+        assert dealer._awaiting == []
+    # Where no step is recorded, as in a run that does not recover.
+    for _ in cursor.epochs(150):
+        for _ in begin(2):
+            model(ones).sum().backward()
+        assert len(dealer._awaiting) == 1
 
 
 def test_what_was_accumulated_over_the_end_of_an_epoch_is_not_waited_for() -> None:

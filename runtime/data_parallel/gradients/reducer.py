@@ -410,6 +410,7 @@ class Reducer:
                 "For a penalty on gradients use torch.autograd.grad(loss, inputs, "
                 "create_graph=True), and call backward() without create_graph on the whole loss"
             )
+        boundary().gradient_has_come()
         if self.summing is SumPhase.OPEN:
             raise RuntimeError(
                 "a backward pass in the loop over the batches of one step of ctx.steps has given "
