@@ -379,7 +379,8 @@ class FunctionCall:
             self.recovery.note_flags()
             self.recovery.pass_boundary()
             # A body that catches the error of each batch would train no more, to the end.
-            if self.recovery.steps_plain and (failure := self.group.failure()) is not None:
+            failure = self.group.failure()
+            if failure is not None and self.recovery.has_failed_plainly:
                 raise fresh_copy(failure)
         if self.checkpoints is not None:
             self._save_if_due(self.checkpoints)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from chorusline.actors.messages.messages import DROPPED, Assignment, OptimizerProgress
 from chorusline.collectives.contract.operation import State
+from chorusline.collectives.diagnosis.flight_recorder import RecordedCollective
 from chorusline.collectives.group import Group
 
 from ..checkpoint.checkpoints import Checkpoints
@@ -109,11 +110,18 @@ class LiveObjects:
     def has_taken_part(self) -> bool:
         """Whether any collective of the function has completed. If not, no other rank has received
         anything from this rank."""
-        return any(
-            one.state is State.DONE and one.issued_at >= self._began_at
-            for recording in self.call.group.flight_recorders()
-            for one in recording.collectives
-        )
+        return any(one.state is State.DONE for one in self._collectives())
+
+    def has_met_failure(self) -> bool:
+        """Whether a collective of the function has failed, in a generation that has ended."""
+        return any(one.state is not State.DONE for one in self._collectives())
+
+    def _collectives(self) -> Iterator[RecordedCollective]:
+        """Those of the function that the flight recorders still know."""
+        for recording in self.call.group.flight_recorders():
+            for one in recording.collectives:
+                if one.issued_at >= self._began_at:
+                    yield one
 
     def facts(self) -> Facts:
         """The current facts of the objects. Read them after the end of the generation, when none of

@@ -139,11 +139,13 @@ class Recovery:
         return bool(self._objects.optimizers()) or self._objects.plain.is_watching
 
     @property
-    def steps_plain(self) -> bool:
-        """Whether the steps of this function are those of plain optimizers, which do not wait for
-        the next generation."""
+    def has_failed_plainly(self) -> bool:
+        """Whether a collective has failed in this function, and its steps are those of plain
+        optimizers, which do not wait for the next generation. Where a rank only reads data, as when
+        it has trained, none fails."""
         plain = self._objects.plain
-        return plain.has_begun or (plain.is_watching and not self._objects.optimizers())
+        steps_plain = plain.has_begun or (plain.is_watching and not self._objects.optimizers())
+        return steps_plain and self._objects.has_met_failure()
 
     def cursors(self) -> list[int]:
         return self._objects.call.dealer.cursors()

@@ -331,6 +331,30 @@ async def test_a_body_that_skips_a_batch_whose_step_fails_does_not_skip_all_afte
     assert used_in(tmp_path) == Counter(itertools.product(range(2), range(72)))
 
 
+def predicts_when_it_has_trained(ctx: cl.Context) -> int:
+    """Nothing is registered. After a step each rank reads data by itself, and rank 1 dies there."""
+    model = cl.DistributedDataParallel(torch.nn.Linear(1, 1))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in ctx.shard(torch.ones(3, 1), 1):
+        model(batch).sum().backward()
+        optim.step()
+    num_read = 0
+    for batch in ctx.shard(torch.ones(30, 1), 2):
+        if ctx.rank == 1 and num_read == 4:
+            die()
+        while num_read == 4 and ctx.group.failure() is None:
+            time.sleep(0.01)
+        assert model.module(batch).isfinite().all()
+        num_read += len(batch)
+    return num_read
+
+
+async def test_a_function_that_has_trained_and_reads_data_returns_when_another_rank_has_died(
+    session: cl.Session,
+) -> None:
+    assert await session.run(predicts_when_it_has_trained) == [10, 10]
+
+
 @pytest.mark.slow
 async def test_one_death_after_another(session: cl.Session, tmp_path: Path) -> None:
     kind = PlainKind(batch_norm=True)
