@@ -410,7 +410,6 @@ class Reducer:
                 "For a penalty on gradients use torch.autograd.grad(loss, inputs, "
                 "create_graph=True), and call backward() without create_graph on the whole loss"
             )
-        boundary().gradient_has_come()
         if self.summing is SumPhase.OPEN:
             raise RuntimeError(
                 "a backward pass in the loop over the batches of one step of ctx.steps has given "
@@ -444,12 +443,14 @@ class Reducer:
                 self._pass = Pass.QUIET
                 self.held.begin_pass(looks=self._is_uneven())
                 self._ask_for_the_end()
+            boundary().gradient_has_come()
             # Under no_sync the gradient waits in its bucket, and the next synchronised pass adds to
             # it.
             self.has_leftover = True
             self.held.has_come(number, bucket)
             return
         if self._pass in (Pass.NONE, Pass.ENTERED):
+            boundary().gradient_has_come()
             self._begin_backward()
         # Buckets that earlier gradients have completed: the hooks of their parameters are done.
         self._launch_complete_buckets()
