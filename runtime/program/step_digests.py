@@ -2,7 +2,7 @@
 
 A line is `{"step": 12, "digests": {"0.weight": "9c56cc51b374c3ba", …}}`. A digest is of the values
 in the order of their indices, so it does not depend on the memory format. A step that was taken
-again after a lost worker has two lines, of which the later one counts.
+again has two lines: the later one counts, and those of later steps before it do not.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ def read_digests(path: str | Path) -> dict[int, Digests]:
         # A worker that was killed may have left a part of a line, after which another one wrote.
         with contextlib.suppress(ValueError, KeyError, TypeError):
             record = json.loads(line)
-            found[int(record["step"])] = dict(record["digests"])
+            step, digests = int(record["step"]), dict(record["digests"])
+            # A run that has gone back, or begun again in the same file, takes later steps again.
+            if step <= next(reversed(found), 0):
+                found = {before: kept for before, kept in found.items() if before < step}
+            found[step] = digests
     if not found:
         raise ValueError(f"{path} has no line that ctx.write_digests has written")
     return found

@@ -44,7 +44,8 @@ def test_runs_that_are_the_same_have_exit_code_0_and_a_step_that_was_taken_again
 ) -> None:
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     run(one, 3, changed="0.bias", at=3)
-    write_digests(one, 3, net())  # After a lost worker.
+    write_digests(one, 4, net())
+    write_digests(one, 3, net())  # After a lost worker; step 4 has yet to come again.
     run(other, 4)
     with other.open("a") as file:
         file.write('{"step": 5, "dig')  # The worker was killed, and another one writes on.
