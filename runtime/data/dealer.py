@@ -14,7 +14,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..process.agreement import MAX_ITERATIONS
-from ..process.step_boundary import boundary
 from .dealing import Remainder
 from .stragglers import Stragglers
 
@@ -200,7 +199,7 @@ class ShardIteration(ABC):
     around: the iterations in whose body it has begun: their `iteration`, how many samples they had
         given, and how many of those before the last step. The Dealer says so.
     is_in_progress: it has begun, and this rank has not left it.
-    has_gradients: as in RunningIteration.
+    evaluates: as in RunningIteration.
     repeats_batch: a batch in whose body a run has stopped, inside another loop, is given again.
     """
 
@@ -214,7 +213,7 @@ class ShardIteration(ABC):
     leads: bool | None = None
     around: tuple[tuple[str, int, int], ...] = ()
     is_in_progress = False
-    has_gradients = False
+    evaluates: bool | None = None  # None: as in RunningIteration
     repeats_batch = True
 
     def agree(self) -> None:
@@ -348,9 +347,9 @@ class Dealer:
     def end(self, shard: ShardIteration) -> None:
         if any(one is shard for one in self._active):
             shard.beside.append(shard.counts.number)
-            # An evaluation need not be under no_grad, and no step uses it.
-            trains = shard.has_gradients or not boundary().hears_gradients
-            if shard.is_over and shard.iteration and trains:
+            # An evaluation need not be under no_grad, and no step uses it. Batches may be listed,
+            # or their losses summed, for a backward pass after the loop.
+            if shard.is_over and shard.iteration and not shard.evaluates:
                 shard.counts.end(self.rank)
                 known = [*self._awaiting, shard.counts]
                 # The samples of an epoch that is over await none any more (Cursor).

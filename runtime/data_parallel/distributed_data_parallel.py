@@ -270,7 +270,7 @@ class DistributedDataParallel(torch.nn.Module, GroupJoinable):
     @_disable_dynamo
     def _before_forward(self) -> float:
         """Returns the time at which the module begins."""
-        boundary().begin_forward()
+        boundary().begin_forward(trains=self.module.training)
         self._reducer.forget_failed_pass()
         # Ranks without data hear that a step begins, and shadow it.
         if self._join is not None:

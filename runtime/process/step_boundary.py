@@ -41,11 +41,12 @@ class RunningIteration(Protocol):
 
     epoch: as given to `ctx.shard`.
     num_samples: the size of the dataset; 0 if unknown.
-    has_gradients: a backward pass has brought gradients on this rank since the iteration began.
+    evaluates: all forward passes of a DistributedDataParallel in it were of a module in eval(), and
+        no backward pass has brought gradients, on this rank; None: there was no such pass.
     """
 
     epoch: int
-    has_gradients: bool
+    evaluates: bool | None
 
     @property
     def num_samples(self) -> int: ...
@@ -89,8 +90,6 @@ class Boundary:
         self._stop_is_agreed = False
         self._looked_at = 0.0  # at the GPU's memory, in time.monotonic() seconds
         self._has_trained = False
-        self.hears_gradients = False
-        """Whether a DistributedDataParallel has run: of gradients of fully_shard nobody tells."""
         self.iterations: list[RunningIteration] = []
         """The iterations in progress, in the order of their beginning. They may be nested, or side
         by side as in a zip, which ends the first one first."""
@@ -179,10 +178,11 @@ class Boundary:
                 join.release_followers()
             raise Interrupted(self.status.taken)
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *, trains: bool) -> None:
         """A model's forward begins: `stop_if_agreed`, unless an iteration over a shard calls it,
-        since a batch may have several forwards."""
-        self.hears_gradients = True
+        since a batch may have several forwards. trains: the module is in train()."""
+        for one in self.iterations:
+            one.evaluates = not trains and one.evaluates is not False
         self.begin_steps()
         if not self.iterations:
             self.stop_if_agreed()
@@ -199,7 +199,7 @@ class Boundary:
     def gradient_has_come(self) -> None:
         """A backward pass has brought a parameter of a DistributedDataParallel its gradient."""
         for one in self.iterations:
-            one.has_gradients = True
+            one.evaluates = False
 
     @property
     def num_samples(self) -> list[int]:
@@ -218,7 +218,7 @@ class Boundary:
         before = status.batches_taken, status.batches_left, status.epoch
         is_place = self.is_place
         self.iterations.append(iteration)
-        iteration.has_gradients = False
+        iteration.evaluates = None
         self._has_trained = self._has_trained or torch.is_grad_enabled()
         if is_place:
             self.status.epoch = iteration.epoch

@@ -92,8 +92,8 @@ class FunctionCall:
         self._boundaries_of_step: int | None = None  # None: no step yet
         self._notes_steps = False  # Whether a plain optimizer is registered.
         self._has_stepped = False  # Since the last boundary, one of them.
-        self._taken_at_first: int | None = None
-        """The steps that were taken when the first object was registered; None: none is yet."""
+        self.taken_before = 0
+        """The steps that were taken when this call began."""
         self._stepped_at = 0
         """The number of boundaries at the last one that came after a step of them."""
         self._stepped_before = 0
@@ -207,11 +207,9 @@ class FunctionCall:
             self.registry.note_loaded(entry, (boundary().status.taken, self._boundaries))
 
     def _warn_of_late(self, name: str) -> None:
-        taken = boundary().status.taken
-        if self._taken_at_first is None:
-            self._taken_at_first = taken
-        # What is kept of the others is dropped by then: it takes as much memory as they do.
-        elif taken > self._taken_at_first and self.recovery is not None and self.rank == 0:
+        # What is kept is dropped after the first step: it takes as much memory as the objects do.
+        has_stepped = boundary().status.taken > self.taken_before
+        if has_stepped and self.recovery is not None and self.rank == 0:
             warnings.warn(
                 f"{name!r} is registered after a step: where a worker is lost and the functions "
                 "run again, it begins with a new state. Call ctx.register before the first step",

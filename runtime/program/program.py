@@ -197,6 +197,7 @@ class FunctionRun:
                 if self._recovery is not None and self._program.checkpoint is not None:
                     self._recovery.can_resume_again = self._program.checkpoint.resume == AUTO
         self._status.origin, self._status.steps_before = call.origin, call.steps_before
+        call.taken_before = self._status.taken
         # A worker in its dry run is in no generation yet.
         if replay_log is None:
             self._lifeline.has_entered(runs_again=True)

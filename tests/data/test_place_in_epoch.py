@@ -106,10 +106,8 @@ def test_a_restart_after_a_loop_gives_again_what_no_step_has_used(num_used: int)
     assert left(cursor) == [] and not dealer.unused()
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_a_loop_awaits_a_step_only_if_gradients_have_come_in_it(
-    alone: cl.Group, accumulates: bool
-) -> None:
+@pytest.mark.parametrize("kind", ["evaluates", "accumulates", "lists"])
+def test_a_loop_awaits_a_step_unless_it_evaluates(alone: cl.Group, kind: str) -> None:
     """An evaluation need not be under no_grad, and may take gradients of inputs."""
     model = cl.DistributedDataParallel(torch.nn.Linear(1, 1), group=alone)
     dealer, cursor, ones = Dealer(0, 1), Cursor(), torch.ones(1, 1, requires_grad=True)
@@ -121,12 +119,14 @@ def test_a_loop_awaits_a_step_only_if_gradients_have_come_in_it(
     for _ in begin(300):
         model(ones).sum().backward()
         for _ in begin(4):
-            if accumulates:
+            if kind == "accumulates":
                 with model.no_sync():
                     model(ones).sum().backward()
-            else:
+            elif kind == "evaluates":
+                model.eval()
                 torch.autograd.grad(model(ones).sum(), ones)
-        assert len(dealer.unused()) == accumulates
+        model.train()
+        assert len(dealer.unused()) == (kind != "evaluates")
         dealer.record([dealer.cursors()])
         assert dealer._awaiting == []
     # Where no step is recorded, as in a run that does not recover.
