@@ -27,6 +27,7 @@ NUM_GPUS = 3  # as Ray is told; they stand in for real ones (tests/harness/stand
 NUM_CPUS = 5  # as Ray counts them, one for the session that stands; the machine may have fewer
 _LEAK_PATIENCE_S = 30.0
 _most_of_module: defaultdict[str, Counter[str]] = defaultdict(Counter)  # at the start of a test
+_is_whole_in: set[str] = set()  # the modules for which the session of several tests was completed
 _OF_RAY_DATA = {"_StatsActor", "_AutoscalingCoordinatorActor"}  # It has them stay.
 
 
@@ -98,10 +99,12 @@ async def _nothing_left_behind(request: pytest.FixtureRequest) -> AsyncIterator[
         yield
         return
     # A session of several tests may lack a worker or its driver, which the next run brings back: it
-    # has them before the first test of a module, and what a later one lacks is not taken for less.
-    is_first = request.module.__name__ not in _most_of_module
-    if is_first and "_session_that_goes_on" in request.fixturenames:
+    # has them before the first test of a module that uses it, and what a later one lacks is not
+    # taken for less.
+    module = request.module.__name__
+    if "_session_that_goes_on" in request.fixturenames and module not in _is_whole_in:
         await request.getfixturevalue("_session_that_goes_on").run(lambda ctx: None)
+        _is_whole_in.add(module)
     now = _alive()  # The process of an actor may come after the actor.
     now |= {kind.replace("actor", "process", 1): now[kind] for kind in now if "actor" in kind}
     before = _most_of_module[request.module.__name__]

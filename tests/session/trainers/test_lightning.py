@@ -276,7 +276,7 @@ class Ended(Precision):
         self.ended = True
 
 
-def tested_and_fitted(ctx):
+def evaluated_and_fitted(ctx):
     """The parameters with which this rank has tested; then two batches of one step."""
     module, ended = Watched(), Ended()
     with torch.no_grad():
@@ -291,7 +291,7 @@ def tested_and_fitted(ctx):
 
 
 async def test_a_module_is_wrapped_to_be_fitted_only_and_sends_once_in_a_step(session):
-    for tested, wrapped, (first, second), ended in await session.run(tested_and_fitted):
+    for tested, wrapped, (first, second), ended in await session.run(evaluated_and_fitted):
         assert largest_difference(tested, list(make_model().parameters())) == 0, "those of rank 0"
         assert wrapped == [False, True, True]
         assert first == 0 < second
