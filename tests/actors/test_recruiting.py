@@ -40,6 +40,34 @@ def remote(reply: Any) -> Any:
     return SimpleNamespace(remote=called)
 
 
+async def no_spare(seat: int) -> None:
+    return None
+
+
+def recruiter_of(
+    adopt: Any, lost_workers: Any, workers: dict[int, Any], most: int, start: Any, wait_for: Any
+) -> Recruiter:
+    """adopt, lost_workers: what the driver answers. start, wait_for: of a seat."""
+    driver = SimpleNamespace(
+        adopt=remote(adopt),
+        lost_workers=SimpleNamespace(remote=lost_workers),
+        why_waits=remote(lambda run, worker: ""),
+    )
+    seats: Any = SimpleNamespace(most=most, spare_seats=range(0), wait_for=wait_for)
+    return Recruiter(
+        driver,
+        RunRequest(0, 5.0, keep_reports=False, max_failures=None),
+        seats,
+        workers,
+        start,
+        SpareWorkers(seats, start),
+        no_spare,
+        set(),
+        None,
+        Listener({}, set()),
+    )
+
+
 @pytest.mark.parametrize("who_knows", AFTER_A_DRIVER)
 async def test_a_worker_that_died_with_the_driver_is_replaced_once(who_knows: str) -> None:
     workers: dict[int, Any] = {seat: Worker(f"worker-{seat}") for seat in range(2)}
@@ -57,32 +85,12 @@ async def test_a_worker_that_died_with_the_driver_is_replaced_once(who_knows: st
         return tuple(Unfit(seat, True, "is gone") for seat in dead)
 
     answers = iter(AFTER_A_DRIVER[who_knows])
-    driver = SimpleNamespace(
-        adopt=remote(adopt),
-        lost_workers=remote(lambda run, known: next(answers)),
-        why_waits=remote(lambda run, worker: ""),
-    )
+    lost_workers = remote(lambda run, known: next(answers)).remote
 
     async def wait_for(seat: int) -> None:
         await there_is_room.wait()
 
-    async def no_spare(seat: int) -> None:
-        return None
-
-    seats: Any = SimpleNamespace(most=2, spare_seats=range(0), wait_for=wait_for)
-    nobody: Any = None
-    recruiter = Recruiter(
-        driver,
-        RunRequest(0, 5.0, keep_reports=False, max_failures=None),
-        seats,
-        workers,
-        start,
-        SpareWorkers(seats, start),
-        no_spare,
-        set(),
-        None,
-        nobody,
-    )
+    recruiter = recruiter_of(adopt, lost_workers, workers, 2, start, wait_for)
     recruiting = asyncio.create_task(recruiter._recruit(has_taken_over=True))
     await asyncio.sleep(0.05)  # Both have been told of it, and there is no room yet.
     there_is_room.set()
@@ -112,32 +120,13 @@ async def test_seats_for_which_there_was_no_room_at_first_are_filled_when_there_
     async def wait_for(seat: int) -> None:
         await rooms[seat].wait()
 
-    async def no_spare(seat: int) -> None:
-        return None
-
     adopted: list[int] = []
 
     def adopt(asked: dict[int, Any], timeout_s: float, versions: Any) -> tuple[Unfit, ...]:
         adopted.extend(asked)
         return ()
 
-    seats: Any = SimpleNamespace(most=3, spare_seats=range(0), wait_for=wait_for)
-    recruiter = Recruiter(
-        SimpleNamespace(
-            adopt=remote(adopt),
-            lost_workers=SimpleNamespace(remote=lost_workers),
-            why_waits=remote(lambda run, worker: ""),
-        ),
-        RunRequest(0, 5.0, keep_reports=False, max_failures=None),
-        seats,
-        workers,
-        start,
-        SpareWorkers(seats, start),
-        no_spare,
-        set(),
-        None,
-        Listener({}, set()),
-    )
+    recruiter = recruiter_of(adopt, lost_workers, workers, 3, start, wait_for)
     filling = asyncio.create_task(recruiter._recruit(has_taken_over=False))
     for seat, known in ((2, [2]), (1, [2, 1])):
         await asyncio.sleep(0.02)
@@ -217,23 +206,7 @@ async def test_a_worker_that_dies_in_its_dry_run_is_replaced_once() -> None:
     async def at_once(seat: int) -> None:
         pass
 
-    seats: Any = SimpleNamespace(most=2, spare_seats=range(0), wait_for=at_once)
-    recruiter = Recruiter(
-        SimpleNamespace(
-            adopt=remote(adopt),
-            lost_workers=SimpleNamespace(remote=lost_workers),
-            why_waits=remote(lambda run, worker: ""),
-        ),
-        RunRequest(0, 5.0, keep_reports=False, max_failures=None),
-        seats,
-        workers,
-        start,
-        SpareWorkers(seats, start),
-        at_once,
-        set(),
-        None,
-        Listener({}, set()),
-    )
+    recruiter = recruiter_of(adopt, lost_workers, workers, 2, start, at_once)
     recruiting = asyncio.create_task(recruiter._recruit(has_taken_over=True))
     await asyncio.sleep(0.5)
     recruiting.cancel()

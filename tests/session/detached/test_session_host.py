@@ -55,6 +55,10 @@ def host_of(local: Any, memory: Memory) -> Any:
     return host
 
 
+async def closed() -> None:
+    """A session's workers that end at once."""
+
+
 def starting(host: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The host as it is before its `live`; it stays when it is told to leave."""
     actor = SimpleNamespace(get_actor_id=lambda: "of the host")
@@ -283,11 +287,8 @@ async def test_a_session_that_has_ended_keeps_its_results_when_its_host_is_start
 async def test_a_host_that_dies_after_its_session_has_ended_leaves_a_note_of_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def close() -> None:
-        pass
-
     memory = Memory()
-    host = starting(host_of(SimpleNamespace(close=close), memory), monkeypatch)
+    host = starting(host_of(SimpleNamespace(close=closed), memory), monkeypatch)
     await host._end("it was idle")
     actor_id, restarts, why, ended_at = memory.values["session"]
     assert (actor_id, restarts, why) == ("of the host", 0, "it was idle")
@@ -297,14 +298,11 @@ async def test_a_host_that_dies_after_its_session_has_ended_leaves_a_note_of_tha
 async def test_a_stopped_session_whose_host_dies_right_after_does_not_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def close() -> None:
-        pass
-
     memory = Memory()
-    host = starting(host_of(SimpleNamespace(close=close), memory), monkeypatch)
+    host = starting(host_of(SimpleNamespace(close=closed), memory), monkeypatch)
     await host.stop()
     await ended(host)
-    again = starting(host_of(SimpleNamespace(close=close), memory), monkeypatch)
+    again = starting(host_of(SimpleNamespace(close=closed), memory), monkeypatch)
     again._again = memory.values["session"][1:]
     try:
         await asyncio.wait_for(again.live(), 5)
