@@ -41,7 +41,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch.autograd import profiler
 
 from .contract.argument_kinds import check_kinds, check_range, checked_device, checked_place
 from .contract.arithmetic import reduce_into
@@ -85,7 +84,7 @@ from .contract.work import Work
 from .diagnosis.blame import usual_and_blamed
 from .diagnosis.debug import DebugLevel, get_debug_level
 from .diagnosis.flight_recorder import Activity, FlightRecorder, FlightRecording
-from .diagnosis.profiling import RecordedSpan, nvtx_is_recorded
+from .diagnosis.profiling import nvtx_is_recorded, span_of
 from .diagnosis.statistics import Statistics
 from .group_family import Family
 from .kept_results import KeepingCommunicator, KeptResults
@@ -1555,8 +1554,7 @@ class Group:
                 frame = sys._getframe(1)
                 operation.shapes = tuple(shape for of, shape in self._shapes if of is frame)
             self._shapes.clear()  # Also removes shapes of operations that a check refused.
-        if profiler._is_profiler_enabled or self._with_nvtx:
-            operation.span = RecordedSpan(operation, self._with_nvtx)
+        operation.span = span_of(operation, self._with_nvtx)
         return operation
 
     def _begin_between_two(
@@ -1573,8 +1571,7 @@ class Group:
         )
         self.recorder.record(operation, sys._getframe(2))
         self._shapes.clear()
-        if profiler._is_profiler_enabled or self._with_nvtx:
-            operation.span = RecordedSpan(operation, self._with_nvtx)
+        operation.span = span_of(operation, self._with_nvtx)
         return operation
 
     def _deadline_s(self, kind: Kind, timeout_s: Seconds | None) -> float:
