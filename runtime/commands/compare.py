@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from chorusline.collectives.contract.errors import listed, plain
+
 from ..program.step_digests import compare_digests, read_digests
 from .arguments import WrongUsage
 
@@ -20,9 +22,7 @@ def show_comparison(one: Path, other: Path) -> int:
         print(f"{_steps(found.same)} the same")
     if found.step is None:
         return 0
-    more = len(found.names) - _MOST_NAMES
-    shown = ", ".join(found.names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
-    print(f"after step {found.step} they differ in {shown}")
+    print(plain(f"after step {found.step} they differ in {listed(found.names, _MOST_NAMES)}"))
     return 1
 
 

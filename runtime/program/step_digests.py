@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ..data_parallel.same_model import without_lazy_bits
 from ..process.sharded_tensors import has_shards
 
 _DIGEST_BYTES = 8
@@ -42,7 +43,7 @@ def write_digests(path: str | Path, step: int, module: torch.nn.Module) -> None:
 @torch.no_grad()
 def digest_of(tensor: torch.Tensor) -> str:
     """Of shape, dtype and values: 16 hexadecimal digits."""
-    values = tensor.detach().cpu().contiguous()
+    values = without_lazy_bits(tensor.detach()).cpu().contiguous()
     head = f"{values.dtype} {tuple(values.shape)}".encode()
     made = hashlib.blake2b(head, digest_size=_DIGEST_BYTES)
     made.update(values.view(-1).view(torch.uint8).numpy().data)

@@ -80,6 +80,8 @@ def test_a_digest_is_of_the_values_whatever_their_dtype_and_memory_format() -> N
     half = torch.ones(3, dtype=torch.bfloat16)
     assert digest_of(half) == digest_of(half.clone()) != digest_of(half.half())
     assert digest_of(torch.tensor(1)) != digest_of(torch.tensor(2))
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert digest_of(conjugate) == digest_of(torch.tensor([1 - 2j])) != digest_of(conjugate.conj())
     assert digest_of(torch.empty(0)) != digest_of(torch.empty(0, 1))
 
 
